@@ -1,0 +1,50 @@
+# Needs make, Python 3.11 or newer and a package index, nothing else. `make` lists the targets.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo check test bench ops clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with everything installed (does nothing when up to date)
+
+# torch first and alone: it decides the build (cpu or cuda) from the index at hand, and the rest then resolves around it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; fix: make setup PYTHON=python3.11")'
+	@echo "setting up $(VENV) (some minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+demo: setup ## run the two-minute demonstration
+	@$(BIN)/spmd demo
+
+check: setup ## lint, format, types and the house rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(PY)
+	@$(PY) -m pytest --quiet tests/test_structure.py
+
+test: setup check ## check, then all tests on virtual devices
+	@$(PY) -m pytest -n $(WORKERS) tests
+
+bench: setup ## the Megatron step beside hand-written JAX
+	@$(PY) benchmarks/megatron.py
+
+ops: setup ## which PyTorch ops the device covers
+	@$(PY) benchmarks/ops.py
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+"""Devices, the mesh they form, and how tensors are split over it; numpy and jax only, never torch.
+
+import mesh
+
+mesh.virtual_devices(8)
+grid = mesh.Mesh.from_string("data=4,model=2")
+sharding = mesh.ShardingSpec(grid, mesh.PartitionSpec("data", None))
+sharding.shard_shape((64, 16))  # (16, 16)
+"""
+
+from mesh._devices import Device, device_count, devices, virtual_devices
+from mesh._errors import AcceleratorIdle, DeviceError, MeshError, SpecError
+from mesh._mesh import Mesh, init_device_mesh
+from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
+from mesh._spec import PartitionSpec, SpecLike, as_spec
+
+__all__ = [
+    # devices
+    "Device",
+    "device_count",
+    "devices",
+    "virtual_devices",
+    # mesh
+    "Mesh",
+    "init_device_mesh",
+    # specs
+    "PartitionSpec",
+    "SpecLike",
+    "as_spec",
+    # shardings
+    "ShardSlice",
+    "ShardingSpec",
+    "ShardingType",
+    # errors
+    "AcceleratorIdle",
+    "DeviceError",
+    "MeshError",
+    "SpecError",
+]

@@ -1,0 +1,138 @@
+"""Which devices exist; the only module of the project that asks jax for them.
+
+A device's *logical id* is its position in `devices()`. On a laptop, ask for virtual devices at the top of the program:
+
+    import mesh
+    mesh.virtual_devices(8)
+    mesh.device_count()  # 8
+
+Knows nothing of meshes or specs.
+"""
+
+import importlib
+import warnings
+from pathlib import Path
+from typing import Protocol, cast
+
+import jax
+
+from mesh._errors import AcceleratorIdle, DeviceError, message
+
+# Note [Accelerator device files]
+# Looking for the driver's files says that an accelerator is there without starting it: asking jax would initialise
+# the backend, which on a GPU grabs most of its memory.
+_ACCELERATOR_FILES = {
+    "NVIDIA GPU": ("nvidia[0-9]*",),
+    "TPU": ("accel[0-9]*", "vfio/[0-9]*"),
+}
+
+
+class Device(Protocol):
+    """What a `jax.Device` shows of itself; jax ships no types for it."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    @property
+    def process_index(self) -> int: ...
+
+
+def virtual_devices(n: int) -> None:
+    """Make `n` virtual CPU devices stand in for real ones, in every process that calls it.
+
+    Real accelerators are left alone: not initialised, no memory taken. Call it at the top of the program, before any
+    array, tensor or mesh exists; calling it again is harmless if the devices are already these.
+
+    Args:
+        n: how many devices this process gets.
+
+    Raises:
+        DeviceError: `n` is not a positive int, or jax has already started other devices.
+
+    Warns:
+        AcceleratorIdle: this machine seems to have an accelerator, and jax had not been confined to CPU before.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = f"virtual_devices({n!r}) makes no devices"
+        raise DeviceError(message(what, [f"{n!r} is no positive int"], "mesh.virtual_devices(8)"))
+    if _backends_are_initialized():
+        _require_virtual(n)
+        return
+    found = _accelerators() if jax.config.values["jax_platforms"] != "cpu" else []
+    _confine_to_cpu(n)
+    if found:
+        warnings.warn(
+            message(
+                f"virtual_devices({n}) leaves this machine's {' and '.join(found)} alone",
+                [f"the program runs on {n} virtual CPU devices"],
+                "to use the real devices, remove the call to mesh.virtual_devices",
+            ),
+            AcceleratorIdle,
+            stacklevel=2,
+        )
+
+
+def devices() -> tuple[Device, ...]:
+    """All devices of the default platform, on every host, ordered by id; the position is the logical id."""
+    return tuple(sorted(cast("list[Device]", jax.devices()), key=lambda device: device.id))
+
+
+def device_count() -> int:
+    """Number of devices of the default platform, on every host."""
+    return jax.device_count()
+
+
+def platform() -> str:
+    """Name of the platform in use as jax spells it: 'cpu', 'gpu' or 'tpu'."""
+    return devices()[0].platform
+
+
+def _require_virtual(n: int) -> None:
+    # Several hosts: `n` counts the devices of this one.
+    num_local = jax.local_device_count()
+    if platform() == "cpu" and num_local == n:
+        return
+    raise DeviceError(
+        message(
+            f"virtual_devices({n}) comes too late: jax has already started its devices",
+            [f"{num_local} exist on platform {platform()!r}, {n} virtual CPU devices were asked for"],
+            f"call mesh.virtual_devices({n}) at the top of the program, before any tensor, array or mesh",
+        )
+    )
+
+
+def _confine_to_cpu(n: int) -> None:
+    jax.config.update("jax_num_cpu_devices", n)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _backends_are_initialized() -> bool:
+    # The only use of jax's private modules. Without it: jax refuses to change the number of CPU devices once started.
+    try:
+        bridge = importlib.import_module("jax._src.xla_bridge")
+        return bool(bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return _cpu_count_is_frozen()
+
+
+def _cpu_count_is_frozen() -> bool:
+    current = int(jax.config.values["jax_num_cpu_devices"])
+    try:
+        jax.config.update("jax_num_cpu_devices", current + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", current)
+    return False
+
+
+def _accelerators(device_files: Path = Path("/dev")) -> list[str]:
+    # See Note [Accelerator device files].
+    found: list[str] = []
+    for kind, patterns in _ACCELERATOR_FILES.items():
+        files = sorted(str(file) for pattern in patterns for file in device_files.glob(pattern))
+        if files:
+            found.append(f"{kind} ({files[0]})")
+    return found

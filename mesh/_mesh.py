@@ -1,0 +1,333 @@
+"""Mesh: devices arranged in a grid whose axes have names. An immutable value.
+
+    mesh = Mesh(range(8), (4, 2), ("data", "model"))
+    mesh = Mesh.from_string("data=4,model=2")         # the same, from a command line
+    mesh.axis_size("model")                           # 2
+    mesh.to_jax()                                     # a jax.sharding.Mesh, all axes Auto
+
+Knows nothing of tensors and of how they are split over the mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from mesh import _devices
+from mesh._devices import Device
+from mesh._errors import DeviceError, MeshError, message
+
+# What the string form needs to stay readable: no separator of that form inside a name.
+_AXIS_NAME = re.compile(r"[^\s=,@]+")
+_AXIS = re.compile(r"\s*([^\s=,@]+)\s*=\s*(\d+)\s*")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Mesh:
+    """Devices in a grid with named axes; hashable, compared by value.
+
+    Args:
+        device_ids: logical ids (positions in `mesh.devices()`), in the mesh's device order; each at most once.
+        mesh_shape: size of each axis; the product equals the number of ids.
+        axis_names: one name per axis; without them the axes are called "0", "1", ...
+
+    Raises:
+        MeshError: the arguments do not fit each other.
+        DeviceError: the mesh names devices that do not exist.
+    """
+
+    _ids: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __init__(
+        self,
+        device_ids: Sequence[int] | npt.NDArray[np.integer],
+        mesh_shape: Sequence[int],
+        axis_names: Sequence[str] | None = None,
+    ) -> None:
+        shape = _checked_shape(mesh_shape)
+        names = _checked_names(axis_names, shape)
+        title = _title(names, shape)
+        object.__setattr__(self, "_ids", _checked_ids(device_ids, shape, title))
+        object.__setattr__(self, "mesh_shape", shape)
+        object.__setattr__(self, "axis_names", names)
+
+    @property
+    def device_ids(self) -> npt.NDArray[np.int64]:
+        """Logical ids in the mesh's device order: a flat, read-only array."""
+        return self._id_array
+
+    @property
+    def devices(self) -> npt.NDArray[np.object_]:
+        """The jax devices in the shape of the mesh: a read-only array."""
+        return self._device_array
+
+    def size(self, axis: str | int | None = None) -> int:
+        """Number of devices, in all or along one axis."""
+        return math.prod(self.mesh_shape) if axis is None else self.axis_size(axis)
+
+    def shape(self) -> OrderedDict[str, int]:
+        """Size of each axis by name, in order (a method, as in torch_xla)."""
+        return OrderedDict(zip(self.axis_names, self.mesh_shape, strict=True))
+
+    def get_logical_mesh(self) -> npt.NDArray[np.int64]:
+        """Logical ids in the shape of the mesh."""
+        return self._id_array.reshape(self.mesh_shape)
+
+    def get_axis_name_idx(self, name: str) -> int | None:
+        """Position of the axis, or None if the mesh has no such axis (as in torch_xla)."""
+        return self.axis_names.index(name) if name in self.axis_names else None
+
+    def axis_size(self, name: str | int) -> int:
+        """Number of devices along one axis, given by name or index.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+        """
+        return self.mesh_shape[self._axis_index(name)]
+
+    def axis_groups(self, names: str | int | Sequence[str | int]) -> list[tuple[int, ...]]:
+        """Which positions communicate when reducing over some axes.
+
+        Args:
+            names: one axis, or several; a group runs through the last one fastest.
+
+        Returns:
+            Groups of positions in the mesh's device order (0 .. size-1), not of device ids; every position is in
+            exactly one group.
+
+        Raises:
+            MeshError: the mesh has no such axis, or an axis is named twice.
+        """
+        listed = [names] if isinstance(names, str | int) else list(names)
+        inner = [self._axis_index(name) for name in listed]
+        if len(set(inner)) != len(inner):
+            raise MeshError(message(f"{self} cannot be grouped over {listed}", ["an axis is named twice"], "name every axis once"))
+        outer = [axis for axis in range(len(self.mesh_shape)) if axis not in inner]
+        group_size = math.prod(self.mesh_shape[axis] for axis in inner)
+        grid = np.arange(self.size()).reshape(self.mesh_shape).transpose(outer + inner).reshape(-1, group_size)
+        return [tuple(int(position) for position in row) for row in grid]
+
+    def to_jax(self) -> jax.sharding.Mesh:
+        """The same mesh for jax, every axis Auto (under Explicit axes ordinary torch models do not trace)."""
+        return self._jax_mesh
+
+    @classmethod
+    def from_jax(cls, jax_mesh: jax.sharding.Mesh) -> Mesh:
+        """The same mesh, its axes re-typed Auto, its devices as logical ids.
+
+        Raises:
+            MeshError: an axis is not named by a string.
+            DeviceError: a device is not one of `mesh.devices()`.
+        """
+        logical_id = {device: position for position, device in enumerate(_devices.devices())}
+        named = cast("list[Device]", jax_mesh.devices.ravel().tolist())
+        strangers = [device for device in named if device not in logical_id]
+        if strangers:
+            raise DeviceError(
+                message(
+                    f"the jax mesh {dict(jax_mesh.shape)} names device {strangers[0]}, which is not in use",
+                    [f"in use: {len(logical_id)} devices on platform {_devices.platform()!r}"],
+                    "build the jax mesh from mesh.devices()",
+                )
+            )
+        return cls([logical_id[device] for device in named], jax_mesh.devices.shape, jax_mesh.axis_names)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-able form; `from_dict` reads it."""
+        return {"device_ids": list(self._ids), "mesh_shape": list(self.mesh_shape), "axis_names": list(self.axis_names)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Mesh:
+        """The mesh that `to_dict` wrote.
+
+        Raises:
+            MeshError: an entry is missing or malformed.
+        """
+        missing = {"device_ids", "mesh_shape", "axis_names"} - data.keys()
+        if missing:
+            raise MeshError(message("this dict is no mesh", [f"missing: {', '.join(sorted(missing))}"], "write it with Mesh.to_dict()"))
+        return cls(
+            cast("Sequence[int]", data["device_ids"]), cast("Sequence[int]", data["mesh_shape"]), cast("Sequence[str]", data["axis_names"])
+        )
+
+    def to_string(self) -> str:
+        """One line that `from_string` reads: 'data=4,model=2', or 'data=4,model=2@7,6,...' for another device order."""
+        axes = ",".join(f"{name}={size}" for name, size in self.shape().items())
+        return axes if self._is_default_order else f"{axes}@{','.join(map(str, self._ids))}"
+
+    @classmethod
+    def from_string(cls, text: str) -> Mesh:
+        """Mesh from 'data=4,model=2': the first eight devices, or those listed after an '@'.
+
+        Raises:
+            MeshError: the text is malformed.
+        """
+        axes_text, at, ids_text = text.partition("@")
+        axes = [_AXIS.fullmatch(part) for part in axes_text.split(",")]
+        ids_valid = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ids_text) is not None
+        if not all(axes) or (at and not ids_valid):
+            raise MeshError(message(f"{text!r} is no mesh", [], "write axis=size pairs, e.g. 'data=4,model=2' or 'data=2@1,0'"))
+        names = [match[1] for match in axes if match]
+        shape = [int(match[2]) for match in axes if match]
+        ids = [int(part) for part in ids_text.split(",")] if at else range(math.prod(shape))
+        return cls(ids, shape, names)
+
+    def __str__(self) -> str:
+        return _title(self.axis_names, self.mesh_shape)
+
+    def __repr__(self) -> str:
+        ids = f"range({len(self._ids)})" if self._is_default_order else str(list(self._ids))
+        return f"Mesh({ids}, {self.mesh_shape}, {self.axis_names})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[object, ...]]:
+        # Through the constructor: a process with fewer devices refuses, and no jax object is pickled.
+        return Mesh, (self._ids, self.mesh_shape, self.axis_names)
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
+        return self
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Kept: a pod's mesh has thousands of ids, and every jax cache lookup hashes it.
+        return hash((self._ids, self.mesh_shape, self.axis_names))
+
+    @functools.cached_property
+    def _is_default_order(self) -> bool:
+        return self._ids == tuple(range(len(self._ids)))
+
+    @functools.cached_property
+    def _id_array(self) -> npt.NDArray[np.int64]:
+        ids = np.array(self._ids, dtype=np.int64)
+        ids.setflags(write=False)
+        return ids
+
+    @functools.cached_property
+    def _device_array(self) -> npt.NDArray[np.object_]:
+        existing = _devices.devices()
+        grid = np.empty(len(self._ids), dtype=object)
+        grid[:] = [existing[i] for i in self._ids]
+        grid = grid.reshape(self.mesh_shape)
+        grid.setflags(write=False)
+        return grid
+
+    @functools.cached_property
+    def _jax_mesh(self) -> jax.sharding.Mesh:
+        auto = (jax.sharding.AxisType.Auto,) * len(self.mesh_shape)
+        return jax.sharding.Mesh(self._device_array, self.axis_names, axis_types=auto)
+
+    def _axis_index(self, axis: str | int) -> int:
+        names = self.axis_names
+        if axis in names:
+            return names.index(axis)
+        if isinstance(axis, int) and -len(names) <= axis < len(names):
+            return axis % len(names)
+        raise MeshError(message(f"{self} has no axis {axis!r}", [f"axes: {', '.join(names)}"], "name one of these axes"))
+
+
+def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> Mesh:
+    """A mesh over the first devices, with the arguments of torch's function of that name.
+
+    Args:
+        device_type: "jax", or the platform in use ("cpu", "tpu", "gpu" or "cuda").
+        mesh_shape: size of each axis.
+        mesh_dim_names: one name per axis; torch's word for what is called `axis_names` here.
+
+    Raises:
+        DeviceError: another platform is in use, or there are too few devices.
+        MeshError: shape and names do not fit each other.
+    """
+    in_use = _devices.platform()
+    wanted = "gpu" if device_type == "cuda" else device_type
+    if wanted not in ("jax", in_use):
+        raise DeviceError(
+            message(
+                f"init_device_mesh({device_type!r}, ...) asks for a platform that is not in use",
+                [f"in use: {_devices.device_count()} devices on platform {in_use!r}"],
+                f"init_device_mesh('jax', {tuple(mesh_shape)})",
+            )
+        )
+    shape = _checked_shape(mesh_shape)
+    return Mesh(range(math.prod(shape)), shape, mesh_dim_names)
+
+
+def _title(names: Sequence[str], shape: Sequence[int]) -> str:
+    return f"Mesh({', '.join(f'{name}={size}' for name, size in zip(names, shape, strict=True))})"
+
+
+def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = np.asarray(mesh_shape)
+    if sizes.ndim != 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or (sizes < 1).any():
+        raise MeshError(message(f"{mesh_shape!r} is no mesh shape", [], "give one positive size per axis, e.g. (4, 2)"))
+    return tuple(int(size) for size in sizes)
+
+
+def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...]:
+    if axis_names is None:
+        return tuple(str(axis) for axis in range(len(shape)))
+    if isinstance(axis_names, str):
+        raise MeshError(message(f"axis_names={axis_names!r} is one string", [], f"axis_names=({axis_names!r},)"))
+    names = tuple(axis_names)
+    if len(names) != len(shape):
+        raise MeshError(
+            message(
+                f"axis_names={names} do not fit mesh_shape={shape}", [f"{len(names)} names, {len(shape)} sizes"], "give one name per size"
+            )
+        )
+    for name in names:
+        if not isinstance(name, str) or not _AXIS_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise MeshError(message(f"{name!r} is no axis name", [], "use a string without spaces, '=', ',' and '@', e.g. 'data'"))
+    if len(set(names)) != len(names):
+        raise MeshError(message(f"axis_names={names} repeat a name", [], "give every axis its own name"))
+    return names
+
+
+def _checked_ids(device_ids: Sequence[int] | npt.NDArray[np.integer], shape: tuple[int, ...], title: str) -> tuple[int, ...]:
+    size = math.prod(shape)
+    count = device_ids.size if isinstance(device_ids, np.ndarray) else len(device_ids)
+    if count != size:
+        raise MeshError(message(f"{title} needs {size} device ids, got {count}", [], f"pass {size} ids, e.g. range({size})"))
+    # Before a range is spelled out: "data=1000000000" must not fill the memory.
+    _require_devices(size - 1, size, title)
+    ids = np.asarray(device_ids).ravel()
+    if ids.dtype.kind not in "iu" or (ids < 0).any():
+        raise MeshError(
+            message(f"{title} has device ids that are no ids", [f"got {ids.tolist()}"], f"pass ints from 0 on, e.g. range({size})")
+        )
+    values, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        repeated = values[counts > 1].tolist()
+        raise MeshError(message(f"{title} names a device more than once", [f"repeated ids: {repeated}"], "name every device once"))
+    _require_devices(int(ids.max()), size, title)
+    return tuple(int(i) for i in ids)
+
+
+def _require_devices(last_id: int, size: int, title: str) -> None:
+    count = _devices.device_count()
+    if last_id < count:
+        return
+    names = f"{size} devices" if last_id == size - 1 else f"{size} devices up to id {last_id}"
+    virtual = f"mesh.virtual_devices({last_id + 1}) at the top of the program, or " if _devices.platform() == "cpu" else ""
+    raise DeviceError(
+        message(
+            f"{title} names devices that do not exist",
+            [f"the mesh names {names}, {count} exist on platform {_devices.platform()!r}"],
+            f"{virtual}a mesh of at most {count} devices",
+        )
+    )

@@ -1,0 +1,245 @@
+"""ShardingSpec: how a tensor lies on the devices of a mesh. An immutable value.
+
+    sharding = ShardingSpec(mesh, PartitionSpec("data", None))
+    sharding.shard_shape((64, 16))                    # (16, 16) on a mesh with data=4
+    sharding.to_jax()                                 # a jax.sharding.NamedSharding
+
+Knows shapes, never tensors or their values.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from mesh._devices import Device
+from mesh._errors import SpecError, message
+from mesh._mesh import Mesh
+from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
+
+
+class ShardingType(IntEnum):
+    """How an array lies on a mesh, with torch_xla's numbers; TILED is its other name for OTHER."""
+
+    REPLICATED = 0
+    MAXIMAL = 1
+    TUPLE = 2
+    OTHER = 3
+    TILED = 3
+    MANUAL = 4
+    PARTIAL = 5
+    UNKNOWN = 6
+
+
+class ShardSlice(NamedTuple):
+    """What one device holds: a slice per dim, and which copy of that piece it is (0, 1, ... in device order)."""
+
+    device: Device
+    slices: tuple[slice, ...]
+    replica_id: int
+
+
+@dataclass(frozen=True, init=False)
+class ShardingSpec:
+    """A mesh and a spec resolved against it: how a tensor of the spec's rank lies on the devices.
+
+    Args:
+        mesh: the devices.
+        partition_spec: one entry per dim of the tensor; kept in the form of `PartitionSpec.resolved`.
+
+    Raises:
+        SpecError: the spec does not fit the mesh.
+    """
+
+    mesh: Mesh
+    partition_spec: PartitionSpec
+
+    def __init__(self, mesh: Mesh, partition_spec: SpecLike) -> None:
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "partition_spec", as_spec(partition_spec).resolved(mesh.axis_names))
+
+    @property
+    def num_shards(self) -> int:
+        """Number of distinct pieces; the devices beyond hold copies."""
+        return math.prod(self._shards_per_dim)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole tensor."""
+        return self.num_shards == 1
+
+    @property
+    def sharding_type(self) -> ShardingType:
+        """Kind of layout, by the number of distinct pieces: axes of size 1 split nothing."""
+        if self.mesh.size() == 1:
+            return ShardingType.MAXIMAL
+        if self.is_replicated:
+            return ShardingType.REPLICATED
+        return ShardingType.OTHER if self.num_shards == self.mesh.size() else ShardingType.PARTIAL
+
+    def validate(self, shape: Sequence[int], name: str | None = None) -> None:
+        """Check that a tensor can lie so.
+
+        Args:
+            shape: the tensor's global shape.
+            name: the tensor's name, for the message.
+
+        Raises:
+            SpecError: the spec has not one entry per dim, or a dim does not split evenly over its axes.
+        """
+        title = f"tensor {name!r} of shape {tuple(shape)}" if name else f"a tensor of shape {tuple(shape)}"
+        _require_rank(self, shape, title)
+        _require_even(self, shape, title)
+
+    def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one device's piece.
+
+        Args:
+            shape: global shape, in elements.
+
+        Returns:
+            Per-device shape, same rank; a dim without an axis keeps its size.
+
+        Raises:
+            SpecError: a tensor of this shape cannot lie so.
+        """
+        self.validate(shape)
+        return tuple(size // shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
+
+    def shard_slices(self, shape: Sequence[int]) -> list[ShardSlice]:
+        """What every device holds, in the mesh's device order; agrees with jax's `devices_indices_map`.
+
+        Raises:
+            SpecError: a tensor of this shape cannot lie so.
+        """
+        pieces = self.shard_shape(shape)
+        starts_by_dim = [index * piece for index, piece in zip(self._shard_index_per_dim, pieces, strict=True)]
+        copies_seen: dict[tuple[int, ...], int] = {}
+        held: list[ShardSlice] = []
+        for position, device in enumerate(cast("list[Device]", self.mesh.devices.ravel().tolist())):
+            starts = tuple(int(starts[position]) for starts in starts_by_dim)
+            slices = tuple(
+                slice(start, start + piece) if shards > 1 else slice(None)
+                for start, piece, shards in zip(starts, pieces, self._shards_per_dim, strict=True)
+            )
+            replica_id = copies_seen.get(starts, 0)
+            copies_seen[starts] = replica_id + 1
+            held.append(ShardSlice(device, slices, replica_id))
+        return held
+
+    def to_jax(self) -> jax.sharding.NamedSharding:
+        """The same sharding for jax."""
+        return self._named_sharding
+
+    @classmethod
+    def from_jax(cls, sharding: jax.sharding.NamedSharding, ndim: int) -> ShardingSpec:
+        """The same layout as jax's, for a tensor of `ndim` dims (jax's spec may be shorter); memory kinds are dropped.
+
+        Raises:
+            SpecError: the sharding has no devices, leaves a dim to the compiler, or is for more dims.
+        """
+        if not isinstance(sharding.mesh, jax.sharding.Mesh):
+            raise SpecError(
+                message(f"{sharding} has no devices", [], "build the NamedSharding on a jax.sharding.Mesh, not an AbstractMesh")
+            )
+        spec = PartitionSpec.from_jax(sharding.spec)
+        if len(spec) > ndim:
+            raise SpecError(message(f"{sharding.spec} does not fit {ndim} dims", [f"it has {len(spec)} entries"], f"pass ndim={len(spec)}"))
+        return cls(Mesh.from_jax(sharding.mesh), PartitionSpec(*spec, *[None] * (ndim - len(spec))))
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-able form; `from_dict` reads it."""
+        return {"mesh": self.mesh.to_dict(), "partition_spec": self.partition_spec.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> ShardingSpec:
+        """The sharding that `to_dict` wrote.
+
+        Raises:
+            MeshError: an entry is missing or malformed.
+        """
+        missing = {"mesh", "partition_spec"} - data.keys()
+        if missing:
+            details = [f"missing: {', '.join(sorted(missing))}"]
+            raise SpecError(message("this dict is no sharding spec", details, "write it with ShardingSpec.to_dict()"))
+        mesh = Mesh.from_dict(cast("Mapping[str, object]", data["mesh"]))
+        return cls(mesh, PartitionSpec.from_dict(cast("Mapping[str, object]", data["partition_spec"])))
+
+    def __str__(self) -> str:
+        return f"{self.mesh.to_string()} {self.partition_spec}"
+
+    @classmethod
+    def from_string(cls, text: str) -> ShardingSpec:
+        """The sharding that `str` wrote, e.g. "data=4,model=2 ('data', None)".
+
+        Raises:
+            MeshError: the text is malformed.
+        """
+        mesh_text, parenthesis, spec_text = text.partition("(")
+        return cls(Mesh.from_string(mesh_text), PartitionSpec.from_string(parenthesis + spec_text))
+
+    def __reduce__(self) -> tuple[type[ShardingSpec], tuple[Mesh, PartitionSpec]]:
+        return ShardingSpec, (self.mesh, self.partition_spec)
+
+    @functools.cached_property
+    def _named_sharding(self) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(self.mesh.to_jax(), self.partition_spec.to_jax())
+
+    @functools.cached_property
+    def _axes_per_dim(self) -> tuple[tuple[int, ...], ...]:
+        names = self.mesh.axis_names
+        return tuple(tuple(names.index(cast("str", axis)) for axis in entry_axes(entry)) for entry in self.partition_spec)
+
+    @functools.cached_property
+    def _shards_per_dim(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.mesh.mesh_shape[axis] for axis in axes) for axes in self._axes_per_dim)
+
+    @functools.cached_property
+    def _shard_index_per_dim(self) -> tuple[npt.NDArray[np.int64], ...]:
+        # For each dim, which piece along it the device at each position holds; the first axis of an entry is slowest.
+        coordinates = np.unravel_index(np.arange(self.mesh.size()), self.mesh.mesh_shape)
+        indices: list[npt.NDArray[np.int64]] = []
+        for axes in self._axes_per_dim:
+            index = np.zeros(self.mesh.size(), dtype=np.int64)
+            for axis in axes:
+                index = index * self.mesh.mesh_shape[axis] + coordinates[axis]
+            indices.append(index)
+        return tuple(indices)
+
+
+def _require_rank(sharding: ShardingSpec, shape: Sequence[int], title: str) -> None:
+    spec = sharding.partition_spec
+    if len(spec) == len(shape):
+        return
+    fix = f"drop {len(spec) - len(shape)} of the entries"
+    if len(spec) < len(shape):
+        fix = f"pad the spec with None to the rank: {PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))!r}"
+    raise SpecError(
+        message(f"{title} cannot be sharded by {spec}", [f"the tensor has rank {len(shape)}, the spec has {len(spec)} entries"], fix)
+    )
+
+
+def _require_even(sharding: ShardingSpec, shape: Sequence[int], title: str) -> None:
+    spec, mesh = sharding.partition_spec, sharding.mesh
+    details: list[str] = []
+    fixes: list[str] = []
+    for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
+        axes = entry_axes(entry)
+        sizes = [mesh.axis_size(axis) for axis in axes]
+        shards = math.prod(sizes)
+        if size % shards == 0:
+            continue
+        named = " and ".join(f"axis {axis!r} has size {axis_size}" for axis, axis_size in zip(axes, sizes, strict=True))
+        details.append(f"dim {dim} has {size} elements, {named}" + (f", together {shards}" if len(axes) > 1 else ""))
+        fixes.append(f"pad dim {dim} to {-(-size // shards) * shards}")
+        fixes += [f"shard dim {i} ({n})" for i, n in enumerate(shape) if spec[i] is None and n and n % shards == 0]
+    if details:
+        raise SpecError(message(f"{title} cannot be sharded by {spec}", details, ", or ".join(fixes)))

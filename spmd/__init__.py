@@ -1,0 +1,3 @@
+"""spmd."""
+from spmd.device._backend import register as _register
+_register()

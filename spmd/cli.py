@@ -1,0 +1,97 @@
+"""The command `spmd`: reads arguments, calls one floor down, renders what comes back. Decides nothing itself.
+
+A command's module is imported only when that command is asked for. To add one: a loader, and a line in `COMMANDS`.
+
+    spmd doctor
+    spmd demo --help
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rich.box
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spmd.doctor import Check, DeviceGroup, Report
+
+
+@dataclass(frozen=True)
+class Command:
+    """`load` returns the function whose parameters tyro turns into options; what it returns is the exit code."""
+
+    summary: str
+    load: Callable[[], Callable[..., Any]]
+
+
+def doctor_command() -> Callable[..., Any]:
+    from spmd import doctor
+
+    def run() -> int:
+        """Check versions, devices and conflicts of this machine; exit code 1 when something is wrong."""
+        report = doctor.examine()
+        show_report(report, Console(markup=False, highlight=False))
+        return 1 if report.problems else 0
+
+    return run
+
+
+def demo_command() -> Callable[..., Any]:
+    from spmd import demo
+
+    return demo.main
+
+
+COMMANDS = {
+    "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
+    "demo": Command("Train a sharded model on virtual devices.", demo_command),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with the command's exit code.
+
+    Args:
+        argv: arguments after the program's name; those of the process when None.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    app = tyro.extras.SubcommandApp()
+    for name, command in COMMANDS.items():
+        function = command.load() if arguments[:1] == [name] else listed(command)
+        app.command(name=name)(function)
+    code = app.cli(prog="spmd", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    raise SystemExit(code)
+
+
+def listed(command: Command) -> Callable[[], None]:
+    """A command that was not asked for: shows up in the help, without the cost of importing it."""
+
+    def stand_in() -> None: ...
+
+    stand_in.__doc__ = command.summary
+    return stand_in
+
+
+def show_report(report: Report, console: Console) -> None:
+    table = Table("what", "found", "supported", "", box=rich.box.SIMPLE)
+    for check in report.checks:
+        table.add_row(check.name, check.found, check.supported, mark(check))
+    for group in report.devices:
+        table.add_row("devices", device_line(group), "", Text("OK", style="green"))
+    console.print(table)
+    for check in report.problems:
+        console.print(Text(f"{check.problem}", style="red"), Text(f"  fix: {check.fix}"), sep="\n", soft_wrap=True)
+
+
+def mark(check: Check) -> Text:
+    return Text("OK", style="green") if check.problem is None else Text("problem", style="bold red")
+
+
+def device_line(group: DeviceGroup) -> str:
+    memory = "" if group.memory_bytes is None else f", {group.memory_bytes / 2**30:.0f} GiB each"
+    kind = "" if group.kind == group.platform else f" ({group.kind})"
+    return f"{group.num_devices} x {group.platform}{kind}{memory}"

@@ -1,0 +1,307 @@
+"""From a call that PyTorch dispatched to a rule's call, and back: everything mechanical about running a lowering.
+
+One `Adapter` per ATen overload. For each new combination of dtypes and static arguments it makes a `Plan` (torch's meta
+kernel says the result dtypes, torch's promotion rules the dtype to compute in), then every further call is a dictionary
+look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, the rule is called inline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax._src.core import trace_state_clean  # private: the only cheap way to ask "is jax tracing?"
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+from torch._prims_common import elementwise_dtypes
+
+from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
+from spmd._errors import TraceError, called_at, message
+from spmd.device import _random
+from spmd.device._numbers import carried
+from spmd.device._storage import load, wrap
+from spmd.lowering._registry import Lowering
+
+_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+_HALF = (torch.float16, torch.bfloat16)
+_OF_INT = torch.zeros(1, dtype=torch.int64)
+_OF_INT32 = torch.zeros((), dtype=torch.int32)
+
+
+class _Dynamic:
+    """Placeholder for the i-th array or number of a call."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Plan:
+    """One way to run an overload: dtypes and static arguments are settled."""
+
+    __slots__ = ("compute", "compute_dtypes", "jitted", "lowering", "results", "template")
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        template: tuple[list[Any], dict[str, Any]],
+        compute: tuple[np.dtype[Any] | None, ...],
+        results: tuple[np.dtype[Any], ...] | None,
+    ) -> None:
+        self.lowering = lowering
+        self.template = template
+        self.compute = compute
+        self.results = results
+        self.jitted = jax.jit(self.run)
+
+    def run(self, dynamic: Sequence[Any], key: Any = None) -> Any:
+        """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out."""
+        values = [
+            value.astype(dtype) if dtype is not None and isinstance(value, jax.Array) and value.dtype != dtype else value
+            for value, dtype in zip(dynamic, self.compute, strict=True)
+        ]
+        args = [_filled(arg, values) for arg in self.template[0]]
+        kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
+        if self.lowering.random:
+            args.insert(0, jax.random.wrap_key_data(key))
+        out = self.lowering.rule(*args, **kwargs)
+        if self.results is None:
+            return out
+        if isinstance(out, tuple | list):
+            return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out))
+        return _cast(out, self.results[0])
+
+
+class Adapter:
+    """Runs one lowering on device tensors."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        self.lowering = lowering
+        self.op = lowering.op
+        schema = lowering.op._schema
+        self.names = [argument.name for argument in schema.arguments]
+        self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
+        self.dynamic_scalar = [
+            scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)
+        ]
+        self.accepts = {name: i for i, name in enumerate(self.names)}
+        self.fills_dtype = "dtype" in self.names and not lowering.pointwise
+        self.plans: dict[Any, Plan] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on tensors, return tensors."""
+        with exact_dtypes():
+            return self._wrapped(self.arrays(args, kwargs))
+
+    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run on tensors, return arrays (call inside `exact_dtypes`)."""
+        plan, dynamic = self.plan(args, kwargs)
+        key = _random.next_key(kwargs.get("generator")) if self.lowering.random else None
+        if not trace_state_clean():
+            if self.lowering.data_dependent:
+                raise _data_dependent(self.op)
+            return plan.run(dynamic, key)
+        if self.lowering.data_dependent:
+            return plan.run(dynamic, key)
+        return plan.jitted(dynamic, key)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, list[Any]]:
+        """The plan of this call and its dynamic values in order."""
+        dynamic: list[Any] = []
+        key: list[Any] = []
+        for index, arg in enumerate(args):
+            self._describe(index, arg, dynamic, key)
+        for name, arg in kwargs.items():
+            if name not in _IGNORED:
+                key.append(name)
+                self._describe(self.accepts[name], arg, dynamic, key)
+        found = tuple(key)
+        plan = self.plans.get(found)
+        if plan is None:
+            plan = self.plans[found] = self._new_plan(args, kwargs)
+        return plan, dynamic
+
+    def _describe(self, index: int, arg: Any, dynamic: list[Any], key: list[Any]) -> None:
+        """Append the argument's value to `dynamic` if it has one there, and what the plan depends on to `key`."""
+        if isinstance(arg, torch.Tensor):
+            value, described = _tensor_value(arg)
+            dynamic.append(value)
+            key.append(described)
+        elif isinstance(arg, list | tuple):
+            if any(isinstance(item, torch.Tensor) for item in arg):
+                key.append("[")
+                for item in arg:
+                    self._describe(index, item, dynamic, key)
+                key.append("]")
+            elif arg and isinstance(arg[0], torch.SymFloat):
+                dynamic.extend(carried(item) if isinstance(item, torch.SymFloat) else item for item in arg)
+                key.append(("lifted", len(arg)))
+            else:
+                key.append(tuple((type(item), item) for item in arg))
+        elif isinstance(arg, torch.SymFloat):
+            dynamic.append(carried(arg))
+            key.append(float)
+        elif self.dynamic_scalar[index] and arg is not None:
+            dynamic.append(arg)
+            key.append(type(arg))
+        elif isinstance(arg, int | float):
+            key.append((type(arg), arg))
+        else:
+            key.append(arg)
+
+    def _new_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        counter = [0]
+        positional = [self._placed(index, arg, counter) for index, arg in enumerate(args)]
+        named = {name: self._placed(self.accepts[name], arg, counter) for name, arg in kwargs.items() if name not in _IGNORED}
+        results = result_dtypes(self.op, args, kwargs)
+        compute: list[np.dtype[Any] | None] = [None] * counter[0]
+        if self.lowering.pointwise:
+            compute = self._compute_dtypes(args, kwargs, results, counter[0])
+        elif self.fills_dtype and results is not None:
+            position = self.accepts["dtype"]
+            if position < len(positional):
+                positional[position] = to_numpy_dtype(results[0])
+            else:
+                named["dtype"] = to_numpy_dtype(results[0])
+        cast = None if results is None else tuple(to_numpy_dtype(dtype) for dtype in results)
+        return Plan(self.lowering, (positional, named), tuple(compute), cast)
+
+    def _placed(self, index: int, arg: Any, counter: list[int]) -> Any:
+        """The argument as the rule's template holds it: a placeholder where the value is dynamic."""
+        if isinstance(arg, list | tuple):
+            if any(isinstance(item, torch.Tensor | torch.SymFloat) for item in arg):
+                return [self._placed(index, item, counter) for item in arg]
+            return tuple(arg)
+        dynamic = isinstance(arg, torch.Tensor | torch.SymFloat) or (self.dynamic_scalar[index] and arg is not None)
+        if dynamic:
+            counter[0] += 1
+            return _Dynamic(counter[0] - 1)
+        return to_numpy_dtype(arg) if isinstance(arg, torch.dtype) else arg
+
+    def _compute_dtypes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[torch.dtype, ...] | None, count: int
+    ) -> list[np.dtype[Any] | None]:
+        """For each dynamic value the dtype to compute in: torch's promoted dtype, float32 for 16-bit floats."""
+        named = [*zip(self.names, args, strict=False), *((n, a) for n, a in kwargs.items() if n not in _IGNORED)]
+        chosen = self.lowering.promoted
+        operands = [_number_or_tensor(a) for n, a in named if (n in chosen if chosen else True) and _is_operand(a)]
+        promoted = elementwise_dtypes(*operands, type_promotion_kind=KIND.DEFAULT)[1]
+        result = results[0] if results else promoted
+        if result.is_floating_point and not (promoted.is_floating_point or promoted.is_complex):
+            promoted = result
+        if promoted in _HALF:
+            promoted = torch.float32
+        dtype = to_numpy_dtype(promoted)
+        compute: list[np.dtype[Any] | None] = []
+        for name, arg in named:
+            for item in arg if isinstance(arg, list | tuple) else [arg]:
+                is_dynamic = isinstance(item, torch.Tensor | torch.SymFloat)
+                if is_dynamic or (self.dynamic_scalar[self.accepts[name]] and item is not None):
+                    takes_part = name in chosen if chosen else True
+                    compute.append(dtype if is_dynamic and takes_part else None)
+        assert len(compute) == count, f"{self.op}: {len(compute)} operands described, {count} placed"
+        return compute
+
+    def _wrapped(self, out: Any) -> Any:
+        if isinstance(out, tuple | list):
+            return type(out)(wrap(o) for o in out)
+        return wrap(out)
+
+
+def _filled(arg: Any, values: list[Any]) -> Any:
+    if isinstance(arg, _Dynamic):
+        return values[arg.index]
+    return [_filled(item, values) for item in arg] if isinstance(arg, list) else arg
+
+
+def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
+    if not isinstance(value, jax.Array):
+        return jnp.asarray(value, dtype)
+    return value if value.dtype == dtype else value.astype(dtype)
+
+
+def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """A tensor argument as (value, what the plan depends on): arrays by dtype and rank zero, wrapped numbers by type."""
+    if tensor.device.type == "jax":
+        return load(tensor), (tensor.dtype if tensor.dim() else (tensor.dtype,))
+    number = getattr(tensor, "__wrapped_number", None)
+    if number is not None:
+        return carried(number), float
+    if tensor.dim() == 0 and tensor.device.type == "cpu":
+        if is_wrapped_number(tensor):
+            value = tensor.item()
+            return value, type(value)
+        return host_array(tensor), (tensor.dtype,)
+    raise RuntimeError(
+        message(
+            f"expected all tensors on device 'jax', found one of shape {tuple(tensor.shape)} on {tensor.device}",
+            *called_at(),
+            fix="move it with .to('jax')",
+        )
+    )
+
+
+def is_wrapped_number(tensor: torch.Tensor) -> bool:
+    """True if a 0-dim CPU tensor stands for a Python number (C++'s wrapped number, which Python cannot ask for directly).
+
+    A real float64 tensor promotes an int64 tensor to float64, a wrapped number only to the default dtype; a real int64
+    tensor promotes a 0-dim int32 tensor to int64, a wrapped number does not.
+    """
+    if tensor.dtype in (torch.float64, torch.complex128):
+        return torch.result_type(_OF_INT, tensor) != tensor.dtype
+    if tensor.dtype == torch.int64:
+        return torch.result_type(_OF_INT32, tensor) == torch.int32
+    return False
+
+
+def _is_operand(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor | torch.SymFloat | int | float | complex) and not isinstance(arg, torch.dtype)
+
+
+def _number_or_tensor(arg: Any) -> Any:
+    if isinstance(arg, torch.SymFloat):
+        return 1.0
+    if isinstance(arg, torch.Tensor) and arg.device.type == "cpu":
+        if getattr(arg, "__wrapped_number", None) is not None:
+            return 1.0
+        return arg.item() if arg.dim() == 0 and is_wrapped_number(arg) else arg
+    return arg
+
+
+def result_dtypes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype, ...] | None:
+    """What torch's meta kernel says the result dtypes are; None if it has no meta kernel or cannot tell."""
+    with contextlib.suppress(Exception), torch._C._DisableAutocast():
+        out = op(*(_as_meta(a) for a in args), **{n: ("meta" if n == "device" else _as_meta(a)) for n, a in kwargs.items() if n != "generator"})
+        outs = out if isinstance(out, tuple | list) else (out,)
+        if all(isinstance(o, torch.Tensor) for o in outs):
+            return tuple(o.dtype for o in outs) or None
+    return None
+
+
+def _as_meta(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        if arg.device.type != "jax":
+            return arg
+        return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
+    if isinstance(arg, list | tuple):
+        return [_as_meta(item) for item in arg]
+    return 1.0 if isinstance(arg, torch.SymFloat) else arg
+
+
+def _data_dependent(op: torch._ops.OpOverload) -> TraceError:
+    return TraceError(
+        message(
+            f"the result shape of {op} depends on values, which a traced program does not have",
+            *called_at(),
+            fix="keep shapes fixed with torch.where or a mask, or call the op outside the compiled function",
+        )
+    )
+
+
+Kernel = Callable[..., Any]
+__all__ = ["Adapter", "Kernel", "Plan", "is_wrapped_number", "result_dtypes", "to_torch_dtype"]

@@ -1,0 +1,93 @@
+"""The device itself: makes `torch.device("jax")` a real PyTorch device, once per process.
+
+All use of PyTorch's experimental Python-backend API is in this file. Importing `spmd` calls `register()`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+import torch
+import torch.optim.optimizer
+import torch.utils._foreach_utils
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import mesh
+from spmd._errors import DeviceSlotError, message
+from spmd.device._kernels import Installed, install
+from spmd.device._random import default_stream
+
+NAME = "jax"
+_installed: list[Installed] = []
+
+
+class DeviceModule:
+    """What `torch.jax` is: the functions PyTorch looks up on a device's module."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        """One: a mesh of many chips is one device to PyTorch."""
+        return 1
+
+    def device(self, index: Any) -> torch.device:
+        return torch.device(NAME)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        """Start the device's random stream anew from `seed`."""
+        default_stream.seed, default_stream.draws = seed % 2**64, 0
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        return default_stream.seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """The random stream's seed and count of draws, 16 bytes."""
+        return default_stream.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Set the random stream to a state from `get_rng_state`."""
+        default_stream.set_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until the devices have finished what was dispatched to them."""
+        for device_ in mesh.devices():
+            device_.synchronize_all_activity()
+
+
+def register() -> None:
+    """Claim PyTorch's PrivateUse1 slot for 'jax' and install the kernels; does nothing the second time."""
+    if _installed:
+        return
+    owner = torch._C._get_privateuse1_backend_name()
+    if owner != "privateuseone" or {"torchax", "torch_xla"} & set(sys.modules):
+        raise DeviceSlotError(
+            message(
+                "device 'jax' cannot be registered: PyTorch has one slot for an out-of-tree device per process",
+                f"the slot belongs to {owner!r}; loaded: {sorted({'torchax', 'torch_xla'} & set(sys.modules)) or 'none of torchax, torch_xla'}",
+                fix="import spmd in a process of its own",
+            )
+        )
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
+    _installed.append(install())
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages a program's result depends on."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "jax", "jaxlib", "numpy")}

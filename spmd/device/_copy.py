@@ -1,0 +1,194 @@
+"""Kernels that move values: between host and device, between dtypes, into other tensors, and out as a Python number.
+
+A copy to the device keeps the host values until somebody needs them there (see `_storage.Buffer`), so that a tensor that
+is marked first is uploaded shard by shard. Every copy back is counted: `spmd.metrics` shows host round trips.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax._src.core import trace_state_clean
+
+from spmd import _counters
+from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
+from spmd._errors import TraceError, called_at, message
+from spmd.device._numbers import lifted
+from spmd.device._storage import buffer_of, is_whole, load, recording, store, strided_alias, wrap, wrap_host, wrap_strided
+
+
+def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.empty`: zeros, because jax has no uninitialised memory; XLA drops them if nobody reads them."""
+    with exact_dtypes():
+        return wrap(jnp.zeros(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())))
+
+
+def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.empty_strided`: the storage in memory order, the tensor with the strides that were asked for."""
+    size, stride = tuple(size), tuple(stride)
+    dtype = to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())
+    order = sorted(range(len(size)), key=lambda dim: -stride[dim])
+    below, dense = 1, True
+    for dim in reversed(order):
+        dense = dense and (size[dim] <= 1 or stride[dim] == below)
+        below *= max(size[dim], 1)
+    with exact_dtypes():
+        if dense or 0 in size:
+            root = wrap(jnp.zeros(tuple(size[dim] for dim in order), dtype))
+        else:  # gaps or overlaps: a flat storage long enough for the last element
+            root = wrap(jnp.zeros((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype))
+    return strided_alias(root, size, stride, 0)
+
+
+def new_empty_strided(self: torch.Tensor, size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
+    """`tensor.new_empty_strided`."""
+    return empty_strided(size, stride, dtype=kwargs.get("dtype") or self.dtype)
+
+
+def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
+    """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
+    with exact_dtypes():
+        value = load(self)
+        if trace_state_clean():
+            value = jnp.copy(value)
+    preserve = memory_format is None or memory_format == torch.preserve_format
+    if preserve and not self.is_contiguous() and _is_dense(self):
+        order = sorted(range(self.dim()), key=lambda dim: -self.stride(dim))
+        with exact_dtypes():
+            return wrap_strided(jnp.transpose(value, order), tuple(self.shape), self.stride())
+    return wrap(value)
+
+
+def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`aten._to_copy`: to another device or dtype, always a new tensor."""
+    device = kwargs.get("device")
+    dtype = kwargs.get("dtype") or self.dtype
+    if device is not None and torch.device(device).type != "jax":
+        return to_host(self).to(device=device, dtype=dtype)
+    if self.device.type != "jax":
+        return from_host(self.to(dtype))
+    if dtype == self.dtype:
+        return clone(self, memory_format=kwargs.get("memory_format"))
+    with exact_dtypes():
+        return wrap(_converted(load(self), to_numpy_dtype(dtype)))
+
+
+def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Every copy with one end on the device comes through here."""
+    if dst.device.type != "jax":
+        dst.copy_(to_host(src))
+        return dst
+    if src.device.type != "jax":
+        _note_host_read(src)
+        host = host_array(src.to(dst.dtype))
+        buffer = buffer_of(dst)
+        if is_whole(dst, buffer) and host.shape == tuple(dst.shape) and trace_state_clean():
+            kept = buffer.annotation
+            buffer.set(None)
+            buffer.host = host
+            if kept is not None:
+                buffer.place(kept.to_jax())
+            return dst
+        with exact_dtypes():
+            store(dst, jnp.broadcast_to(jnp.asarray(host), tuple(dst.shape)))
+        return dst
+    with exact_dtypes():
+        value = _converted(load(src), to_numpy_dtype(dst.dtype))
+        if value.shape != tuple(dst.shape):
+            value = jnp.broadcast_to(value, tuple(dst.shape))
+        elif trace_state_clean():
+            value = jnp.copy(value)
+        store(dst, _like_placement(value, dst))
+    return dst
+
+
+def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`dst.copy_(src)`."""
+    if self is src:
+        return self
+    return copy_from(src, self)
+
+
+def local_scalar_dense(self: torch.Tensor) -> Any:
+    """`tensor.item()`: a Python number eagerly, a lifted number in a traced program."""
+    value = load(self)
+    if isinstance(value, jax.core.Tracer):
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(jnp.float64)
+        with exact_dtypes():
+            return lifted(value.reshape(()).astype(jnp.float64))
+    if recording.get() is not None:
+        raise _host_read_while_tracing("item()")
+    _counters.count("host_reads")
+    return np.asarray(value).reshape(()).item()
+
+
+def from_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A device tensor with the values of a CPU tensor; nothing is uploaded yet."""
+    _note_host_read(tensor)
+    recorder = recording.get()
+    argument = recorder.host_argument(tensor) if recorder is not None else None  # pyright: ignore[reportAttributeAccessIssue]
+    if argument is not None:
+        return wrap(argument)
+    if tensor.is_contiguous() or not _is_dense(tensor):
+        return wrap_host(host_array(tensor))
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return strided_alias(wrap_host(host_array(tensor.permute(order))), tuple(tensor.shape), tensor.stride(), 0)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor with the values of a device tensor."""
+    buffer = buffer_of(tensor)
+    if buffer.value is None and buffer.host is not None and recording.get() is None:
+        whole = host_tensor(buffer.host)
+        if is_whole(tensor, buffer):
+            return whole
+        return whole.view(tensor.dtype).reshape(-1).as_strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset()).clone()
+    value = load(tensor)
+    if isinstance(value, jax.core.Tracer) or recording.get() is not None:
+        raise _host_read_while_tracing("a copy to the host")
+    _counters.count("host_reads")
+    _counters.count("download_bytes", value.nbytes)
+    return host_tensor(np.asarray(value))
+
+
+def _host_read_while_tracing(what: str) -> TraceError:
+    return TraceError(
+        message(
+            f"{what} needs a value that only the compiled program will have",
+            *called_at(),
+            fix="return the tensor from the compiled function and read it outside",
+        )
+    )
+
+
+def _note_host_read(tensor: torch.Tensor) -> None:
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.host_read(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _converted(value: Any, dtype: Any) -> Any:
+    """`value` in another dtype by torch's rules: complex to real drops the imaginary part, float to integer truncates."""
+    if value.dtype == dtype:
+        return value
+    if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        value = (value != 0) if dtype == np.bool_ else jnp.real(value)
+    return value.astype(dtype)
+
+
+def _like_placement(value: Any, dst: torch.Tensor) -> Any:
+    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout."""
+    annotation = buffer_of(dst).annotation
+    if annotation is None or isinstance(value, jax.core.Tracer) or not is_whole(dst, buffer_of(dst)):
+        return value
+    return jax.device_put(value, annotation.to_jax())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if the tensor's elements fill one block of memory without gaps or overlaps, in some order of dims."""
+    return torch._prims_common.is_non_overlapping_and_dense(tensor)

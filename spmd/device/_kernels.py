@@ -1,0 +1,239 @@
+"""Installs the lowerings as PyTorch kernels of device 'jax', and what follows from them.
+
+For each lowering: the functional kernel; the in-place and `out=` forms, found by matching ATen schemas; for composites an
+autograd kernel beside it. An op without a lowering goes through torch's own decomposition table; without one it raises.
+It knows no op by name except the handful that move values or make views.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from spmd._convert import exact_dtypes
+from spmd._errors import UnsupportedOpError, called_at, message
+from spmd.device import _aliases, _copy
+from spmd.device._adapter import Adapter
+from spmd.device._storage import META, Buffer, buffer_of, load, store, wrap
+from spmd.device._whole import WholeOp
+from spmd.lowering import lowerings
+
+_SPECIAL = {
+    "empty.memory_format": _copy.empty_memory_format,
+    "empty_strided": _copy.empty_strided,
+    "new_empty_strided": _copy.new_empty_strided,
+    "clone": _copy.clone,
+    "_to_copy": _copy.to_copy,
+    "_copy_from": _copy.copy_from,
+    "_copy_from_and_resize": _copy.copy_from,
+    "copy_": _copy.copy_,
+    "_local_scalar_dense": _copy.local_scalar_dense,
+}
+
+
+class Installed:
+    """The kernels of one process. Keeps torch's `Library` objects alive: dropping one would unregister its kernels."""
+
+    def __init__(self) -> None:
+        self.aten = torch.library.Library("aten", "IMPL")
+        self.any = torch.library.Library("_", "IMPL")
+        self.kernels: dict[str, Any] = {}
+
+    def add(self, op_name: str, kernel: Any, key: str = "PrivateUse1") -> None:
+        """Register `kernel` for an overload such as `add.Tensor`; a second one for the same key is our own mistake."""
+        assert (op_name + key) not in self.kernels, f"two kernels for {op_name} on {key}"
+        self.kernels[op_name + key] = kernel
+        self.aten.impl(op_name, kernel, key)
+
+    def has(self, op_name: str) -> bool:
+        """True if the overload has a kernel of ours."""
+        return op_name + "PrivateUse1" in self.kernels
+
+
+def install() -> Installed:
+    """Register every kernel; called once by `_backend`."""
+    installed = Installed()
+    for name, kernel in (*_SPECIAL.items(), *_aliases.view_kernels().items(), ("resize_", resize_)):
+        installed.add(name, kernel)
+    for op, lowering in lowerings().items():
+        name = _short(op)
+        adapter = Adapter(lowering)
+        if not installed.has(name):
+            installed.add(name, adapter)
+        if lowering.whole:
+            installed.add(name, WholeOp(adapter), "AutogradPrivateUse1")
+    for op, lowering in lowerings().items():
+        if not lowering.whole:
+            for variant, kernel in variants(op, Adapter(lowering)):
+                if not installed.has(_short(variant)):
+                    installed.add(_short(variant), kernel)
+    installed.any.fallback(fallback, "PrivateUse1")
+    return installed
+
+
+def variants(op: torch._ops.OpOverload, adapter: Adapter) -> list[tuple[torch._ops.OpOverload, Any]]:
+    """The in-place and out= overloads that mean the same as functional `op`, each with its kernel."""
+    found: list[tuple[torch._ops.OpOverload, Any]] = []
+    base = op._schema.name.split("::")[1]
+    signature = _signature(op)
+    for name in (base, base + "_"):
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            other = getattr(packet, overload)
+            if other is op or _signature(other) != signature:
+                continue
+            outs = [a.name for a in other._schema.arguments if a.is_out]
+            if outs:
+                found.append((other, _out_kernel(adapter, outs)))
+            elif name.endswith("_") and other._schema.is_mutable:
+                found.append((other, _in_place_kernel(adapter)))
+    return found
+
+
+def _signature(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+    """Names and types of the arguments that in-place, out= and functional forms share."""
+    return tuple((a.name, str(a.type)) for a in op._schema.arguments if not a.is_out and a.name not in _FACTORY)
+
+
+_FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format")
+
+
+def _in_place_kernel(adapter: Adapter) -> Any:
+    def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with exact_dtypes():
+            value = adapter.arrays((self, *args), kwargs)
+            if value.shape != tuple(self.shape):
+                raise RuntimeError(
+                    message(
+                        f"the result of in-place {adapter.op} has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}",
+                        *called_at(),
+                        fix="use the out-of-place form",
+                    )
+                )
+            _check_castable(adapter, value, self)
+            store(self, _kept_placement(value, self))
+        return self
+
+    return in_place
+
+
+def _out_kernel(adapter: Adapter, names: list[str]) -> Any:
+    def out(*args: Any, **kwargs: Any) -> Any:
+        targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(names) + i] for i, name in enumerate(names)]
+        with exact_dtypes():
+            values = adapter.arrays(args, kwargs)
+            values = list(values) if isinstance(values, tuple | list) else [values]
+            for value, target in zip(values, targets, strict=True):
+                _check_castable(adapter, value, target)
+                if tuple(target.shape) != value.shape:
+                    target.resize_(value.shape)
+                store(target, value)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return out
+
+
+def _check_castable(adapter: Adapter, value: Any, target: torch.Tensor) -> None:
+    computed = wrap(value).dtype if value.dtype.name != target.dtype else target.dtype
+    if not torch.can_cast(computed, target.dtype):
+        raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target.dtype)}")
+
+
+def _title(dtype: torch.dtype) -> str:
+    names = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _kept_placement(value: Any, target: torch.Tensor) -> Any:
+    """An annotated tensor keeps its sharding through eager in-place updates."""
+    return _copy._like_placement(value, target)
+
+
+def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
+    """`tensor.resize_`: grows the storage with zeros where it is too short."""
+    size = tuple(size)
+    buffer = buffer_of(self)
+    needed = self.storage_offset() + math.prod(size)
+    if needed > math.prod(buffer.shape):
+        import jax.numpy as jnp
+
+        with exact_dtypes():
+            flat = buffer.get().reshape(-1)
+            grown = jnp.concatenate([flat, jnp.zeros((needed - flat.size,), flat.dtype)])
+            buffer.set(grown.reshape(size) if self.storage_offset() == 0 else grown)
+            buffer.shape = tuple(buffer.value.shape)
+    return torch.ops.aten.resize_.default.redispatch(META, self, size, memory_format=memory_format)
+
+
+def fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Ops without a kernel: torch's decomposition of it, or of the functional form it is a variant of; else an error."""
+    decomposition = decomposition_table.get(op)
+    if decomposition is not None:
+        out = decomposition(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    functional = _functional_of(op)
+    if functional is not None:
+        return _through_functional(op, functional, args, kwargs)
+    raise unsupported(op, args, kwargs)
+
+
+def _functional_of(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The functional overload that a mutating `op` is a variant of."""
+    if not op._schema.is_mutable:
+        return None
+    base = op._schema.name.split("::")[1]
+    for name in (base, base.removesuffix("_")):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            other = getattr(packet, overload)
+            if not other._schema.is_mutable and _signature(other) == _signature(op):
+                return other
+    return None
+
+
+def _through_functional(op: torch._ops.OpOverload, functional: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outs = [a.name for a in op._schema.arguments if a.is_out]
+    if outs:
+        targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(outs) + i] for i, name in enumerate(outs)]
+        results = functional(*args[: len(functional._schema.arguments)], **kwargs)
+        for target, result in zip(targets, results if isinstance(results, tuple | list) else (results,), strict=True):
+            if target.shape != result.shape:
+                target.resize_(result.shape)
+            target.copy_(result)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    args[0].copy_(functional(*args, **kwargs))
+    return args[0]
+
+
+def unsupported(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOpError:
+    """The error for an op that has neither lowering nor decomposition."""
+    shown = ", ".join(_shown(a) for a in args) + "".join(f", {n}={_shown(a)}" for n, a in kwargs.items())
+    short = _short(op)
+    return UnsupportedOpError(
+        message(
+            f"{op} has no lowering for device 'jax'",
+            *called_at(),
+            f"with {shown}",
+            fix=f'register one with @spmd.lowering.lower("{short}")',
+        )
+    )
+
+
+def _shown(arg: Any) -> str:
+    if isinstance(arg, torch.Tensor):
+        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
+    return f"[{', '.join(_shown(a) for a in arg)}]" if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) else repr(arg)
+
+
+def _short(op: torch._ops.OpOverload) -> str:
+    """`add.Tensor` of `aten::add.Tensor`; `relu` of `aten::relu`."""
+    return op.name().removeprefix("aten::")
+
+
+__all__ = ["Buffer", "Installed", "fallback", "install", "load", "resize_", "unsupported", "variants"]

@@ -1,0 +1,151 @@
+"""Numbers that only the device knows, in the places where PyTorch wants a Python number.
+
+While a program is traced, `tensor.item()` and the lifted floats of an optimizer are `torch.SymFloat`s whose node carries a
+0-dim array. Arithmetic on them stays on the device, ATen ops take them as `Scalar`, and turning one into a real Python
+number raises at the user's own line. It knows no tensor and no program.
+
+A node may know its `hint`, the number's value at trace time, and then answers comparisons; each answer is told to
+`on_branch`, so that the program can be retraced when it would differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from spmd._convert import exact_dtypes
+from spmd._errors import TraceError, called_at, message
+
+Evaluate = Callable[[], float]
+
+
+class NumberNode:
+    """Node of a `torch.SymFloat` (the methods are the protocol that torch's C++ asks for).
+
+    Attributes:
+        value: 0-dim jax array, usually a tracer.
+        evaluate: computes the number on the host from today's hyperparameters, or None for data.
+        on_branch: told of (evaluate, outcome) of each comparison that Python branched on.
+    """
+
+    def __init__(
+        self, value: Any, evaluate: Evaluate | None = None, on_branch: Callable[[Callable[[], bool], bool], None] | None = None
+    ) -> None:
+        self.value = value
+        self.evaluate = evaluate
+        self.on_branch = on_branch
+
+    def is_float(self) -> bool:
+        return True
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def _no(self) -> bool:
+        return False
+
+    def _none(self) -> None:
+        return None
+
+    is_int = is_bool = is_nested_int = is_constant = has_hint = _no
+    maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = nested_int = _none
+
+    def str(self) -> str:
+        return "a number of the traced program"
+
+    __str__ = __repr__ = _graph_repr = str
+
+    def wrap_float(self, number: float) -> NumberNode:
+        return NumberNode(jnp.float64(number), lambda: number, self.on_branch)
+
+    wrap_int = wrap_float
+
+    def wrap_bool(self, number: bool) -> NumberNode:
+        return NumberNode(jnp.bool_(number), lambda: number, self.on_branch)
+
+    def guard_float(self, file: str, line: int) -> float:
+        raise _needs_value("float")
+
+    def guard_int(self, file: str, line: int) -> int:
+        raise _needs_value("int")
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self.bool_()
+
+    def bool_(self) -> bool:
+        if self.evaluate is None or self.on_branch is None:
+            raise _needs_value("bool (a branch)")
+        evaluate = self.evaluate
+        outcome = bool(evaluate())
+        self.on_branch(lambda: bool(evaluate()), outcome)
+        return outcome
+
+
+def _needs_value(kind: str) -> TraceError:
+    return TraceError(
+        message(
+            f"a number of the traced program was needed as a Python {kind}",
+            *called_at(),
+            "its value is known only when the compiled program runs",
+            fix="return it from the step, or stay on the device with torch.where or torch.cond",
+        )
+    )
+
+
+def _operator(name: str, fn: Callable[..., Any]) -> None:
+    def method(self: NumberNode, *others: NumberNode) -> NumberNode:
+        with exact_dtypes():
+            value = fn(self.value, *(other.value for other in others))
+        parts = [node.evaluate for node in (self, *others)]
+        known = [part for part in parts if part is not None]
+        on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
+        evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
+        return NumberNode(value, evaluate, on_branch)
+
+    method.__name__ = name
+    setattr(NumberNode, name, method)
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b,
+    "float_truediv": lambda a, b: a / b,
+    "floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "pow": lambda a, b: a**b,
+    "float_pow": lambda a, b: a**b,
+    "pow_by_natural": lambda a, b: a**b,
+    "neg": lambda a: -a,
+    "pos": lambda a: a,
+    "abs": abs,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "sym_min": lambda a, b: jnp.minimum(a, b),
+    "sym_max": lambda a, b: jnp.maximum(a, b),
+    "sqrt": lambda a: a**0.5,
+    "sym_sqrt": lambda a: a**0.5,
+}
+for _name, _fn in _OPERATORS.items():
+    _operator(_name, _fn)
+
+
+def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None) -> torch.SymFloat:
+    """A `torch.SymFloat` that carries the 0-dim array `value`."""
+    return torch.SymFloat(NumberNode(value, evaluate, on_branch))
+
+
+def carried(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> Any:
+    """The 0-dim array that a lifted number carries."""
+    node = number.node
+    if not isinstance(node, NumberNode):
+        raise TraceError(message(f"a symbolic number of another tracer reached device 'jax': {number}", fix="run the op outside that tracer"))
+    return node.value

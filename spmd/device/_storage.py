@@ -1,0 +1,260 @@
+"""What a device tensor's storage holds, and the only code that reads or writes it.
+
+PyTorch sees a tensor of device 'jax' as sizes, strides and an offset on a storage without memory; C++ makes aliases of it
+that lose the tensor's Python attributes but share the storage. So the value hangs on the storage, as one `Buffer`, and
+every alias and view sees a write. A buffer's value is a host array not yet uploaded, or a `jax.Array`, or a tracer while a
+program is traced; `load` and `store` go through the tensor's own strides (see `_views`).
+
+    array = load(tensor)         # jax.Array with the tensor's shape and dtype
+    store(tensor, array)         # seen by every alias and view
+
+Tracing needs to know which buffers were read and written: a `Recorder` set in `recording` is told. This module knows no
+operator and no program.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import torch
+from jax import lax
+
+import mesh
+from spmd import _counters
+from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
+from spmd._errors import DroppedValueError, SpmdError, message
+from spmd.device._views import contiguous_stride, plan_window
+
+_create = torch._C._acc.create_empty_tensor
+_as_strided = torch.ops.aten.as_strided.default
+# C++'s own view kernel, taken from the Meta key because a storage of ours has no bytes to be out of bounds of
+META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+class Recorder(Protocol):
+    """Told of every buffer that is born, read or written while a program is traced."""
+
+    def born(self, buffer: Buffer) -> None: ...
+
+    def read(self, buffer: Buffer) -> None: ...
+
+    def will_write(self, buffer: Buffer) -> None: ...
+
+
+recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
+
+
+class Buffer:
+    """The value of one storage: the root array whose row-major flattening is the storage's content.
+
+    Attributes:
+        value: a jax.Array or tracer of shape `shape`; None while the value is still on the host, or dropped.
+        host: the values to upload on first use (numpy, private to this buffer), or None.
+        shape: the root's shape.
+        annotation: where `mark_sharding` put it, or None.
+        dropped: why the value is gone, for values that a compiled program computed and did not keep.
+    """
+
+    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "value")
+
+    def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
+        self.value = value
+        self.host = host
+        self.shape = shape
+        self.annotation: mesh.ShardingSpec | None = None
+        self.dropped: str | None = None
+        self.reads: dict[Any, Any] = {}
+        recorder = recording.get()
+        if recorder is not None:
+            recorder.born(self)
+
+    def get(self) -> Any:
+        """The root array, uploaded if it is still on the host."""
+        if self.value is None:
+            self._materialise()
+        recorder = recording.get()
+        if recorder is not None:
+            recorder.read(self)
+        return self.value
+
+    def set(self, value: Any) -> None:
+        """Replace the root array (same shape and dtype)."""
+        recorder = recording.get()
+        if recorder is not None:
+            recorder.will_write(self)
+        self.value = value
+        self.host = None
+        self.dropped = None
+        if self.reads:
+            self.reads.clear()
+
+    def place(self, sharding: jax.sharding.Sharding | None) -> None:
+        """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
+        if self.value is None and self.host is not None:
+            self.value, self.host = upload(self.host, sharding), None
+        elif sharding is not None and self.get().sharding != sharding:
+            with jax.ensure_compile_time_eval():
+                self.value = jax.device_put(self.value, sharding)
+        self.reads.clear()
+
+    def _materialise(self) -> None:
+        if self.host is not None:
+            self.place(None if self.annotation is None else self.annotation.to_jax())
+            return
+        raise DroppedValueError(self.dropped or "the tensor has no value")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the root."""
+        held = self.host if self.value is None else self.value
+        assert held is not None
+        return held.dtype
+
+
+def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got."""
+    with exact_dtypes(), jax.ensure_compile_time_eval():
+        if sharding is None:
+            array = jax.device_put(host)
+        else:
+            array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    _counters.count("upload_bytes", sum(shard.data.nbytes for shard in array.addressable_shards))
+    _counters.count("uploads")
+    return array
+
+
+def buffer_of(tensor: torch.Tensor) -> Buffer:
+    """The buffer under a device tensor."""
+    storage = tensor.untyped_storage()
+    try:
+        return storage.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    except AttributeError:
+        raise SpmdError(
+            message(
+                f"a tensor of shape {tuple(tensor.shape)} on device 'jax' has no value",
+                fix="create it with torch's factory functions or with .to('jax')",
+            )
+        ) from None
+
+
+def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
+    """True if the tensor shows the whole root in the root's own shape and dtype."""
+    return (
+        tensor.shape == buffer.shape
+        and tensor.storage_offset() == 0
+        and tensor.is_contiguous()
+        and to_numpy_dtype(tensor.dtype) == buffer.dtype
+    )
+
+
+def load(tensor: torch.Tensor) -> Any:
+    """The value of a device tensor: a jax.Array (a tracer while tracing) of its shape and dtype."""
+    buffer = buffer_of(tensor)
+    root = buffer.get()
+    if tensor.shape == buffer.shape and tensor.is_contiguous() and tensor.storage_offset() == 0:
+        dtype = to_numpy_dtype(tensor.dtype)
+        value = root if dtype == root.dtype else _read_window(buffer, root, tensor)
+    else:
+        value = _read_window(buffer, root, tensor)
+    if tensor.is_conj():
+        value = value.conj()
+    return -value if tensor.is_neg() else value
+
+
+def store(tensor: torch.Tensor, value: Any) -> None:
+    """Write `value` (the tensor's shape, cast to its dtype) through the tensor to its storage."""
+    buffer = buffer_of(tensor)
+    dtype = to_numpy_dtype(tensor.dtype)
+    if value.dtype != dtype:
+        value = value.astype(dtype)
+    if tensor.is_conj():
+        value = value.conj()
+    if tensor.is_neg():
+        value = -value
+    if is_whole(tensor, buffer):
+        buffer.set(value)
+        return
+    root = buffer.get()
+    with exact_dtypes():
+        size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        flat = _bitcast_root(root, dtype)
+        new = plan_window(flat.shape, size, stride, offset).write(flat, value)
+        buffer.set(_bitcast_root(new, root.dtype).reshape(buffer.shape))
+
+
+def wrap(array: Any) -> torch.Tensor:
+    """A new device tensor that holds `array` (a jax.Array or tracer)."""
+    tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(array, tuple(array.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
+def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A new device tensor whose values stay in `array` (handed over) until the first use or `mark_sharding`."""
+    tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(None, tuple(array.shape), host=array)  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
+def wrap_strided(array: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """A new device tensor over `array`, whose flattening is the storage, with torch's strides (dense, any order)."""
+    tensor = wrap(array)
+    return strided_alias(tensor, size, stride, 0)
+
+
+def strided_alias(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    """An alias of the tensor's storage with other sizes, strides and offset (elements)."""
+    return _as_strided.redispatch(META, tensor, size, stride, offset)
+
+
+def _read_window(buffer: Buffer, root: Any, tensor: torch.Tensor) -> Any:
+    key = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    value = buffer.reads.get(key)
+    if value is None:
+        with exact_dtypes():
+            flat = _bitcast_root(root, to_numpy_dtype(tensor.dtype))
+            value = plan_window(flat.shape, key[0], key[1], key[2]).read(flat)
+        if recording.get() is not None:  # a program holds each read once; eagerly a cached read would be a second copy in memory
+            buffer.reads[key] = value
+    return value
+
+
+def _bitcast_root(root: Any, dtype: np.dtype[Any]) -> Any:
+    """The root seen with another dtype: its last dim grows or shrinks by the ratio of the element sizes."""
+    if root.dtype == dtype:
+        return root
+    if root.ndim == 0:
+        root = root.reshape(1)
+    complex_of = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
+    if complex_of.get(root.dtype) == dtype:
+        parts = [lax.real(root)[..., None], lax.imag(root)[..., None]]
+        return lax.concatenate(parts, root.ndim).reshape(*root.shape[:-1], -1)
+    if complex_of.get(dtype) == root.dtype:
+        pairs = root.reshape(*root.shape[:-1], -1, 2)
+        return lax.complex(pairs[..., 0], pairs[..., 1])
+    narrow, wide = sorted((root.dtype.itemsize, dtype.itemsize))
+    if root.dtype.itemsize < dtype.itemsize:
+        root = root.reshape(*root.shape[:-1], -1, wide // narrow)
+    out = lax.bitcast_convert_type(root, dtype)
+    return out.reshape(*root.shape[:-1], -1) if dtype.itemsize < root.dtype.itemsize else out
+
+
+__all__ = [
+    "META",
+    "Buffer",
+    "Recorder",
+    "buffer_of",
+    "contiguous_stride",
+    "is_whole",
+    "load",
+    "recording",
+    "store",
+    "strided_alias",
+    "upload",
+    "wrap",
+    "wrap_host",
+    "wrap_strided",
+]

@@ -1,0 +1,194 @@
+"""Strided windows on a row-major buffer, as clean array operations.
+
+PyTorch describes a view by (size, stride, offset) on its storage. The storage's value here is one array, the *root*, whose
+row-major flattening is that buffer. This file turns the three numbers back into reshape, slice, transpose and broadcast, so
+that programs hold operations a partitioner understands, and falls back to an explicit gather or scatter where no such
+form exists (diagonals, overlapping windows). It knows shapes and arrays only, no tensor and no storage.
+
+    window = plan_window(root_shape=(3, 4), size=(4,), stride=(4,), offset=1)   # column 1, of which 3 rows... read(root)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class _Digit:
+    """One digit of the mixed-radix form of a flat position: `extent` values, `stride` elements apart."""
+
+    extent: int
+    stride: int
+    dim: int = -1  # the window's dim that runs along this digit
+    size: int = 1
+    step: int = 1
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.size - 1) * self.step + 1
+
+
+@dataclass(frozen=True)
+class Window:
+    """A view as array operations: reshape the root to `radix`, slice, permute, reshape, broadcast.
+
+    Attributes:
+        size: shape of the view.
+        radix: fine shape of the root; starts, stops and steps slice it.
+        permutation: sliced digits in the order of the view's dims.
+        kept: shape after the permutation with stride-0 dims as 1; `size` once broadcast.
+    """
+
+    root_shape: Shape
+    size: Shape
+    radix: Shape
+    starts: Shape
+    stops: Shape
+    steps: Shape
+    permutation: Shape
+    kept: Shape
+
+    @property
+    def _is_whole(self) -> bool:
+        return all(a == 0 and b == n and s == 1 for a, b, s, n in zip(self.starts, self.stops, self.steps, self.radix, strict=True))
+
+    def read(self, root: Any) -> Any:
+        """The view's value."""
+        out = _reshaped(root, self.radix)
+        if not self._is_whole:
+            out = lax.slice(out, self.starts, self.stops, self.steps)
+        if self.permutation != tuple(range(len(self.permutation))):
+            out = lax.transpose(out, self.permutation)
+        out = _reshaped(out, self.kept)
+        return out if self.kept == self.size else jnp.broadcast_to(out, self.size)
+
+    def write(self, root: Any, value: Any) -> Any:
+        """The root with the view's elements replaced by `value` (shape `size`)."""
+        if self.kept != self.size:  # every broadcast copy is the same element: the first one is written
+            value = value[tuple(slice(0, 1) if k != n else slice(None) for k, n in zip(self.kept, self.size, strict=True))]
+        sliced = tuple(-(-(b - a) // s) for a, b, s in zip(self.starts, self.stops, self.steps, strict=True))
+        value = _reshaped(value, tuple(sliced[p] for p in self.permutation))
+        inverse = tuple(self.permutation.index(i) for i in range(len(self.permutation)))
+        if inverse != tuple(range(len(inverse))):
+            value = lax.transpose(value, inverse)
+        if self._is_whole:
+            return _reshaped(value, self.root_shape)
+        fine = _reshaped(root, self.radix)
+        if all(s == 1 for s in self.steps):
+            fine = lax.dynamic_update_slice(fine, value, self.starts)
+        else:
+            index = tuple(slice(a, b, s) for a, b, s in zip(self.starts, self.stops, self.steps, strict=True))
+            fine = fine.at[index].set(value)
+        return _reshaped(fine, self.root_shape)
+
+
+@dataclass(frozen=True)
+class GatherWindow:
+    """A view without a clean form: positions are computed and gathered from, or scattered to, the flat root."""
+
+    root_shape: Shape
+    size: Shape
+    stride: Shape
+    offset: int
+
+    def _positions(self) -> Any:
+        positions = jnp.full(self.size, self.offset, jnp.int64)
+        for dim, step in enumerate(self.stride):
+            positions = positions + lax.broadcasted_iota(jnp.int64, self.size, dim) * step
+        return positions
+
+    def read(self, root: Any) -> Any:
+        """The view's value."""
+        return root.reshape(-1)[self._positions()]
+
+    def write(self, root: Any, value: Any) -> Any:
+        """The root with the view's elements replaced; of overlapping elements the last written stays, as in torch."""
+        return root.reshape(-1).at[self._positions().reshape(-1)].set(value.reshape(-1)).reshape(self.root_shape)
+
+
+@functools.lru_cache(maxsize=65536)
+def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> Window | GatherWindow:
+    """The operations that read and write the view (size, stride, offset), in elements, of a root of `root_shape`."""
+    if math.prod(size) == 0:
+        return GatherWindow(root_shape, size, stride, offset)
+    digits = _digits(root_shape, size, stride, offset)
+    if digits is None:
+        return GatherWindow(root_shape, size, stride, offset)
+    used = sorted((d for d in digits if d.dim >= 0), key=lambda d: d.dim)
+    order = [digits.index(d) for d in used] + [i for i, d in enumerate(digits) if d.dim < 0]
+    return Window(
+        root_shape=root_shape,
+        size=size,
+        radix=tuple(d.extent for d in digits),
+        starts=tuple(d.start for d in digits),
+        stops=tuple(d.stop for d in digits),
+        steps=tuple(d.step for d in digits),
+        permutation=tuple(order),
+        kept=tuple(1 if s == 0 else n for n, s in zip(size, stride, strict=True)),
+    )
+
+
+def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> list[_Digit] | None:
+    """The root's digits with the window's dims laid on them, most significant first; None if they do not fit."""
+    digits: list[_Digit] = []
+    below = 1
+    for extent in reversed(root_shape):
+        if extent > 1:
+            digits.insert(0, _Digit(extent, below))
+            below *= extent
+    live = sorted(((s, n, dim) for dim, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s > 0), reverse=True)
+    for step, count, dim in live:
+        if not _place(digits, step, count, dim):
+            return None
+    position = 0
+    while position < len(digits):
+        digit = digits[position]
+        digit.start = offset // digit.stride % digit.extent
+        if digit.stop <= digit.extent:
+            position += 1
+            continue
+        above = digits[position - 1] if position else None  # the run crosses into the next digit: make the two one
+        if above is None or above.dim >= 0:
+            return None
+        digits[position - 1 : position + 1] = [_Digit(above.extent * digit.extent, digit.stride, digit.dim, digit.size, digit.step)]
+        position -= 1
+    return digits if sum(d.start * d.stride for d in digits) == offset else None
+
+
+def _place(digits: list[_Digit], step: int, count: int, dim: int) -> bool:
+    """Lay a window dim (`count` elements, `step` apart) on the digit it runs along, splitting the digit if need be."""
+    for position, digit in enumerate(digits):
+        if not digit.stride <= step < digit.stride * digit.extent:
+            continue
+        ratio, rest = divmod(step, digit.stride)
+        if rest or digit.dim >= 0:
+            return False
+        if ratio > 1 and digit.extent % ratio == 0:
+            digits[position : position + 1] = [_Digit(digit.extent // ratio, step, dim, count), _Digit(ratio, digit.stride)]
+        else:
+            digit.dim, digit.size, digit.step = dim, count, ratio
+        return True
+    return False
+
+
+def contiguous_stride(size: Shape) -> Shape:
+    """Row-major strides in elements, as torch computes them (a dim of size 0 counts as 1)."""
+    strides: list[int] = []
+    below = 1
+    for extent in reversed(size):
+        strides.insert(0, below)
+        below *= max(extent, 1)
+    return tuple(strides)
+
+
+def _reshaped(array: Any, shape: Shape) -> Any:
+    return array if array.shape == shape else lax.reshape(array, shape)

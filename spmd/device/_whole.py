@@ -1,0 +1,132 @@
+"""Composite ops kept as one jax call: forward by the rule, gradient by `jax.vjp` of the same rule.
+
+Left to C++, a 4-D matmul becomes expand, view to 3-D and bmm, and the view merges dims that may be sharded over different
+axes. Here the whole op stays one call. The vjp's residuals go through `save_for_backward`, so saved-tensor hooks and
+`torch.utils.checkpoint` see them; a backward under `create_graph` runs as a whole op of its own, so any order works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax._src.core import trace_state_clean
+
+from spmd._convert import exact_dtypes
+from spmd.device import _random
+from spmd.device._adapter import Adapter
+from spmd.device._storage import load, wrap
+
+_DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+
+class WholeOp:
+    """The autograd kernel of one composite lowering."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.op = adapter.op
+        self._calls: dict[Any, _Call] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
+        flat = list(_tensors(args, kwargs))
+        if torch._C._are_functorch_transforms_active() or any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat):
+            return self.op.decompose(*args, **kwargs)
+        if any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
+            return self.op.decompose(*args, **kwargs)
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.adapter(*args, **kwargs)
+        plan, _ = self.adapter.plan(args, kwargs)
+        call = self._calls.get(id(plan))
+        if call is None:
+            call = self._calls[id(plan)] = _Call(plan.run, f"{self.op}")
+        key = _random.next_key(kwargs.get("generator")) if self.adapter.lowering.random else None
+        return _Differentiable.apply(call, key, *flat)
+
+
+class _Call:
+    """A function of arrays `fn(dynamic, key)`, with its jitted forward and backward, and its own vjp as another `_Call`."""
+
+    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+        self.fn = fn
+        self.name = name
+        self.forward_jit = jax.jit(self.forward, static_argnums=2)
+        self._backward_call: dict[tuple[int, ...], _Call] = {}
+
+    def forward(self, dynamic: list[Any], key: Any, wanted: tuple[int, ...]) -> Any:
+        """(result, vjp) with respect to the dynamic values at the positions `wanted`."""
+
+        def of_wanted(*chosen: Any) -> Any:
+            filled = list(dynamic)
+            for position, value in zip(wanted, chosen, strict=True):
+                filled[position] = value
+            return self.fn(filled, key)
+
+        return jax.vjp(of_wanted, *(dynamic[i] for i in wanted))
+
+    def backward_call(self, wanted: tuple[int, ...]) -> _Call:
+        """This call's gradient as a call of (dynamic values, cotangents), for higher orders."""
+        made = self._backward_call.get(wanted)
+        if made is None:
+
+            def gradient(dynamic: list[Any], key: Any) -> Any:
+                *values, cotangent = dynamic
+                out = self.forward(values, key, wanted)[1](cotangent)
+                return out[0] if len(out) == 1 else out
+
+            made = self._backward_call[wanted] = _Call(gradient, f"{self.name}_backward")
+        return made
+
+
+_apply_vjp = jax.jit(lambda vjp, cotangent: vjp(cotangent))
+
+
+class _Differentiable(torch.autograd.Function):
+    """One whole op on autograd's tape."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, key: Any, *tensors: torch.Tensor) -> Any:
+        wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 2] and t.dtype in _DIFFERENTIABLE)
+        with exact_dtypes():
+            arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
+            run = call.forward_jit if trace_state_clean() else call.forward
+            out, vjp = run(arrays, key, wanted)
+        leaves, ctx.tree = jax.tree.flatten(vjp)
+        ctx.call, ctx.wanted, ctx.key, ctx.count = call, wanted, key, len(tensors)
+        by_identity = {id(a): t for a, t in zip(arrays, tensors, strict=True)}
+        ctx.save_for_backward(*tensors, *(by_identity.get(id(leaf)) if id(leaf) in by_identity else wrap(leaf) for leaf in leaves))
+        if isinstance(out, tuple | list):
+            return tuple(wrap(o) for o in out)
+        return wrap(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        tensors, leaves = saved[: ctx.count], saved[ctx.count :]
+        if torch.is_grad_enabled() and len(grads) == 1:
+            out = _Differentiable.apply(ctx.call.backward_call(ctx.wanted), ctx.key, *tensors, grads[0])
+            wanted_grads = out if isinstance(out, tuple) else (out,)
+        else:
+            with exact_dtypes():
+                vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
+                cotangents = tuple(load(g) for g in grads)
+                apply = _apply_vjp if trace_state_clean() else (lambda vjp, cotangent: vjp(cotangent))
+                out = apply(vjp, cotangents if len(cotangents) > 1 else cotangents[0])
+                wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
+        result: list[Any] = [None] * (ctx.count + 2)
+        for position, grad in zip(ctx.wanted, wanted_grads, strict=True):
+            result[position + 2] = grad
+        return tuple(result)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from (item for item in arg if isinstance(item, torch.Tensor))

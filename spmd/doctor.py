@@ -1,0 +1,179 @@
+"""What this machine has and what stands in the way: the facts behind `spmd doctor`.
+
+Every check is a value; nothing here prints, and nothing is imported to learn its version, so that a broken package is
+reported instead of raised. Knows no tensor and no program.
+
+    for problem in doctor.examine().problems:
+        print(problem.name, problem.problem, problem.fix)
+"""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import mesh
+
+# The lower bounds of pyproject.toml; tests/test_doctor.py holds the two together.
+SUPPORTED = {"python": ">=3.11", "torch": ">=2.11", "jax": ">=0.10", "libtpu": ">=0.0.42"}
+
+# Distributions that take PyTorch's single slot for an out-of-tree device. PyTorch loads such backends when it is
+# imported, if they ask for it, so one that is merely installed can already be in the way.
+RIVALS = ("torch_xla", "torchax", "torch_tpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report; `problem` and `fix` are both set or both None."""
+
+    name: str
+    found: str
+    supported: str = ""
+    problem: str | None = None
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.problem is None) != (self.fix is None):
+            raise ValueError(f"check {self.name!r} needs a problem and its fix together, or neither")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceGroup:
+    """Devices of one kind that jax sees; `memory_bytes` is that of one device, None where the platform does not say."""
+
+    platform: str
+    kind: str
+    num_devices: int
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything `spmd doctor` shows."""
+
+    checks: tuple[Check, ...]
+    devices: tuple[DeviceGroup, ...]
+
+    @property
+    def problems(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.problem is not None)
+
+
+def check_version(name: str, found: str | None, supported: str) -> Check:
+    """Check a package that must be there, in a version that `supported` allows."""
+    install = f"pip install '{name}{supported}'" if name != "python" else f"make a new environment with Python {supported}"
+    if found is None:
+        return Check(name=name, found="not installed", supported=supported, problem=f"{name} is not installed", fix=install)
+    if not SpecifierSet(supported).contains(found, prereleases=True):
+        return Check(name=name, found=found, supported=supported, problem=f"{name} {found} is outside {supported}", fix=install)
+    return Check(name=name, found=found, supported=supported)
+
+
+def check_libtpu(found: str | None) -> Check:
+    """Check the TPU compiler; without it everything but planning for TPU pods works, so its absence is no problem."""
+    if found is None:
+        return Check(name="libtpu", found="not installed (plans TPU pods: pip install 'spmd-mesh[tpu]')", supported=SUPPORTED["libtpu"])
+    return check_version("libtpu", found, SUPPORTED["libtpu"])
+
+
+def check_rival(name: str, found: str | None) -> Check:
+    """Check a package that claims the same device slot, and therefore should not share an environment with us."""
+    if found is None:
+        return Check(name=name, found="not installed", supported="not installed")
+    return Check(
+        name=name,
+        found=found,
+        supported="not installed",
+        problem=f"{name} claims the device slot of PyTorch that 'jax' needs; one process can hold only one of them",
+        fix=f"pip uninstall {name}, or keep it in an environment of its own",
+    )
+
+
+def check_host(num_cores: int, memory_bytes: int | None) -> Check:
+    memory = "memory unknown" if memory_bytes is None else f"{memory_bytes / 2**30:.0f} GiB memory"
+    return Check(name="host", found=f"{num_cores} core{'s' if num_cores != 1 else ''}, {memory}")
+
+
+def group_devices(devices: Iterable[mesh.Device]) -> tuple[DeviceGroup, ...]:
+    """Count devices by platform and kind, in the order in which the kinds first appear."""
+    groups: dict[tuple[str, str], list[mesh.Device]] = {}
+    for device in devices:
+        groups.setdefault((device.platform, device.device_kind), []).append(device)
+    return tuple(
+        DeviceGroup(platform=key[0], kind=key[1], num_devices=len(members), memory_bytes=memory_bytes(members[0]))
+        for key, members in groups.items()
+    )
+
+
+def memory_bytes(device: mesh.Device) -> int | None:
+    """Memory that jax may use on `device`; None where its platform keeps no statistics (cpu, ahead-of-time devices)."""
+    read_stats: Callable[[], dict[str, Any] | None] | None = getattr(device, "memory_stats", None)
+    if read_stats is None:
+        return None
+    try:
+        stats = read_stats()
+    except (RuntimeError, NotImplementedError):
+        return None
+    limit = (stats or {}).get("bytes_limit")
+    return None if limit is None else int(limit)
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution, read without importing it; None when there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def jaxlib_range() -> str:
+    """The versions of jaxlib that the installed jax asks for; any, when it does not say."""
+    try:
+        lines = importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    needed = [one for one in map(Requirement, lines) if one.name == "jaxlib" and one.marker is None]
+    return str(needed[0].specifier) if needed else ""
+
+
+def host_memory_bytes() -> int | None:
+    """Physical memory of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def num_usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def see_devices() -> tuple[tuple[DeviceGroup, ...], Check | None]:
+    """Devices that jax sees, or the check that says why it sees none."""
+    try:
+        return group_devices(mesh.devices()), None
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        problem = f"jax cannot list its devices: {reason}"
+        return (), Check(name="devices", found="none", problem=problem, fix="JAX_PLATFORMS=cpu runs without the accelerator")
+
+
+def examine() -> Report:
+    """Look at this machine and this environment."""
+    devices, failure = see_devices()
+    checks = [
+        check_version("python", platform.python_version(), SUPPORTED["python"]),
+        check_version("torch", installed_version("torch"), SUPPORTED["torch"]),
+        check_version("jax", installed_version("jax"), SUPPORTED["jax"]),
+        check_version("jaxlib", installed_version("jaxlib"), jaxlib_range()),
+        check_libtpu(installed_version("libtpu")),
+        Check(name="spmd", found=installed_version("spmd-mesh") or "from a source tree, not installed"),
+        *(check_rival(name, installed_version(name)) for name in RIVALS),
+        check_host(num_usable_cores(), host_memory_bytes()),
+    ]
+    return Report(checks=(*checks, failure) if failure else tuple(checks), devices=devices)

@@ -1,0 +1,128 @@
+"""The table from an ATen overload to the jax function that means it. Grows only, filled at import, one writer: `lower`.
+
+A *rule* is a pure function of jax arrays and Python values with the schema's argument order and names. It knows no mesh,
+no tensor class and no result dtype: the adapter in `spmd.device._kernels` promotes inputs, casts results, drops
+`device`/`layout`/`pin_memory`/`memory_format`/`non_blocking`/`generator` arguments and derives in-place and `out=` forms.
+
+    @lower("add.Tensor", pointwise=True)
+    def add(self, other, *, alpha=1):
+        return self + scaled(other, alpha)
+
+Arguments reach a rule as: Tensor -> jax.Array; Tensor[] -> list of arrays; int[] -> tuple; torch.dtype -> numpy dtype;
+Scalar -> Python number, or a 0-dim array where the number is known only to the device ("lifted"; `is_static` tells).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How one ATen overload is computed.
+
+    Attributes:
+        op: the overload, e.g. `torch.ops.aten.add.Tensor`.
+        rule: the jax function.
+        pointwise: promote the tensors as torch promotes, compute 16-bit floats in float32, cast the result.
+        promoted: with `pointwise`: names of the tensor parameters that take part in promotion; empty means all.
+        whole: a composite op kept as one jax call, its gradient by `jax.vjp` of the rule.
+        random: the rule takes a PRNG key as first argument.
+        static: names of Scalar parameters whose value the rule must know while tracing.
+        data_dependent: the result's shape depends on values: runs eagerly on concrete arrays only.
+        source: `file:line` of the rule.
+    """
+
+    op: torch._ops.OpOverload
+    rule: Rule
+    pointwise: bool = False
+    promoted: tuple[str, ...] = ()
+    whole: bool = False
+    random: bool = False
+    static: frozenset[str] = field(default_factory=frozenset[str])
+    data_dependent: bool = False
+    source: str = ""
+
+
+_table: dict[torch._ops.OpOverload, Lowering] = {}
+
+
+def lower(
+    *names: str,
+    pointwise: bool = False,
+    promoted: tuple[str, ...] = (),
+    whole: bool = False,
+    random: bool = False,
+    static: tuple[str, ...] = (),
+    data_dependent: bool = False,
+) -> Callable[[Rule], Rule]:
+    """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
+
+    Raises:
+        ValueError: the overload does not exist, has a lowering already, or is a composite registered without `whole=True`
+            (a plain kernel for a composite would cut its gradient silently).
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        code = getattr(rule, "__code__", None)
+        source = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(rule, "__module__", "")
+        for name in names:
+            op = resolve(name)
+            if op in _table:
+                raise ValueError(f"{op} already has a lowering at {_table[op].source}; a second one stands at {source}")
+            if is_composite(op) and not whole:
+                raise ValueError(f"{op} is a composite: register it with whole=True, or its gradient would be cut silently")
+            _table[op] = Lowering(op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, source)
+        return rule
+
+    return decorate
+
+
+def resolve(name: str) -> torch._ops.OpOverload:
+    """The overload that `"packet.overload"` names; namespace `aten` unless given as `"ns::packet.overload"`."""
+    namespace, _, rest = name.rpartition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
+    except AttributeError as error:
+        raise ValueError(f"there is no ATen overload {name!r} in torch {torch.__version__}") from error
+
+
+def exists(name: str) -> bool:
+    """True if this torch has the overload (tables that span torch versions ask first)."""
+    try:
+        resolve(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """True if PyTorch differentiates the op through a C++ composite, so that a plain kernel would cut the gradient."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def lowerings() -> dict[torch._ops.OpOverload, Lowering]:
+    """A copy of the table."""
+    return dict(_table)
+
+
+def lookup(op: torch._ops.OpOverload) -> Lowering | None:
+    """The lowering of `op`, if it has one."""
+    return _table.get(op)
+
+
+def is_static(number: Any) -> bool:
+    """True if a Scalar argument is a Python number, False if only the device knows it."""
+    return isinstance(number, (bool, int, float, complex))
+
+
+def scaled(array: Any, factor: Any) -> Any:
+    """`array * factor`, without the multiplication when the factor is the Python number one."""
+    return array if is_static(factor) and factor == 1 else array * factor

@@ -1,0 +1,53 @@
+"""Set-up of every test run: virtual devices first, so that no test can start jax with another number of them.
+
+`pytest --devices N` chooses the number (default 8). Warnings are errors (pyproject.toml, `filterwarnings`).
+"""
+
+import warnings
+
+import hypothesis
+import pytest
+
+import mesh
+
+# No deadline: the first example of a property compiles. Derandomised: a red run is red again.
+hypothesis.settings.register_profile("spmd", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("spmd")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--devices", type=int, default=8, metavar="N", help="number of virtual devices (default: 8)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mesh.AcceleratorIdle)  # tests want virtual devices on every machine
+        mesh.virtual_devices(config.getoption("--devices"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"virtual devices: {config.getoption('--devices')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    num_devices = config.getoption("--devices")
+    for item in items:
+        marker = item.get_closest_marker("multidevice")
+        if marker is None:
+            continue
+        num_needed = marker.kwargs.get("num", 2)
+        if num_devices < num_needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {num_needed} devices, --devices gave {num_devices}"))
+
+
+@pytest.fixture
+def num_devices(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--devices")
+
+
+@pytest.fixture
+def mesh_4x2(num_devices: int) -> mesh.Mesh:
+    """Eight devices, four along `data` and two along `model`."""
+    if num_devices < 8:
+        pytest.skip(f"mesh_4x2 needs 8 devices, --devices gave {num_devices}")
+    return mesh.Mesh(range(8), (4, 2), ("data", "model"))

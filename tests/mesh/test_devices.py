@@ -1,0 +1,139 @@
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+
+import mesh
+from mesh import _devices, _errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_fresh(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process where jax has not started."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_virtual_devices_exist_in_a_fresh_process_and_second_call_is_harmless() -> None:
+    done = run_fresh(
+        """
+        import jax, mesh
+        jax.config.update("jax_platforms", "cpu")  # what a machine with an accelerator needs to be silent
+        mesh.virtual_devices(2)
+        mesh.virtual_devices(3)
+        assert mesh.device_count() == 3
+        mesh.virtual_devices(3)
+        assert [d.id for d in mesh.devices()] == [0, 1, 2]
+        assert {d.platform for d in mesh.devices()} == {"cpu"}
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_virtual_devices_after_jax_has_started_is_refused_with_the_fix() -> None:
+    done = run_fresh(
+        """
+        import jax, mesh
+        jax.config.update("jax_platforms", "cpu")
+        jax.numpy.zeros(())
+        mesh.virtual_devices(4)
+        """
+    )
+    assert done.returncode == 1
+    assert "DeviceError: virtual_devices(4) comes too late: jax has already started its devices" in done.stderr
+    assert "1 exist on platform 'cpu', 4 virtual CPU devices were asked for" in done.stderr
+    assert "fix: call mesh.virtual_devices(4) at the top of the program" in done.stderr
+
+
+def test_importing_and_asking_for_devices_starts_no_backend() -> None:
+    done = run_fresh(
+        """
+        import mesh
+        from mesh import _devices
+        for is_started in (_devices._backends_are_initialized, _devices._cpu_count_is_frozen):
+            assert not is_started()
+        import jax
+        jax.config.update("jax_platforms", "cpu")
+        mesh.virtual_devices(2)
+        for is_started in (_devices._backends_are_initialized, _devices._cpu_count_is_frozen):
+            assert not is_started()
+        assert mesh.device_count() == 2
+        for is_started in (_devices._backends_are_initialized, _devices._cpu_count_is_frozen):
+            assert is_started()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_same_number_is_accepted_and_another_refused_in_this_process() -> None:
+    count = mesh.device_count()
+    mesh.virtual_devices(count)
+    with pytest.raises(mesh.DeviceError, match=f"{count} exist on platform 'cpu', {count + 1} virtual CPU devices"):
+        mesh.virtual_devices(count + 1)
+    assert mesh.device_count() == count
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, "8"])
+def test_no_number_of_devices_is_refused(n: object) -> None:
+    with pytest.raises(mesh.DeviceError, match=r"is no positive int\n  fix: mesh.virtual_devices\(8\)"):
+        mesh.virtual_devices(n)  # type: ignore[arg-type]
+
+
+def test_backend_state_is_known_without_the_private_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh.devices()
+    monkeypatch.setattr(_devices.importlib, "import_module", lambda name: object())
+    assert _devices._backends_are_initialized()
+    assert mesh.device_count() == len(mesh.devices())
+
+
+def test_devices_are_all_devices_ordered_by_id() -> None:
+    assert set(mesh.devices()) == set(jax.devices())
+    assert [device.id for device in mesh.devices()] == sorted(device.id for device in jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [("nvidia0", "NVIDIA GPU"), ("accel0", "TPU"), ("vfio/3", "TPU"), ("nvidiactl", None), ("accel/accel0", None)]
+)
+def test_accelerator_is_found_by_its_device_file(tmp_path: Path, file: str, kind: str | None) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert _devices._accelerators(tmp_path) == ([f"{kind} ({tmp_path / file})"] if kind else [])
+
+
+@pytest.mark.parametrize("platforms", [None, "cuda,cpu"])
+def test_idle_accelerator_is_named_with_the_way_to_use_it(monkeypatch: pytest.MonkeyPatch, platforms: str | None) -> None:
+    confined_to: list[int] = []
+    monkeypatch.setattr(_devices, "_backends_are_initialized", lambda: False)
+    monkeypatch.setattr(_devices, "_accelerators", lambda: ["NVIDIA GPU (/dev/nvidia0)"])
+    monkeypatch.setattr(_devices, "_confine_to_cpu", confined_to.append)
+    monkeypatch.setattr(type(jax.config), "values", {"jax_platforms": platforms})
+    with pytest.warns(mesh.AcceleratorIdle, match=r"leaves this machine's NVIDIA GPU \(/dev/nvidia0\) alone") as caught:
+        mesh.virtual_devices(8)
+    assert "fix: to use the real devices, remove the call to mesh.virtual_devices" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert confined_to == [8]
+
+
+def test_accelerator_that_the_user_already_left_alone_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_devices, "_backends_are_initialized", lambda: False)
+    monkeypatch.setattr(_devices, "_accelerators", lambda: ["TPU (/dev/accel0)"])
+    monkeypatch.setattr(_devices, "_confine_to_cpu", lambda n: None)
+    monkeypatch.setattr(type(jax.config), "values", {"jax_platforms": "cpu"})
+    mesh.virtual_devices(8)  # a warning would be an error
+
+
+def test_errors_form_the_tree_of_their_docstring() -> None:
+    assert mesh.MeshError.__bases__ == (ValueError,)
+    assert mesh.SpecError.__bases__ == (mesh.MeshError,)
+    assert mesh.DeviceError.__bases__ == (mesh.MeshError, RuntimeError)
+    assert mesh.AcceleratorIdle.__bases__ == (UserWarning,)
+    for name in ("MeshError", "SpecError", "DeviceError", "AcceleratorIdle"):
+        assert name in (_errors.__doc__ or "")
+
+
+def test_message_shows_what_then_details_then_fix() -> None:
+    assert _errors.message("what", ["one", "two"], "do") == "what\n  one\n  two\n  fix: do"
