@@ -90,12 +90,12 @@ class ShardingSpec:
 
         Args:
             shape: the tensor's global shape.
-            name: the tensor's name, for the message.
+            name: what the message calls the tensor, e.g. "parameter 'up.weight'".
 
         Raises:
             SpecError: the spec has not one entry per dim, or a dim does not split evenly over its axes.
         """
-        title = f"tensor {name!r} of shape {tuple(shape)}" if name else f"a tensor of shape {tuple(shape)}"
+        title = f"{name or 'a tensor'} of shape {tuple(shape)}"
         _require_rank(self, shape, title)
         _require_even(self, shape, title)
 

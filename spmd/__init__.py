@@ -1,3 +1,40 @@
-"""spmd."""
+"""PyTorch models, annotated with `mark_sharding` over a device mesh, as one sharded `jax.jit` program.
+
+Importing it makes `torch.device("jax")` a real PyTorch device. See `docs/architecture.md` for how.
+"""
+
+from spmd import lowering as lowering
+from spmd._annotate import mark_sharding as mark_sharding
+from spmd._errors import DeviceSlotError as DeviceSlotError
+from spmd._errors import DroppedValueError as DroppedValueError
+from spmd._errors import SpmdError as SpmdError
+from spmd._errors import TraceError as TraceError
+from spmd._errors import UnsupportedOpError as UnsupportedOpError
+from spmd._tensor import XLAShard as XLAShard
+from spmd._tensor import XLAShardedTensor as XLAShardedTensor
+from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
+from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
+from spmd.program._step import Step as Step
+from spmd.program._step import compile as compile
+
 _register()
+_accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
+
+__all__ = [
+    # annotate
+    "XLAShard",
+    "XLAShardedTensor",
+    "mark_sharding",
+    # compile
+    "Step",
+    "compile",
+    # operators
+    "lowering",
+    # errors
+    "DeviceSlotError",
+    "DroppedValueError",
+    "SpmdError",
+    "TraceError",
+    "UnsupportedOpError",
+]

@@ -23,7 +23,8 @@ from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dty
 from spmd._errors import TraceError, called_at, message
 from spmd.device import _random
 from spmd.device._numbers import carried
-from spmd.device._storage import load, wrap
+from spmd.device._copy import like_placement
+from spmd.device._storage import load, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -51,7 +52,7 @@ class Plan:
         lowering: Lowering,
         template: tuple[list[Any], dict[str, Any]],
         compute: tuple[np.dtype[Any] | None, ...],
-        results: tuple[np.dtype[Any], ...] | None,
+        results: tuple[np.dtype[Any] | None, ...] | None,
     ) -> None:
         self.lowering = lowering
         self.template = template
@@ -59,8 +60,12 @@ class Plan:
         self.results = results
         self.jitted = jax.jit(self.run)
 
-    def run(self, dynamic: Sequence[Any], key: Any = None) -> Any:
-        """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out."""
+    def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out.
+
+        Returns:
+            The op's result or results, and the new values of the arguments that the lowering `updates`.
+        """
         values = [
             value.astype(dtype) if dtype is not None and isinstance(value, jax.Array) and value.dtype != dtype else value
             for value, dtype in zip(dynamic, self.compute, strict=True)
@@ -70,11 +75,15 @@ class Plan:
         if self.lowering.random:
             args.insert(0, jax.random.wrap_key_data(key))
         out = self.lowering.rule(*args, **kwargs)
+        updated: tuple[Any, ...] = ()
+        if self.lowering.updates:
+            count = len(self.lowering.op._schema.returns)
+            out, updated = out[0] if count == 1 else out[:count], tuple(out[count:])
         if self.results is None:
-            return out
+            return out, updated
         if isinstance(out, tuple | list):
-            return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out))
-        return _cast(out, self.results[0])
+            return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out)), updated
+        return _cast(out, self.results[0]), updated
 
 
 class Adapter:
@@ -99,16 +108,39 @@ class Adapter:
             return self._wrapped(self.arrays(args, kwargs))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on tensors, return arrays (call inside `exact_dtypes`)."""
+        """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""
         plan, dynamic = self.plan(args, kwargs)
-        key = _random.next_key(kwargs.get("generator")) if self.lowering.random else None
-        if not trace_state_clean():
-            if self.lowering.data_dependent:
-                raise _data_dependent(self.op)
-            return plan.run(dynamic, key)
-        if self.lowering.data_dependent:
-            return plan.run(dynamic, key)
-        return plan.jitted(dynamic, key)
+        key = self.key(args, kwargs)
+        needs_values = self.lowering.data_dependent
+        if callable(needs_values):
+            needs_values = needs_values(*args, **kwargs)
+        if trace_state_clean():
+            out, updated = (plan.run if needs_values else plan.jitted)(dynamic, key)
+        else:
+            try:
+                out, updated = plan.run(dynamic, key)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+                if not needs_values:
+                    raise
+                raise _data_dependent(self.op) from error
+        self.update(updated, args, kwargs)
+        return out
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Key data of a random op's next draw; None for other ops."""
+        return _random.next_key(self.argument("generator", args, kwargs)) if self.lowering.random else None
+
+    def update(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write new values into the arguments that the lowering updates in place."""
+        for name, value in zip(self.lowering.updates, values, strict=True) if values else ():
+            target = self.argument(name, args, kwargs)
+            if target is not None and value is not None:
+                store(target, like_placement(value, target))
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument of that name if the call gave one."""
+        position = self.accepts.get(name, len(args))
+        return args[position] if position < len(args) else kwargs.get(name)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, list[Any]]:
         """The plan of this call and its dynamic values in order."""
@@ -162,13 +194,13 @@ class Adapter:
         compute: list[np.dtype[Any] | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])
-        elif self.fills_dtype and results is not None:
+        elif self.fills_dtype and results is not None and results[0] is not None:
             position = self.accepts["dtype"]
             if position < len(positional):
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
-        cast = None if results is None else tuple(to_numpy_dtype(dtype) for dtype in results)
+        cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast)
 
     def _placed(self, index: int, arg: Any, counter: list[int]) -> Any:
@@ -184,14 +216,14 @@ class Adapter:
         return to_numpy_dtype(arg) if isinstance(arg, torch.dtype) else arg
 
     def _compute_dtypes(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[torch.dtype, ...] | None, count: int
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[torch.dtype | None, ...] | None, count: int
     ) -> list[np.dtype[Any] | None]:
         """For each dynamic value the dtype to compute in: torch's promoted dtype, float32 for 16-bit floats."""
         named = [*zip(self.names, args, strict=False), *((n, a) for n, a in kwargs.items() if n not in _IGNORED)]
         chosen = self.lowering.promoted
         operands = [_number_or_tensor(a) for n, a in named if (n in chosen if chosen else True) and _is_operand(a)]
         promoted = elementwise_dtypes(*operands, type_promotion_kind=KIND.DEFAULT)[1]
-        result = results[0] if results else promoted
+        result = (results[0] if results else None) or promoted
         if result.is_floating_point and not (promoted.is_floating_point or promoted.is_complex):
             promoted = result
         if promoted in _HALF:
@@ -209,7 +241,7 @@ class Adapter:
 
     def _wrapped(self, out: Any) -> Any:
         if isinstance(out, tuple | list):
-            return type(out)(wrap(o) for o in out)
+            return type(out)(None if o is None else wrap(o) for o in out)
         return wrap(out)
 
 
@@ -219,7 +251,9 @@ def _filled(arg: Any, values: list[Any]) -> Any:
     return [_filled(item, values) for item in arg] if isinstance(arg, list) else arg
 
 
-def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
+def _cast(value: Any, dtype: np.dtype[Any] | None) -> Any:
+    if value is None or dtype is None:
+        return value
     if not isinstance(value, jax.Array):
         return jnp.asarray(value, dtype)
     return value if value.dtype == dtype else value.astype(dtype)
@@ -273,13 +307,16 @@ def _number_or_tensor(arg: Any) -> Any:
     return arg
 
 
-def result_dtypes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype, ...] | None:
-    """What torch's meta kernel says the result dtypes are; None if it has no meta kernel or cannot tell."""
+def result_dtypes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype | None, ...] | None:
+    """What torch's meta kernel says the result dtypes are; None if it has no meta kernel or cannot tell.
+
+    One of several results is None where the op leaves it undefined (`output_mask`).
+    """
     with contextlib.suppress(Exception), torch._C._DisableAutocast():
         out = op(*(_as_meta(a) for a in args), **{n: ("meta" if n == "device" else _as_meta(a)) for n, a in kwargs.items() if n != "generator"})
         outs = out if isinstance(out, tuple | list) else (out,)
-        if all(isinstance(o, torch.Tensor) for o in outs):
-            return tuple(o.dtype for o in outs) or None
+        if all(o is None or isinstance(o, torch.Tensor) for o in outs):
+            return tuple(None if o is None else o.dtype for o in outs) or None
     return None
 
 

@@ -6,6 +6,7 @@ autograd's in-place-on-a-view and `torch.equal(a.storage, b.storage)` hold by th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ _BY_REDISPATCH = (
     "view_as_real",
     "view_as_complex",
     "set_.source_Storage_storage_offset",
-    "set_.source_Tensor",
-    "set_",
 )
 
 
@@ -29,9 +28,42 @@ def as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any =
     return strided_alias(self, size, stride, self.storage_offset() if storage_offset is None else storage_offset)
 
 
+def as_strided_(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
+    """What `t_`, `transpose_`, `squeeze_` and the like end in: the tensor itself gets other sizes and strides.
+
+    By `.data`, because C++'s own kernels want a storage with bytes to be in bounds of.
+    """
+    self.data = as_strided(self, size, stride, storage_offset)
+    return self
+
+
+def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`tensor.set_(source)`: the same storage, sizes and strides as `source`."""
+    self.data = as_strided(source, source.shape, source.stride())
+    return self
+
+
+def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
+    """`tensor.set_(storage)`: all of the storage as one dim."""
+    count = math.prod(source.spmd_buffer.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.ops.aten.set_.source_Storage_storage_offset(self, source, 0, (count,), (1,))
+
+
+def set_empty(self: torch.Tensor) -> torch.Tensor:
+    """`tensor.set_()`: an empty tensor on a storage of its own."""
+    self.data = torch.empty(0, dtype=self.dtype, device=self.device)
+    return self
+
+
 def view_kernels() -> dict[str, Any]:
     """Kernel by overload name."""
-    kernels: dict[str, Any] = {"as_strided": as_strided}
+    kernels: dict[str, Any] = {
+        "as_strided": as_strided,
+        "as_strided_": as_strided_,
+        "set_.source_Tensor": set_tensor,
+        "set_.source_Storage": set_storage,
+        "set_": set_empty,
+    }
     for name in _BY_REDISPATCH:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -32,12 +32,8 @@ def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
     size, stride = tuple(size), tuple(stride)
     dtype = to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())
     order = sorted(range(len(size)), key=lambda dim: -stride[dim])
-    below, dense = 1, True
-    for dim in reversed(order):
-        dense = dense and (size[dim] <= 1 or stride[dim] == below)
-        below *= max(size[dim], 1)
     with exact_dtypes():
-        if dense or 0 in size:
+        if fills_block(size, stride):
             root = wrap(jnp.zeros(tuple(size[dim] for dim in order), dtype))
         else:  # gaps or overlaps: a flat storage long enough for the last element
             root = wrap(jnp.zeros((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype))
@@ -56,7 +52,7 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
         if trace_state_clean():
             value = jnp.copy(value)
     preserve = memory_format is None or memory_format == torch.preserve_format
-    if preserve and not self.is_contiguous() and _is_dense(self):
+    if preserve and not self.is_contiguous() and fills_block(tuple(self.shape), self.stride()):
         order = sorted(range(self.dim()), key=lambda dim: -self.stride(dim))
         with exact_dtypes():
             return wrap_strided(jnp.transpose(value, order), tuple(self.shape), self.stride())
@@ -102,7 +98,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
             value = jnp.broadcast_to(value, tuple(dst.shape))
         elif trace_state_clean():
             value = jnp.copy(value)
-        store(dst, _like_placement(value, dst))
+        store(dst, like_placement(value, dst))
     return dst
 
 
@@ -127,6 +123,15 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
     return np.asarray(value).reshape(()).item()
 
 
+def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal`: same shape and the same values, as a Python bool."""
+    if self.shape != other.shape:
+        return False
+    with exact_dtypes():
+        same = wrap(jnp.array_equal(load(self), load(other)))
+    return bool(local_scalar_dense(same))
+
+
 def from_host(tensor: torch.Tensor) -> torch.Tensor:
     """A device tensor with the values of a CPU tensor; nothing is uploaded yet."""
     _note_host_read(tensor)
@@ -134,7 +139,7 @@ def from_host(tensor: torch.Tensor) -> torch.Tensor:
     argument = recorder.host_argument(tensor) if recorder is not None else None  # pyright: ignore[reportAttributeAccessIssue]
     if argument is not None:
         return wrap(argument)
-    if tensor.is_contiguous() or not _is_dense(tensor):
+    if tensor.is_contiguous() or not fills_block(tuple(tensor.shape), tensor.stride()):
         return wrap_host(host_array(tensor))
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     return strided_alias(wrap_host(host_array(tensor.permute(order))), tuple(tensor.shape), tensor.stride(), 0)
@@ -181,7 +186,7 @@ def _converted(value: Any, dtype: Any) -> Any:
     return value.astype(dtype)
 
 
-def _like_placement(value: Any, dst: torch.Tensor) -> Any:
+def like_placement(value: Any, dst: torch.Tensor) -> Any:
     """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout."""
     annotation = buffer_of(dst).annotation
     if annotation is None or isinstance(value, jax.core.Tracer) or not is_whole(dst, buffer_of(dst)):
@@ -189,6 +194,11 @@ def _like_placement(value: Any, dst: torch.Tensor) -> Any:
     return jax.device_put(value, annotation.to_jax())
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements fill one block of memory without gaps or overlaps, in some order of dims."""
-    return torch._prims_common.is_non_overlapping_and_dense(tensor)
+def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """True if the elements fill one block of memory without gaps or overlaps, in some order of the dims."""
+    below = 1
+    for step, extent in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):
+        if step != below and 0 not in size:
+            return False
+        below *= extent
+    return True

@@ -8,8 +8,10 @@ It knows no op by name except the handful that move values or make views.
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 from torch._decomp import decomposition_table
 
@@ -17,7 +19,7 @@ from spmd._convert import exact_dtypes
 from spmd._errors import UnsupportedOpError, called_at, message
 from spmd.device import _aliases, _copy
 from spmd.device._adapter import Adapter
-from spmd.device._storage import META, Buffer, buffer_of, load, store, wrap
+from spmd.device._storage import Buffer, buffer_of, load, store, wrap
 from spmd.device._whole import WholeOp
 from spmd.lowering import lowerings
 
@@ -31,6 +33,7 @@ _SPECIAL = {
     "_copy_from_and_resize": _copy.copy_from,
     "copy_": _copy.copy_,
     "_local_scalar_dense": _copy.local_scalar_dense,
+    "equal": _copy.equal,
 }
 
 
@@ -62,7 +65,7 @@ def install() -> Installed:
         name = _short(op)
         adapter = Adapter(lowering)
         if not installed.has(name):
-            installed.add(name, adapter)
+            installed.add(name, _in_place_kernel(adapter) if _is_in_place(op) else adapter)
         if lowering.whole:
             installed.add(name, WholeOp(adapter), "AutogradPrivateUse1")
     for op, lowering in lowerings().items():
@@ -103,6 +106,12 @@ def _signature(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
 _FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
+def _is_in_place(op: torch._ops.OpOverload) -> bool:
+    """True if the op writes its first argument and returns it, as `normal_` does."""
+    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
+    return op._schema.name.endswith("_") and first is not None and first.is_write
+
+
 def _in_place_kernel(adapter: Adapter) -> Any:
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with exact_dtypes():
@@ -116,7 +125,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
                     )
                 )
             _check_castable(adapter, value, self)
-            store(self, _kept_placement(value, self))
+            store(self, _copy.like_placement(value, self))
         return self
 
     return in_place
@@ -149,38 +158,50 @@ def _title(dtype: torch.dtype) -> str:
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _kept_placement(value: Any, target: torch.Tensor) -> Any:
-    """An annotated tensor keeps its sharding through eager in-place updates."""
-    return _copy._like_placement(value, target)
-
-
 def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
     """`tensor.resize_`: grows the storage with zeros where it is too short."""
     size = tuple(size)
     buffer = buffer_of(self)
     needed = self.storage_offset() + math.prod(size)
     if needed > math.prod(buffer.shape):
-        import jax.numpy as jnp
-
         with exact_dtypes():
             flat = buffer.get().reshape(-1)
             grown = jnp.concatenate([flat, jnp.zeros((needed - flat.size,), flat.dtype)])
-            buffer.set(grown.reshape(size) if self.storage_offset() == 0 else grown)
-            buffer.shape = tuple(buffer.value.shape)
-    return torch.ops.aten.resize_.default.redispatch(META, self, size, memory_format=memory_format)
+            grown = grown.reshape(size) if self.storage_offset() == 0 else grown
+            buffer.shape = tuple(grown.shape)
+            buffer.set(grown)
+    if size == tuple(self.shape) and memory_format in (None, torch.preserve_format):
+        return self
+    stride = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format).stride()
+    return _aliases.as_strided_(self, size, stride)
 
 
 def fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Ops without a kernel: torch's decomposition of it, or of the functional form it is a variant of; else an error."""
-    decomposition = decomposition_table.get(op)
-    if decomposition is not None:
-        out = decomposition(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
-    functional = _functional_of(op)
-    if functional is not None:
-        return _through_functional(op, functional, args, kwargs)
+    """Ops without a kernel: torch's decomposition of it, or of the functional form it is a variant of; else an error.
+
+    Without a kernel of ours, a structured op's functional, in-place and out= forms call each other in a ring: meeting the
+    same op again and again inside itself means that none of them has a lowering.
+    """
+    inside = _inside.get()
+    if inside.count(op) >= _MAX_ROUNDS:
+        raise unsupported(op, args, kwargs)
+    token = _inside.set((*inside, op))
+    try:
+        decomposition = decomposition_table.get(op)
+        if decomposition is not None:
+            out = decomposition(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        functional = _functional_of(op)
+        if functional is not None:
+            return _through_functional(op, functional, args, kwargs)
+    finally:
+        _inside.reset(token)
     raise unsupported(op, args, kwargs)
+
+
+_inside: ContextVar[tuple[torch._ops.OpOverload, ...]] = ContextVar("ops that the fallback is resolving", default=())
+_MAX_ROUNDS = 3
 
 
 def _functional_of(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

@@ -29,17 +29,26 @@ class NumberNode:
         value: 0-dim jax array, usually a tracer.
         evaluate: computes the number on the host from today's hyperparameters, or None for data.
         on_branch: told of (evaluate, outcome) of each comparison that Python branched on.
+        boolean: the node is the outcome of a comparison (a `torch.SymBool`).
     """
 
     def __init__(
-        self, value: Any, evaluate: Evaluate | None = None, on_branch: Callable[[Callable[[], bool], bool], None] | None = None
+        self,
+        value: Any,
+        evaluate: Evaluate | None = None,
+        on_branch: Callable[[Callable[[], bool], bool], None] | None = None,
+        boolean: bool = False,
     ) -> None:
         self.value = value
         self.evaluate = evaluate
         self.on_branch = on_branch
+        self.boolean = boolean
 
     def is_float(self) -> bool:
-        return True
+        return not self.boolean
+
+    def is_bool(self) -> bool:
+        return self.boolean
 
     def is_symbolic(self) -> bool:
         return True
@@ -50,7 +59,7 @@ class NumberNode:
     def _none(self) -> None:
         return None
 
-    is_int = is_bool = is_nested_int = is_constant = has_hint = _no
+    is_int = is_nested_int = is_constant = has_hint = _no
     maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = nested_int = _none
 
     def str(self) -> str:
@@ -64,7 +73,7 @@ class NumberNode:
     wrap_int = wrap_float
 
     def wrap_bool(self, number: bool) -> NumberNode:
-        return NumberNode(jnp.bool_(number), lambda: number, self.on_branch)
+        return NumberNode(jnp.bool_(number), lambda: number, self.on_branch, boolean=True)
 
     def guard_float(self, file: str, line: int) -> float:
         raise _needs_value("float")
@@ -74,6 +83,10 @@ class NumberNode:
 
     def guard_bool(self, file: str, line: int) -> bool:
         return self.bool_()
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """torch's own sanity checks (a base of a power is not negative): taken on trust where only the device knows."""
+        return True if self.evaluate is None else bool(self.evaluate())
 
     def bool_(self) -> bool:
         if self.evaluate is None or self.on_branch is None:
@@ -103,12 +116,13 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
         known = [part for part in parts if part is not None]
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
-        return NumberNode(value, evaluate, on_branch)
+        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS)
 
     method.__name__ = name
     setattr(NumberNode, name, method)
 
 
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,

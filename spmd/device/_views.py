@@ -108,10 +108,14 @@ class GatherWindow:
 
     def read(self, root: Any) -> Any:
         """The view's value."""
-        return root.reshape(-1)[self._positions()]
+        if 0 in self.size:
+            return jnp.zeros(self.size, root.dtype)
+        return root.reshape(-1).at[self._positions()].get(mode="promise_in_bounds")
 
     def write(self, root: Any, value: Any) -> Any:
         """The root with the view's elements replaced; of overlapping elements the last written stays, as in torch."""
+        if 0 in self.size:
+            return root
         return root.reshape(-1).at[self._positions().reshape(-1)].set(value.reshape(-1)).reshape(self.root_shape)
 
 

@@ -16,7 +16,6 @@ import torch
 from jax._src.core import trace_state_clean
 
 from spmd._convert import exact_dtypes
-from spmd.device import _random
 from spmd.device._adapter import Adapter
 from spmd.device._storage import load, wrap
 
@@ -45,12 +44,15 @@ class WholeOp:
         call = self._calls.get(id(plan))
         if call is None:
             call = self._calls[id(plan)] = _Call(plan.run, f"{self.op}")
-        key = _random.next_key(kwargs.get("generator")) if self.adapter.lowering.random else None
-        return _Differentiable.apply(call, key, *flat)
+        updated: list[Any] = []
+        out = _Differentiable.apply(call, self.adapter.key(args, kwargs), updated, *flat)
+        with exact_dtypes():
+            self.adapter.update(tuple(updated), args, kwargs)
+        return out
 
 
 class _Call:
-    """A function of arrays `fn(dynamic, key)`, with its jitted forward and backward, and its own vjp as another `_Call`."""
+    """A function of arrays `fn(dynamic, key) -> (results, updated)`, jitted with its vjp, which is another `_Call`."""
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.fn = fn
@@ -59,7 +61,7 @@ class _Call:
         self._backward_call: dict[tuple[int, ...], _Call] = {}
 
     def forward(self, dynamic: list[Any], key: Any, wanted: tuple[int, ...]) -> Any:
-        """(result, vjp) with respect to the dynamic values at the positions `wanted`."""
+        """(results, vjp with respect to the dynamic values at the positions `wanted`, updated arguments' new values)."""
 
         def of_wanted(*chosen: Any) -> Any:
             filled = list(dynamic)
@@ -67,17 +69,18 @@ class _Call:
                 filled[position] = value
             return self.fn(filled, key)
 
-        return jax.vjp(of_wanted, *(dynamic[i] for i in wanted))
+        return jax.vjp(of_wanted, *(dynamic[i] for i in wanted), has_aux=True)
 
-    def backward_call(self, wanted: tuple[int, ...]) -> _Call:
-        """This call's gradient as a call of (dynamic values, cotangents), for higher orders."""
+    def backward_call(self, wanted: tuple[int, ...], num_results: int) -> _Call:
+        """This call's gradient as a call of (dynamic values, one cotangent per result), for higher orders."""
         made = self._backward_call.get(wanted)
         if made is None:
 
             def gradient(dynamic: list[Any], key: Any) -> Any:
-                *values, cotangent = dynamic
-                out = self.forward(values, key, wanted)[1](cotangent)
-                return out[0] if len(out) == 1 else out
+                values, cotangents = dynamic[:-num_results], dynamic[-num_results:]
+                results, vjp, _ = self.forward(values, key, wanted)
+                out = vjp(type(results)(cotangents) if isinstance(results, tuple | list) else cotangents[0])
+                return (out[0] if len(out) == 1 else out), ()
 
             made = self._backward_call[wanted] = _Call(gradient, f"{self.name}_backward")
         return made
@@ -90,12 +93,13 @@ class _Differentiable(torch.autograd.Function):
     """One whole op on autograd's tape."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, key: Any, *tensors: torch.Tensor) -> Any:
-        wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 2] and t.dtype in _DIFFERENTIABLE)
+    def forward(ctx: Any, call: _Call, key: Any, updated: list[Any], *tensors: torch.Tensor) -> Any:
+        wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
             run = call.forward_jit if trace_state_clean() else call.forward
-            out, vjp = run(arrays, key, wanted)
+            out, vjp, new_values = run(arrays, key, wanted)
+        updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
         ctx.call, ctx.wanted, ctx.key, ctx.count = call, wanted, key, len(tensors)
         by_identity = {id(a): t for a, t in zip(arrays, tensors, strict=True)}
@@ -108,8 +112,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
         tensors, leaves = saved[: ctx.count], saved[ctx.count :]
-        if torch.is_grad_enabled() and len(grads) == 1:
-            out = _Differentiable.apply(ctx.call.backward_call(ctx.wanted), ctx.key, *tensors, grads[0])
+        if torch.is_grad_enabled():
+            out = _Differentiable.apply(ctx.call.backward_call(ctx.wanted, len(grads)), ctx.key, [], *tensors, *grads)
             wanted_grads = out if isinstance(out, tuple) else (out,)
         else:
             with exact_dtypes():
@@ -118,9 +122,9 @@ class _Differentiable(torch.autograd.Function):
                 apply = _apply_vjp if trace_state_clean() else (lambda vjp, cotangent: vjp(cotangent))
                 out = apply(vjp, cotangents if len(cotangents) > 1 else cotangents[0])
                 wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
-        result: list[Any] = [None] * (ctx.count + 2)
+        result: list[Any] = [None] * (ctx.count + 3)
         for position, grad in zip(ctx.wanted, wanted_grads, strict=True):
-            result[position + 2] = grad
+            result[position + 3] = grad
         return tuple(result)
 
 

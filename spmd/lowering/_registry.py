@@ -8,6 +8,9 @@ no tensor class and no result dtype: the adapter in `spmd.device._kernels` promo
     def add(self, other, *, alpha=1):
         return self + scaled(other, alpha)
 
+A mutating overload without a functional twin (`normal_`) may be lowered too: its rule returns the new value of `self`.
+An op's optional result that was not asked for (`output_mask`) is None.
+
 Arguments reach a rule as: Tensor -> jax.Array; Tensor[] -> list of arrays; int[] -> tuple; torch.dtype -> numpy dtype;
 Scalar -> Python number, or a 0-dim array where the number is known only to the device ("lifted"; `is_static` tells).
 """
@@ -35,7 +38,10 @@ class Lowering:
         whole: a composite op kept as one jax call, its gradient by `jax.vjp` of the rule.
         random: the rule takes a PRNG key as first argument.
         static: names of Scalar parameters whose value the rule must know while tracing.
-        data_dependent: the result's shape depends on values: runs eagerly on concrete arrays only.
+        data_dependent: the result's shape depends on values, always or where this function of the call's arguments says so:
+            the rule then gets concrete arrays; in a trace, what jax cannot do without the values raises `TraceError`.
+        updates: names of the tensor parameters that the op also writes (running statistics): after the op's results the rule
+            returns their new values, None where the argument is None.
         source: `file:line` of the rule.
     """
 
@@ -46,7 +52,8 @@ class Lowering:
     whole: bool = False
     random: bool = False
     static: frozenset[str] = field(default_factory=frozenset[str])
-    data_dependent: bool = False
+    data_dependent: bool | Callable[..., bool] = False
+    updates: tuple[str, ...] = ()
     source: str = ""
 
 
@@ -60,7 +67,8 @@ def lower(
     whole: bool = False,
     random: bool = False,
     static: tuple[str, ...] = (),
-    data_dependent: bool = False,
+    data_dependent: bool | Callable[..., bool] = False,
+    updates: tuple[str, ...] = (),
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
 
@@ -78,7 +86,7 @@ def lower(
                 raise ValueError(f"{op} already has a lowering at {_table[op].source}; a second one stands at {source}")
             if is_composite(op) and not whole:
                 raise ValueError(f"{op} is a composite: register it with whole=True, or its gradient would be cut silently")
-            _table[op] = Lowering(op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, source)
+            _table[op] = Lowering(op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, updates, source)
         return rule
 
     return decorate

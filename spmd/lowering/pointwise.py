@@ -13,6 +13,25 @@ from jax import lax
 
 from spmd.lowering._registry import is_static, lower, scaled
 
+def _unless_integral(fn: Any) -> Any:
+    """`fn`, which leaves integers and bools as they are."""
+
+    def rule(self: Any) -> Any:
+        return fn(self) if jnp.issubdtype(self.dtype, jnp.inexact) else self
+
+    return rule
+
+
+def _unless_bool(fn: Any) -> Any:
+    """`fn`, which leaves bools as they are."""
+
+    def rule(self: Any) -> Any:
+        return self if self.dtype == bool else fn(self)
+
+    return rule
+
+
+# Names that share a function mean the same with a number on either side.
 _TABLE: dict[str, Any] = {
     "abs": jnp.abs,
     "acos": jnp.arccos,
@@ -22,35 +41,39 @@ _TABLE: dict[str, Any] = {
     "atan": jnp.arctan,
     "atan2": jnp.arctan2,
     "atanh": jnp.arctanh,
-    "bitwise_and.Tensor": jnp.bitwise_and,
+    "bitwise_and.Tensor bitwise_and.Scalar bitwise_and.Scalar_Tensor": jnp.bitwise_and,
     "bitwise_not": jnp.bitwise_not,
-    "bitwise_or.Tensor": jnp.bitwise_or,
-    "bitwise_xor.Tensor": jnp.bitwise_xor,
-    "ceil": jnp.ceil,
+    "bitwise_or.Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor": jnp.bitwise_or,
+    "bitwise_xor.Tensor bitwise_xor.Scalar bitwise_xor.Scalar_Tensor": jnp.bitwise_xor,
+    "ceil": _unless_integral(jnp.ceil),
+    "copysign.Tensor copysign.Scalar": jnp.copysign,
     "cos": jnp.cos,
     "cosh": jnp.cosh,
-    "div.Tensor": jnp.true_divide,
-    "eq.Scalar": jnp.equal,
-    "eq.Tensor": jnp.equal,
+    "deg2rad": jnp.deg2rad,
+    "div.Tensor div.Scalar": jnp.true_divide,
+    "eq.Tensor eq.Scalar": jnp.equal,
     "erf": lax.erf,
     "erfc": lax.erfc,
     "erfinv": lax.erf_inv,
     "exp": jnp.exp,
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
-    "floor": jnp.floor,
+    "floor": _unless_integral(jnp.floor),
     "fmax": jnp.fmax,
     "fmin": jnp.fmin,
-    "fmod.Tensor": jnp.fmod,
-    "ge.Scalar": jnp.greater_equal,
-    "ge.Tensor": jnp.greater_equal,
-    "gt.Scalar": jnp.greater,
-    "gt.Tensor": jnp.greater,
+    "fmod.Tensor fmod.Scalar": jnp.fmod,
+    "frac": lambda x: x - jnp.trunc(x),
+    "frexp.Tensor": jnp.frexp,
+    "gcd": jnp.gcd,
+    "ge.Tensor ge.Scalar": jnp.greater_equal,
+    "gt.Tensor gt.Scalar": jnp.greater,
     "hypot": jnp.hypot,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
-    "le.Scalar": jnp.less_equal,
-    "le.Tensor": jnp.less_equal,
+    "isneginf": jnp.isneginf,
+    "isposinf": jnp.isposinf,
+    "lcm": jnp.lcm,
+    "le.Tensor le.Scalar": jnp.less_equal,
     "lgamma": lax.lgamma,
     "log": jnp.log,
     "log10": jnp.log10,
@@ -62,33 +85,30 @@ _TABLE: dict[str, Any] = {
     "logical_not": jnp.logical_not,
     "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor,
-    "lt.Scalar": jnp.less,
-    "lt.Tensor": jnp.less,
+    "lt.Tensor lt.Scalar": jnp.less,
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
-    "mul.Tensor": jnp.multiply,
-    "ne.Scalar": jnp.not_equal,
-    "ne.Tensor": jnp.not_equal,
+    "mul.Tensor mul.Scalar": jnp.multiply,
+    "ne.Tensor ne.Scalar": jnp.not_equal,
     "neg": jnp.negative,
+    "pow.Tensor_Tensor pow.Scalar": jnp.power,
+    "rad2deg": jnp.rad2deg,
     "reciprocal": jnp.reciprocal,
-    "relu": lambda x: jnp.maximum(x, jnp.zeros((), x.dtype)),
-    "remainder.Tensor": jnp.remainder,
-    "round": jnp.round,
+    "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
+    "round": _unless_integral(jnp.round),
     "rsqrt": lax.rsqrt,
-    "sgn": jnp.sign,
-    "sigmoid": jax.nn.sigmoid,
-    "sign": jnp.sign,
+    "sgn": _unless_bool(jnp.sign),
+    "sign": _unless_bool(jnp.sign),
     "signbit": jnp.signbit,
-    "silu": jax.nn.silu,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
     "sqrt": jnp.sqrt,
     "tan": jnp.tan,
     "tanh": jnp.tanh,
-    "trunc": jnp.trunc,
+    "trunc": _unless_integral(jnp.trunc),
 }
-for _name, _fn in _TABLE.items():
-    lower(_name, pointwise=True)(_fn)
+for _names, _fn in _TABLE.items():
+    lower(*_names.split(), pointwise=True)(_fn)
 
 
 @lower("add.Tensor", "add.Scalar", pointwise=True)
@@ -106,24 +126,14 @@ def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
     return other - scaled(self, alpha)
 
 
-@lower("mul.Scalar", pointwise=True)
-def mul_scalar(self: Any, other: Any) -> Any:
-    return self * other
-
-
-@lower("div.Scalar", pointwise=True)
-def div_scalar(self: Any, other: Any) -> Any:
-    return jnp.true_divide(self, other)
-
-
 @lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True)
 def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
     if rounding_mode is None:
         return jnp.true_divide(self, other)
     if rounding_mode == "floor":
         return jnp.floor_divide(self, other)
-    if jnp.issubdtype(jnp.result_type(self), jnp.integer):
-        return lax.div(*jnp.broadcast_arrays(self, jnp.asarray(other, self.dtype)))
+    if jnp.issubdtype(jnp.result_type(self, other), jnp.integer):
+        return lax.div(*_integers(self, other))
     return jnp.trunc(jnp.true_divide(self, other))
 
 
@@ -137,31 +147,9 @@ def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
     return jnp.power(self, exponent)
 
 
-@lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)
-def pow_tensor(self: Any, exponent: Any) -> Any:
-    return jnp.power(self, exponent)
-
-
 @lower("where.self", pointwise=True, promoted=("self", "other"))
 def where(condition: Any, self: Any, other: Any) -> Any:
     return jnp.where(condition.astype(bool), self, other)
-
-
-@lower("masked_fill.Scalar", "masked_fill.Tensor", pointwise=True, promoted=("self",))
-def masked_fill(self: Any, mask: Any, value: Any) -> Any:
-    return jnp.where(mask, jnp.asarray(value, self.dtype), self)
-
-
-@lower("clamp", pointwise=True)
-def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
-    if min is not None:
-        self = jnp.maximum(self, min)
-    return self if max is None else jnp.minimum(self, max)
-
-
-@lower("lerp.Scalar", "lerp.Tensor", pointwise=True)
-def lerp(self: Any, end: Any, weight: Any) -> Any:
-    return self + weight * (end - self)
 
 
 @lower("addcmul", pointwise=True)
@@ -174,26 +162,85 @@ def addcdiv(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
     return self + scaled(tensor1 / tensor2, value)
 
 
-@lower("gelu", pointwise=True)
-def gelu(self: Any, *, approximate: str = "none") -> Any:
-    return jax.nn.gelu(self, approximate=approximate == "tanh")
+@lower("masked_fill.Scalar", "masked_fill.Tensor", pointwise=True, promoted=("self",))
+def masked_fill(self: Any, mask: Any, value: Any) -> Any:
+    return jnp.where(mask, jnp.asarray(value, self.dtype), self)
 
 
-@lower("gelu_backward", pointwise=True)
-def gelu_backward(grad_output: Any, self: Any, *, approximate: str = "none") -> Any:
-    return jax.vjp(lambda x: gelu(x, approximate=approximate), self)[1](grad_output)[0]
+@lower("clamp", "clamp.Tensor", "clamp_min", "clamp_min.Tensor", pointwise=True)
+def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        self = jnp.maximum(self, min)
+    return self if max is None else jnp.minimum(self, max)
 
 
-@lower("tanh_backward", pointwise=True)
-def tanh_backward(grad_output: Any, output: Any) -> Any:
-    return grad_output * (1 - output * output)
+@lower("clamp_max", "clamp_max.Tensor", pointwise=True)
+def clamp_max(self: Any, max: Any) -> Any:
+    return jnp.minimum(self, max)
 
 
-@lower("sigmoid_backward", pointwise=True)
-def sigmoid_backward(grad_output: Any, output: Any) -> Any:
-    return grad_output * (output * (1 - output))
+@lower("lerp.Scalar", "lerp.Tensor", pointwise=True)
+def lerp(self: Any, end: Any, weight: Any) -> Any:
+    """From the nearer end, so that weight 1 gives `end` exactly."""
+    gap = end - self
+    return jnp.where(jnp.abs(weight) < 0.5, self + weight * gap, end - gap * (1 - weight))
 
 
-@lower("threshold_backward", pointwise=True, promoted=("grad_output", "self"))
-def threshold_backward(grad_output: Any, self: Any, threshold: Any) -> Any:
-    return jnp.where(self <= threshold, jnp.zeros((), grad_output.dtype), grad_output)
+@lower("round.decimals", pointwise=True)
+def round_decimals(self: Any, *, decimals: int) -> Any:
+    if not jnp.issubdtype(self.dtype, jnp.inexact):
+        return self
+    scale = 10.0 ** abs(decimals)
+    return jnp.round(self * scale) / scale if decimals >= 0 else jnp.round(self / scale) * scale
+
+
+@lower("heaviside", pointwise=True)
+def heaviside(self: Any, values: Any) -> Any:
+    return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
+
+
+@lower("nan_to_num")
+def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    return jnp.nan_to_num(self, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
+
+
+@lower("nextafter")
+def nextafter(self: Any, other: Any) -> Any:
+    return jnp.nextafter(self, other)
+
+
+@lower("ldexp.Tensor", pointwise=True)
+def ldexp(self: Any, other: Any) -> Any:
+    return self * jnp.exp2(other)
+
+
+@lower("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar", "bitwise_left_shift.Scalar_Tensor", pointwise=True)
+def bitwise_left_shift(self: Any, other: Any) -> Any:
+    """Zero where the count is negative or not less than the number of bits."""
+    self, other = _integers(self, other)
+    return lax.shift_left(self, other)
+
+
+@lower("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar", "bitwise_right_shift.Scalar_Tensor", pointwise=True)
+def bitwise_right_shift(self: Any, other: Any) -> Any:
+    """Copies of the sign where the count is negative or not less than the number of bits."""
+    self, other = _integers(self, other)
+    unsigned = jnp.issubdtype(self.dtype, jnp.unsignedinteger)
+    return (lax.shift_right_logical if unsigned else lax.shift_right_arithmetic)(self, other)
+
+
+@lower("__lshift__.Tensor", "__lshift__.Scalar", pointwise=True)
+def lshift(self: Any, other: Any) -> Any:
+    return self * jnp.exp2(other) if jnp.issubdtype(self.dtype, jnp.floating) else bitwise_left_shift(self, other)
+
+
+@lower("__rshift__.Tensor", "__rshift__.Scalar", pointwise=True)
+def rshift(self: Any, other: Any) -> Any:
+    return self / jnp.exp2(other) if jnp.issubdtype(self.dtype, jnp.floating) else bitwise_right_shift(self, other)
+
+
+def _integers(self: Any, other: Any) -> tuple[Any, Any]:
+    """Both operands in the dtype of the one that is a tensor, broadcast."""
+    dtype = self.dtype if isinstance(self, jax.Array) and not self.weak_type else other.dtype
+    self, other = jnp.broadcast_arrays(jnp.asarray(self, dtype), jnp.asarray(other, dtype))
+    return self, other

@@ -1,49 +1,86 @@
-"""Reductions over dims."""
+"""Reductions over dims: sums, extremes, moments, norms."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from spmd.lowering._registry import lower
+from spmd.lowering._registry import is_static, lower
 
 
-def axes(dim: Any) -> tuple[int, ...] | None:
-    """jax's axis argument of torch's `dim`: an int, a list of ints, or (None or empty) all."""
-    if dim is None or (isinstance(dim, tuple) and not dim):
+def axes(dim: Any, ndim: int = 1) -> tuple[int, ...] | None:
+    """jax's axis argument of torch's `dim`: an int, a list of ints, or (None or empty) all. A scalar has no dim to name."""
+    if dim is None or ndim == 0 or (isinstance(dim, tuple) and not dim):
         return None
     return (dim,) if isinstance(dim, int) else tuple(dim)
 
 
+def _wide(x: Any) -> Any:
+    """16-bit floats in float32, where sums are accumulated."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+def _kept(x: Any, axis: tuple[int, ...] | None, keepdim: bool) -> Any:
+    """A result computed with the reduced dims kept, without them unless `keepdim`."""
+    return x if keepdim else jnp.squeeze(x, axis)
+
+
 @lower("sum", "sum.dim_IntList")
 def sum_(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.sum(self, axes(dim), dtype=dtype, keepdims=keepdim)
+    return jnp.sum(self, axes(dim, self.ndim), dtype=dtype, keepdims=keepdim)
+
+
+@lower("nansum")
+def nansum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return jnp.nansum(self, axes(dim, self.ndim), dtype=dtype, keepdims=keepdim)
 
 
 @lower("mean", "mean.dim")
 def mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.mean(self, axes(dim), dtype=dtype, keepdims=keepdim)
+    return jnp.mean(self, axes(dim, self.ndim), dtype=dtype, keepdims=keepdim)
+
+
+@lower("prod")
+def prod(self: Any, *, dtype: Any = None) -> Any:
+    return jnp.prod(self, dtype=dtype)
+
+
+@lower("prod.dim_int")
+def prod_dim_int(self: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return jnp.prod(self, axes(dim, self.ndim), dtype=dtype, keepdims=keepdim)
 
 
 @lower("any", "any.dim", "any.dims")
 def any_(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.any(self, axes(dim), keepdims=keepdim)
+    return jnp.any(self, axes(dim, self.ndim), keepdims=keepdim)
 
 
 @lower("all", "all.dim", "all.dims")
 def all_(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.all(self, axes(dim), keepdims=keepdim)
+    return jnp.all(self, axes(dim, self.ndim), keepdims=keepdim)
+
+
+@lower("count_nonzero", "count_nonzero.dim_IntList")
+def count_nonzero(self: Any, dim: Any = None) -> Any:
+    return jnp.count_nonzero(self, axes(dim, self.ndim))
 
 
 @lower("amax")
 def amax(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    return jnp.max(self, axes(dim), keepdims=keepdim)
+    return jnp.max(self, axes(dim, self.ndim), keepdims=keepdim)
 
 
 @lower("amin")
 def amin(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    return jnp.min(self, axes(dim), keepdims=keepdim)
+    return jnp.min(self, axes(dim, self.ndim), keepdims=keepdim)
+
+
+@lower("aminmax")
+def aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
 @lower("max")
@@ -56,32 +93,105 @@ def min_(self: Any) -> Any:
     return jnp.min(self)
 
 
-@lower("var.correction")
-def var(self: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    return jnp.var(self, axes(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
+@lower("argmax")
+def argmax(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return jnp.argmax(self, None if self.ndim == 0 else dim, keepdims=keepdim)
+
+
+@lower("argmin")
+def argmin(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return jnp.argmin(self, None if self.ndim == 0 else dim, keepdims=keepdim)
+
+
+@lower("max.dim")
+def max_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
+    return amax(self, dim, keepdim), argmax(self, dim, keepdim)
+
+
+@lower("min.dim")
+def min_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
+    return amin(self, dim, keepdim), argmin(self, dim, keepdim)
+
+
+def _moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
+    """(variance, mean); `correction` is subtracted from the count, and None means one."""
+    axis = axes(dim, self.ndim)
+    x = _wide(self)
+    average = jnp.mean(x, axis, keepdims=True)
+    centred = x - average
+    squares = jnp.sum(jnp.real(centred * jnp.conj(centred)), axis, keepdims=True)
+    count = math.prod(self.shape[i] for i in (range(self.ndim) if axis is None else axis))
+    correction = 1 if correction is None else correction
+    divisor = max(count - correction, 0) if is_static(correction) else jnp.maximum(count - correction, 0)
+    return _kept(squares / jnp.asarray(divisor, squares.dtype), axis, keepdim), _kept(average, axis, keepdim)
+
+
+@lower("var.correction", static=("correction",))
+def var(self: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _moments(self, dim, correction, keepdim)[0]
+
+
+@lower("std.correction", static=("correction",))
+def std(self: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return jnp.sqrt(var(self, dim, correction=correction, keepdim=keepdim))
+
+
+@lower("var_mean.correction", static=("correction",))
+def var_mean(self: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _moments(self, dim, correction, keepdim)
+
+
+@lower("std_mean.correction", static=("correction",))
+def std_mean(self: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    variance, average = _moments(self, dim, correction, keepdim)
+    return jnp.sqrt(variance), average
+
+
+@lower("logsumexp")
+def logsumexp(self: Any, dim: Any, keepdim: bool = False) -> Any:
+    x = _wide(self if jnp.issubdtype(self.dtype, jnp.inexact) else self.astype(jnp.float32))
+    return jax.nn.logsumexp(x, axes(dim, self.ndim), keepdims=keepdim)
 
 
 @lower("linalg_vector_norm", static=("ord",))
 def linalg_vector_norm(self: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    magnitude = jnp.abs(self).astype(dtype)
-    if ord == float("inf"):
-        return jnp.max(magnitude, axes(dim), keepdims=keepdim)
-    if ord == -float("inf"):
-        return jnp.min(magnitude, axes(dim), keepdims=keepdim)
+    axis = axes(dim, self.ndim)
+    magnitude = jnp.abs(_wide(self))
+    if dtype is not None and jnp.finfo(dtype).bits > jnp.finfo(magnitude.dtype).bits:
+        magnitude = magnitude.astype(dtype)
+    if ord == math.inf:
+        return jnp.max(magnitude, axis, keepdims=keepdim, initial=0.0)
+    if ord == -math.inf:
+        return jnp.min(magnitude, axis, keepdims=keepdim)
     if ord == 0:
-        return jnp.sum((magnitude != 0).astype(dtype), axes(dim), keepdims=keepdim)
+        return jnp.sum((magnitude != 0).astype(magnitude.dtype), axis, keepdims=keepdim)
     if ord == 1:
-        return jnp.sum(magnitude, axes(dim), keepdims=keepdim)
+        return jnp.sum(magnitude, axis, keepdims=keepdim)
     if ord == 2:
-        return jnp.sqrt(jnp.sum(magnitude * magnitude, axes(dim), keepdims=keepdim))
-    return jnp.sum(magnitude**ord, axes(dim), keepdims=keepdim) ** (1.0 / ord)
+        return jnp.sqrt(jnp.sum(magnitude * magnitude, axis, keepdims=keepdim))
+    return jnp.sum(magnitude**ord, axis, keepdims=keepdim) ** (1.0 / ord)
 
 
-@lower("argmax")
-def argmax(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.argmax(self, dim, keepdims=keepdim)
+@lower("norm.Scalar", "norm.ScalarOpt_dim", static=("p",))
+def norm(self: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
+    return linalg_vector_norm(self, 2 if p is None else p, dim, keepdim)
 
 
-@lower("argmin")
-def argmin(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.argmin(self, dim, keepdims=keepdim)
+@lower("norm.ScalarOpt_dim_dtype", static=("p",))
+def norm_dim_dtype(self: Any, p: Any, dim: Any, keepdim: bool, *, dtype: Any) -> Any:
+    return linalg_vector_norm(self.astype(dtype), 2 if p is None else p, dim, keepdim)
+
+
+@lower("norm.ScalarOpt_dtype", static=("p",))
+def norm_dtype(self: Any, p: Any, *, dtype: Any) -> Any:
+    return linalg_vector_norm(self.astype(dtype), 2 if p is None else p)
+
+
+@lower("dist", static=("p",))
+def dist(self: Any, other: Any, p: Any = 2) -> Any:
+    return linalg_vector_norm(self - other, p)
+
+
+@lower("trace")
+def trace(self: Any) -> Any:
+    return jnp.trace(self)

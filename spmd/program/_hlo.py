@@ -15,31 +15,29 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from jax.stages import Compiled
     from rich.table import Table
 
 __all__ = ["Collective", "CollectiveReport", "MemoryReport", "collectives", "flops", "instruction_count", "memory"]
 
 _Groups = tuple[tuple[int, ...], ...]
 _Array = tuple[str, tuple[int, ...]]  # dtype and dims
-_Runs = tuple[int, bool]  # how often, and whether that is only a lower bound
 _Scalar = tuple[int, int]  # (element of a loop's state, offset to it), or (_CONSTANT, value)
 _CONSTANT = -1
-
-# patterns over one line of a program
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)((?:, \w+=.*)?)$")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _ANNOTATIONS = re.compile(r"(?=, (?:frontend_attributes|metadata|backend_config)=)")
-_KIND = r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast)(?:-start)?$"
+_KIND = r"^(all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-permute|collective-broadcast)(?:-start)?$"
 _GROUPS = r"(?:replica_groups|source_target_pairs)=(mesh\[[^{]*\{[^}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{(?:\{[\d,]*\},?)*\})"
 _CHANNEL = r"channel_id=(\d+)"
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
-_CALLEES = r"\b(calls|body|condition|to_apply|branch_computations|true_computation|false_computation|called_computations)=(\{.*?\}|[^,]+)"
+_CALLEES = r"\b(calls|body|condition|to_apply|\w+_computations?)=(\{.*?\}|[^,]+)"
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Collective:
         count: times it runs in one call of the program: loop trip counts multiplied in, every branch of a conditional counted.
         num_bytes: per-device bytes of one execution: of the result for all-gather, else of all operands (of the data operand
             alone where the others are offsets and sizes).
-        dtype: HLO name of the payload's dtype ("f32", "bf16"); several are joined with "+".
-        shapes: per-device shapes that make up `num_bytes`.
+        dtype: HLO name of the payload's dtype ("f32", "bf16"), several joined with "+"; shapes: its per-device shapes.
         groups: device positions that talk to each other; for collective-permute the (source, target) pairs.
         op_name: jax's name stack; source: "file.py:12"; each "" when the program has none.
         count_is_lower_bound: a loop around it has no readable trip count and was counted as one trip.
@@ -73,12 +70,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """The collectives of one program, one `Collective` per instruction; prints as a table.
-
-    Example:
-        report.counts()   # {"all-reduce": 22}
-        report.by_axis()  # {("all-reduce", ("model",)): 20, ("all-reduce", ("data",)): 2}
-    """
+    """The collectives of one program, one `Collective` per instruction; prints as a table."""
 
     collectives: tuple[Collective, ...] = ()
 
@@ -104,45 +96,41 @@ class CollectiveReport:
 
     def by_axis(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Executions by (kind, axes)."""
-        totals = dict.fromkeys(((item.kind, item.axes) for item in self), 0)
-        for item in self:
-            totals[item.kind, item.axes] += item.count
-        return totals
+        keys = dict.fromkeys((item.kind, item.axes) for item in self)
+        return {key: sum(item.count for item in self if (item.kind, item.axes) == key) for key in keys}
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-able data; groups are listed only where no axes name them."""
         rows = [{**vars(item), "groups": () if item.axes else item.groups} for item in self]
         return {"num_bytes": self.num_bytes, "counts": self.counts(), "collectives": rows}
 
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+    def _table(self) -> list[tuple[str, str, str, str, str]]:
         grouped: dict[tuple[str, str, str], list[Collective]] = {}
         for item in self.collectives:
             grouped.setdefault((item.kind, ", ".join(item.axes) or f"({len(item.groups)} groups)", item.dtype), []).append(item)
-        return [(*key, *_count_and_bytes(CollectiveReport(tuple(grouped[key])))) for key in sorted(grouped)]
+        rows = [(*key, *_count_and_bytes(CollectiveReport(tuple(grouped[key])))) for key in sorted(grouped)]
+        return [("kind", "axes", "dtype", "count", "bytes"), *rows, ("total", "", "", *_count_and_bytes(self))]
 
     def __str__(self) -> str:
-        rows = [("kind", "axes", "dtype", "count", "bytes"), *self._rows(), ("total", "", "", *_count_and_bytes(self))]
-        width = [max(len(row[column]) for row in rows) for column in range(5)]
+        rows = self._table()
+        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join((*map(str.ljust, row[:3], width), *map(str.rjust, row[3:], width[3:]))) for row in rows)
 
     def __rich__(self) -> "Table":
         from rich.table import Table
 
-        table = Table("kind", "axes", "dtype", show_footer=True)
-        for name, total in zip(("count", "bytes"), _count_and_bytes(self), strict=True):
-            table.add_column(name, total, justify="right")
-        for row in self._rows():
+        header, *rows, total = self._table()
+        table = Table(show_footer=True)
+        for name, footer in zip(header, total, strict=True):
+            table.add_column(name, footer, justify="right" if name in ("count", "bytes") else "left")
+        for row in rows:
             table.add_row(*row)
         return table
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Per-device memory of a compiled program, in bytes, as the compiler planned it.
-
-    `alias_bytes` are outputs that live in donated arguments (counted in both). `peak_bytes` is the compiler's own figure where it has
-    one, else arguments + outputs + temporaries - aliases.
-    """
+    """Per-device memory of a compiled program as the compiler planned it; `alias_bytes` are outputs that live in donated arguments."""
 
     argument_bytes: int
     output_bytes: int
@@ -165,8 +153,7 @@ def collectives(hlo_text: str, axis_names: tuple[str, ...] = (), axis_sizes: tup
 
     Args:
         hlo_text: `jax.stages.Compiled.as_text()`.
-        axis_names: names of the mesh axes; without them every `axes` is ().
-        axis_sizes: their sizes, same length.
+        axis_names, axis_sizes: the mesh, same length; without them every `axes` is ().
 
     Returns:
         One `Collective` per instruction that can be reached from the entry computation. An asynchronous pair is one collective, and so is
@@ -181,25 +168,27 @@ def collectives(hlo_text: str, axis_names: tuple[str, ...] = (), axis_sizes: tup
             "  fix: pass mesh.axis_names and mesh.axis_sizes of one mesh"
         )
     module = _parse(hlo_text)
-    starts = _async_starts(module)
-    known: dict[str, tuple[_Groups, tuple[str, ...]]] = {}
+    async_starts = _async_starts(module)
+    known: dict[tuple[str, bool], tuple[_Groups, tuple[str, ...]]] = {}
     found: list[Collective] = []
-    for (count, is_lower_bound), computation in _executions(module):
+    for computation, runs in _executions(module):
         for instruction in computation.instructions.values():
             kind, channel = _first(_KIND, instruction.opcode), _first(_CHANNEL, instruction.attributes)
-            is_chained = "async_collective_fusion_config" in instruction.annotations and channel in starts.values()
-            if not kind or (is_chained and instruction.name not in starts):
+            is_chained = "async_collective_fusion_config" in instruction.annotations and channel in async_starts.values()
+            if not kind or (is_chained and instruction.name not in async_starts):
                 continue
-            text = _first(_GROUPS, instruction.attributes)
-            if text not in known:
-                groups = _groups(text, math.prod(axis_sizes) if axis_sizes else module.num_devices)
-                known[text] = groups, _axes(groups, axis_names, axis_sizes, is_pairs=kind == "collective-permute")
-            groups, axes = known[text]
+            if computation.name.startswith("all-reduce-scatter"):  # how XLA:TPU writes it: a fusion of all-reduce and dynamic-slice
+                kind = "reduce-scatter"
+            key = _first(_GROUPS, instruction.attributes), kind == "collective-permute"
+            if key not in known:
+                groups = _groups(*key, math.prod(axis_sizes) if axis_sizes else module.num_devices)
+                known[key] = groups, _axes(groups, axis_names, axis_sizes, is_pairs=key[1])
+            groups, axes = known[key]
             arrays = _payload(computation, instruction, kind)
-            dtype, shapes, num_bytes = "+".join(dict.fromkeys(dtype for dtype, _ in arrays)), tuple(dims for _, dims in arrays), _num_bytes(arrays)
-            source = module.sources.get(_first(r"stack_frame_id=(\d+)", instruction.annotations), "")
-            name = _first(_OP_NAME, instruction.annotations)
-            found.append(Collective(kind, axes, count, num_bytes, dtype, shapes, groups, name, source, is_lower_bound))
+            dtype, shapes = "+".join(dict.fromkeys(dtype for dtype, _ in arrays)), tuple(dims for _, dims in arrays)
+            notes = instruction.annotations if "op_name=" in instruction.annotations else runs.annotations
+            name, source = _first(_OP_NAME, notes), module.sources.get(_first(r"stack_frame_id=(\d+)", notes), "")
+            found.append(Collective(kind, axes, runs.num_runs, _num_bytes(arrays), dtype, shapes, groups, name, source, runs.is_bound))
     return CollectiveReport(tuple(found))
 
 
@@ -211,35 +200,29 @@ def instruction_count(hlo_text: str) -> int:
 def flops(hlo_text: str) -> int:
     """Floating point operations of the dots and convolutions of one call of the program, per device, from their shapes.
 
-    A dot counts 2*M*N*K. A convolution counts two operations per multiplication that meets a real element: padding and dilation holes
-    are free, which keeps the convolutions exact that XLA:TPU makes out of batched matmuls. Loop bodies are multiplied by their trip counts
-    (`cost_analysis()` counts them once; an unreadable trip count is one trip), every branch of a conditional counts. Also read: the matmul
-    calls of oneDNN and cuBLAS. Not counted: pointwise work, and products that the compiler rewrote into multiply and reduce (XLA:TPU does
-    so for matrix times vector).
+    A dot counts 2*M*N*K, a convolution 2 per multiplication that meets a real element: padding and dilation holes are free, which keeps
+    exact what XLA:TPU makes of batched matmuls. Loops and conditionals count as in `Collective.count` (`cost_analysis()` counts a loop body
+    once). Also read: the matmul calls of oneDNN and cuBLAS. Not counted: pointwise work, cuDNN, kernels (Pallas), and products that
+    the compiler rewrote into multiply and reduce (XLA:TPU does so for matrix times vector).
     """
-    counters = {"dot": _dot_flops, "convolution": _convolution_flops, "custom-call": _matmul_call_flops}
-    total = 0
-    for (count, _), computation in _executions(_parse(hlo_text)):
-        for instruction in computation.instructions.values():
-            if instruction.opcode in counters:
-                total += count * counters[instruction.opcode](computation, instruction)
-    return total
+    counters = {"dot": _matmul_flops, "convolution": _convolution_flops, "custom-call": _matmul_flops}
+    return sum(
+        runs.num_runs * counters[instruction.opcode](computation, instruction)
+        for computation, runs in _executions(_parse(hlo_text))
+        for instruction in computation.instructions.values()
+        if instruction.opcode in counters
+    )
 
 
-class _Compiled(Protocol):
-    def memory_analysis(self) -> object: ...
-
-
-def memory(compiled: _Compiled) -> MemoryReport:
+def memory(compiled: "Compiled") -> MemoryReport:
     """Memory of one device, from `jax.stages.Compiled.memory_analysis()`.
 
     Raises:
         ValueError: the backend has no memory analysis.
     """
-    analysis = compiled.memory_analysis()
+    analysis: object = compiled.memory_analysis()
     if analysis is None:
         raise ValueError("this backend gives no memory analysis\n  fix: compile for cpu, gpu or a tpu topology")
-
     names = ("argument", "output", "temp", "alias", "generated_code")
     argument, output, temp, alias, code = (int(getattr(analysis, f"{name}_size_in_bytes")) for name in names)
     peak = int(getattr(analysis, "peak_memory_in_bytes", 0)) or argument + output + temp - alias
@@ -262,12 +245,21 @@ class _Instruction(NamedTuple):
 
 
 class _Computation(NamedTuple):
+    name: str
     instructions: dict[str, _Instruction]
     root: str
 
     def operand_arrays(self, instruction: _Instruction) -> list[_Array]:
         """One array per operand; of a tuple the first leaf (XLA:TPU packs the data together with barrier handles)."""
         return [_arrays(self.instructions[name].shape)[0] for name in instruction.operands]
+
+
+class _Runs(NamedTuple):
+    """How often a computation runs, and the annotations of (one of) the instructions that run it."""
+
+    num_runs: int = 0
+    is_bound: bool = False  # only a lower bound
+    annotations: str = ""
 
 
 class _Module(NamedTuple):
@@ -302,13 +294,13 @@ def _parse(hlo_text: str) -> _Module:
     for line in hlo_text.splitlines():
         if found := _INSTRUCTION.match(line):
             attributes, annotations = (*_ANNOTATIONS.split(found[6], maxsplit=1), "")[:2]
-            instructions[found[2]] = _Instruction(*found.group(2, 3, 4, 5), attributes, annotations)
+            instructions[found[2]] = _Instruction(found[2], found[3], found[4], found[5], attributes, annotations)
             root = found[2] if found[1] or not root else root
         elif (found := _HEADER.match(line)) and not line.startswith("HloModule"):
             name, root, instructions = found[2], "", {}
             entry = name if found[1] else entry
         elif line.startswith("}"):
-            computations[name] = _Computation(instructions, root)
+            computations[name] = _Computation(name, instructions, root)
     if not entry:
         raise ValueError(
             f"this is not the text of a compiled program: it has no ENTRY computation\n  it starts with {hlo_text[:60]!r}\n"
@@ -328,36 +320,29 @@ def _sources(hlo_text: str) -> dict[str, str]:
     return {frame: lines.get(location, "") for frame, location in frames}
 
 
-def _callees(module: _Module, computation: _Computation, instruction: _Instruction) -> list[tuple[str, _Runs]]:
-    """Computations that the instruction runs, and how often for one run of it; the scalar regions of reductions and sorts do not count."""
-    called: dict[str, str] = dict(re.findall(_CALLEES, instruction.attributes))
+def _callees(module: _Module, computation: _Computation, instruction: _Instruction) -> list[tuple[str, int, bool]]:
+    """Computations that one run of the instruction runs, how often, and whether that is a lower bound; not the regions of reductions."""
+    called: dict[str, str] = dict(re.findall(_CALLEES, instruction.attributes.replace("%", "")))
     if instruction.opcode == "while":
         trips = _trip_count(module, computation, instruction)
-        body, condition = ((1, True), (1, True)) if trips is None else ((trips, False), (trips + 1, False))
-        return [(called["body"].lstrip("%"), body), (called["condition"].lstrip("%"), condition)]
+        is_unknown, count = trips is None, 1 if trips is None else trips
+        return [(called["body"], count, is_unknown), (called["condition"], count + (not is_unknown), is_unknown)]
     if instruction.opcode.endswith(("-done", "-update")):
         return []
-    is_call = instruction.opcode in ("call", "call-start")
-    names = (name for key, value in called.items() if key != "to_apply" or is_call for name in re.findall(r"[\w.\-]+", value))
-    return [(name, (1, False)) for name in names]
+    regions = [value for key, value in called.items() if key != "to_apply" or instruction.opcode in ("call", "call-start")]
+    return [(name, 1, False) for value in regions for name in re.findall(r"[\w.\-]+", value)]
 
 
-def _executions(module: _Module) -> list[tuple[_Runs, _Computation]]:
-    """The computations that run, callers first, each with its number of runs: the sum over its callers.
-
-    XLA prints a computation before the ones that call it, so the reverse of the text is an order in which callers come first.
-    """
-    runs: dict[str, _Runs] = {module.entry: (1, False)}
-    ordered: list[tuple[_Runs, _Computation]] = []
-    for caller, computation in reversed(module.computations.items()):
-        if caller not in runs:
-            continue
-        ordered.append((runs[caller], computation))
-        for instruction in computation.instructions.values():
-            for callee, (count, is_lower_bound) in _callees(module, computation, instruction):
-                known = runs.get(callee, (0, False))
-                runs[callee] = (known[0] + runs[caller][0] * count, known[1] or runs[caller][1] or is_lower_bound)
-    return ordered
+def _executions(module: _Module) -> list[tuple[_Computation, _Runs]]:
+    """The computations that run, each with its number of runs; callers come first, as XLA prints a computation before its callers."""
+    runs = {module.entry: _Runs(1)}
+    for name in reversed(module.computations):
+        for instruction in module.computations[name].instructions.values() if name in runs else ():
+            for callee, count, is_bound in _callees(module, module.computations[name], instruction):
+                known = runs.get(callee, _Runs())
+                is_bound = is_bound or known.is_bound or runs[name].is_bound
+                runs[callee] = _Runs(known.num_runs + runs[name].num_runs * count, is_bound, instruction.annotations)
+    return [(module.computations[name], runs[name]) for name in reversed(module.computations) if name in runs]
 
 
 def _called(module: _Module, instruction: _Instruction, key: str = "calls|to_apply") -> _Computation:
@@ -378,21 +363,15 @@ def _scalar(module: _Module, computation: _Computation, name: str, arguments: li
         return None
     values = [_scalar(module, computation, operand, arguments) for operand in operands]
     if opcode in ("fusion", "call"):
-        called = _called(module, instruction)
-        return _scalar(module, called, called.root, values)
+        return _scalar(module, called := _called(module, instruction), called.root, values)
     left, right = (*values, (_CONSTANT, 0))[:2]
-    if left is None or right is None:
+    if left is None or right is None or right[0] != _CONSTANT:  # XLA writes a constant operand on the right
         return None
-    if opcode == "subtract":
-        return (left[0], left[1] - right[1]) if right[0] == _CONSTANT else None
-    return (max(left[0], right[0]), left[1] + right[1]) if _CONSTANT in (left[0], right[0]) else None
+    return left[0], left[1] - right[1] if opcode == "subtract" else left[1] + right[1]
 
 
 def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) -> int | None:
-    """Trips of a while loop: XLA's own note, else read off a counter compared with a constant; None when neither is there.
-
-    XLA:TPU drops the note, so its scans are read from the comparison, the counter's start and its step.
-    """
+    """Trips of a while loop: XLA's own note, else (XLA:TPU drops it) read off a counter's start, step and bound; None without either."""
     if noted := _first(r'"known_trip_count":\{"n":"(\d+)"', loop.annotations):
         return int(noted)
     region, body = _called(module, loop, "condition"), _called(module, loop, "body")
@@ -423,30 +402,25 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
 
 
 def _async_starts(module: _Module) -> dict[str, str]:
-    """Instruction -> channel of the collectives that XLA:TPU repeats, on one channel, in every fusion that runs beside them.
-
-    Only the copy in the start counts: the one that feeds a custom call `AsyncCollectiveStart`.
-    """
-    instructions = [(computation, item) for computation in module.computations.values() for item in computation.instructions.values()]
-    fed = [region.instructions[item.operands[0]] for region, item in instructions if '"AsyncCollectiveStart"' in item.attributes]
+    """Name -> channel of the collectives that XLA:TPU copies into every fusion beside them; these copies, in the start, count."""
+    lines = ((region, item) for region in module.computations.values() for item in region.instructions.values())
+    fed = [region.instructions[item.operands[0]] for region, item in lines if '"AsyncCollectiveStart"' in item.attributes]
     return {item.name: _first(_CHANNEL, item.attributes) for item in fed}
 
 
 def _payload(computation: _Computation, instruction: _Instruction, kind: str) -> list[_Array]:
     if kind == "all-gather":
-        if instruction.opcode == kind:
-            return _arrays(instruction.shape)
-        inputs = len(instruction.operands)  # the start's shape is (operands, results, handles)
-        return _arrays(instruction.shape)[inputs : 2 * inputs]
+        arrays, inputs = _arrays(instruction.shape), len(instruction.operands)
+        return arrays[inputs : 2 * inputs] if instruction.opcode == "all-gather-start" else arrays  # start: (operands, results, handles)
     arrays = computation.operand_arrays(instruction)
-    has_offsets = kind == "ragged-all-to-all" or (kind == "collective-permute" and len(arrays) == 4)
-    return arrays[:1] if has_offsets else arrays
+    return arrays[:1] if kind == "ragged-all-to-all" or (kind == "collective-permute" and len(arrays) == 4) else arrays  # offsets follow
 
 
-def _groups(text: str, num_devices: int) -> _Groups:
+def _groups(text: str, is_pairs: bool, num_devices: int) -> _Groups:
     """Device groups in any of XLA's spellings: `{{0,1},{2,3}}`, `{}` (all), `[2,2]<=[4]T(0)`, `mesh['a'=2,'b'=2] {'b'}`."""
     if text.startswith("{") or not text:
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)) or (tuple(range(num_devices)),)
+        listed = tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
+        return listed if listed or is_pairs else (tuple(range(num_devices)),)
     shape, _, tiling = text.partition("<=")
     grid = _mesh_grid(text) if text.startswith("mesh") else _iota(tiling).reshape(_numbers(shape))
     return tuple(tuple(group) for group in grid.tolist())
@@ -468,8 +442,7 @@ def _mesh_grid(text: str) -> npt.NDArray[np.int64]:
     parts: dict[str, list[tuple[int, int]]] = {name: [(size, size)] for name, size in sizes}
     for name, before, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?[,}]", references):
         parts[name].append((int(before), int(before) * int(size)) if before else (1, dict(sizes)[name]))
-    dims: list[int] = []
-    grouped: list[int] = []
+    dims, grouped = list[int](), list[int]()
     for spans in parts.values():
         end = 1
         for low, high in sorted(spans):
@@ -485,52 +458,40 @@ def _mesh_grid(text: str) -> npt.NDArray[np.int64]:
 def _axes(groups: _Groups, axis_names: tuple[str, ...], axis_sizes: tuple[int, ...], *, is_pairs: bool) -> tuple[str, ...]:
     """Axes whose every group is one slice along them; for pairs the axes along which some source and target differ."""
     positions = [position for group in groups for position in group]
-    num_devices = math.prod(axis_sizes)
-    if len({len(group) for group in groups}) != 1 or max(positions) >= num_devices:
+    if len({len(group) for group in groups}) != 1 or not axis_sizes or max(positions) >= math.prod(axis_sizes):
         return ()
-    coordinates = np.stack(np.unravel_index(np.array(groups), axis_sizes)) if axis_sizes else np.zeros((0, 1, 1))
+    coordinates = np.stack(np.unravel_index(np.array(groups), axis_sizes))
     varies = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2)).tolist()
-    axes = tuple(name for name, is_varying in zip(axis_names, varies, strict=True) if is_varying)
     group_size = math.prod(size for size, is_varying in zip(axis_sizes, varies, strict=True) if is_varying)
-    is_exact = len(groups[0]) == group_size and len(positions) == len(set(positions)) == num_devices
-    return axes if is_pairs or is_exact else ()
-
-
-def _dot_flops(computation: _Computation, instruction: _Instruction) -> int:
-    _, left = computation.operand_arrays(instruction)[0]
-    contracted = _numbers(_first(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes))
-    return 2 * math.prod(_arrays(instruction.shape)[0][1]) * math.prod(left[dim] for dim in contracted)
+    is_exact = len(groups[0]) == group_size and len(positions) == len(set(positions)) == math.prod(axis_sizes)
+    return tuple(name for name, is_varying in zip(axis_names, varies, strict=True) if is_varying and (is_pairs or is_exact))
 
 
 def _convolution_flops(computation: _Computation, instruction: _Instruction) -> int:
     attributes = instruction.attributes
     (_, left), (_, right), (_, result) = *computation.operand_arrays(instruction), _arrays(instruction.shape)[0]
     left_labels, right_labels, result_labels = re.split("_|->", _first(r"dim_labels=([\w>\-]+)", attributes))
-    groups = int(_first(r"batch_group_count=(\d+)", attributes) or 1)
-    total = 2 * left[left_labels.index("b")] // groups
-    total *= right[right_labels.index("i")] * right[right_labels.index("o")]
-    window = _first(r"window=\{(.*?)\}", attributes)
-
-    def setting(name: str, dim: int, default: int) -> int:
-        values = _first(rf"\b{name}=([\dx_\-]+)", window).split("x")
-        return _numbers(values[dim])[0] if values[0] else default
-
+    channels = right[right_labels.index("i")] * right[right_labels.index("o")]
+    total = 2 * channels * left[left_labels.index("b")] // int(_first(r"batch_group_count=(\d+)", attributes) or 1)
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", _first(r"window=\{(.*?)\}", attributes)))
     for dim in range(len(left) - 2):
-        num_outputs, num_inputs = result[result_labels.index(str(dim))], left[left_labels.index(str(dim))]
-        outputs, taps = np.arange(num_outputs)[:, None], np.arange(setting("size", dim, 1))[None, :]
-        places = outputs * setting("stride", dim, 1) + taps * setting("rhs_dilate", dim, 1) - setting("pad", dim, 0)
-        holes = setting("lhs_dilate", dim, 1)
-        total *= int(((places >= 0) & (places <= (num_inputs - 1) * holes) & (places % holes == 0)).sum())
+        settings = (("size", 1), ("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+        values = (_numbers(window[key].split("x")[dim])[0] if key in window else default for key, default in settings)
+        size, stride, pad, holes, dilation = values
+        outputs, inputs = result[result_labels.index(str(dim))], left[left_labels.index(str(dim))]
+        places = np.arange(outputs)[:, None] * stride + np.arange(size)[None, :] * dilation - pad
+        total *= int(((places >= 0) & (places <= (inputs - 1) * holes) & (places % holes == 0)).sum())
     return total
 
 
-def _matmul_call_flops(computation: _Computation, instruction: _Instruction) -> int:
-    """A library's matmul: contracting dims as noted, else from the sizes, (B*M*K) * (B*K*N) = (B*M*N) * B*K*K."""
-    if not re.search(r'custom_call_target="(__onednn\$matmul|__cublas\$)', instruction.attributes):
+def _matmul_flops(computation: _Computation, instruction: _Instruction) -> int:
+    """A dot or a library's matmul: contracting dims as noted, else from the sizes, (B*M*K) * (B*K*N) = (B*M*N) * B*K*K."""
+    if instruction.opcode != "dot" and not re.search(r'custom_call_target="(__onednn\$matmul|__cublas\$)', instruction.attributes):
         return 0
     left, right = (dims for _, dims in computation.operand_arrays(instruction)[:2])
     num_results = math.prod(_arrays(instruction.shape)[0][1])
-    if noted := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.annotations):
-        return 2 * num_results * math.prod(left[dim] for dim in _numbers(noted[1]))
+    noted = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.attributes + instruction.annotations)
+    if noted or instruction.opcode == "dot":
+        return 2 * num_results * math.prod(left[dim] for dim in _numbers(noted[1] if noted else ""))
     batch = min(math.prod(left[:-2]), math.prod(right[:-2]))
     return 2 * num_results * math.isqrt(math.prod(left) * math.prod(right) // (num_results * batch))

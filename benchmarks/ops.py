@@ -1,0 +1,169 @@
+"""Which of torch's operators does device 'jax' compute as the CPU does? Every OpInfo, by dtype, gradient, in-place and out=.
+
+    python benchmarks/ops.py                                        # everything, float32 (minutes to hours: one core)
+    python benchmarks/ops.py --ops '^(add|nn.functional.conv)' --dtypes float32,bfloat16 --kinds forward,grad
+    python benchmarks/ops.py --shard 0/4 --json /tmp/part0.json
+
+Ops run in a worker process, restarted when it crashes or an op exceeds its time-out. Results go to
+benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: why" | "first line of the failure"}}}; a summary is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
+DEFAULT_DTYPES = "float32"
+ALL_DTYPES = "float32,float64,bfloat16,float16,int64,int32,int16,int8,uint8,bool,complex64"
+START_TIMEOUT_S = 180.0
+
+
+def work() -> None:
+    """Answer one JSON line per requested op on standard output until standard input ends."""
+    sys.path.insert(0, str(ROOT))
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    import torch
+
+    from tests.lowering import opinfo
+
+    torch.set_num_threads(1)
+    answer = sys.stdout
+    sys.stdout = sys.stderr
+    answer.write(json.dumps({"names": opinfo.names()}) + "\n")
+    answer.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        op = opinfo.by_name(request["op"])
+        results: dict[str, dict[str, str]] = {}
+        for dtype, kind in opinfo.applicable(op, tuple(getattr(torch, d) for d in request["dtypes"]), tuple(request["kinds"])):
+            found = opinfo.check(op, dtype, kind)
+            text = "pass" if found is None else f"skip: {found.reason}" if isinstance(found, opinfo.Skipped) else found
+            results.setdefault(str(dtype).removeprefix("torch."), {})[kind] = text
+        answer.write(json.dumps(results) + "\n")
+        answer.flush()
+        jax.clear_caches()
+
+
+class Worker:
+    """A worker process and the queue of lines that it answered."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        first = self._next(START_TIMEOUT_S)
+        if first is None:
+            raise SystemExit(f"the worker did not start (exit code {self.process.poll()}); try: {sys.executable} {__file__} --worker")
+        self.names: list[str] = json.loads(first)["names"]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def _next(self, timeout_s: float) -> str | None:
+        try:
+            return self.lines.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, dict[str, str]] | str:
+        """The op's results, or why there are none."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self._next(timeout_s)
+        if line is not None:
+            return json.loads(line)
+        code = self.process.poll()
+        return f"timed out after {timeout_s:.0f} s" if code is None else f"the process died with exit code {code}"
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default="", metavar="REGEX", help="only ops whose name (name or name:variant) the pattern is found in")
+    parser.add_argument("--dtypes", default=DEFAULT_DTYPES, help=f"comma-separated, or 'all': {ALL_DTYPES}")
+    parser.add_argument("--kinds", default="forward,grad,inplace,out")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th op, starting with the I-th")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds per op")
+    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {DEFAULT_JSON} for a whole run, else nowhere")
+    parser.add_argument("--verbose", action="store_true", help="print failures as they are found")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.worker:
+        work()
+        return
+    dtypes = (ALL_DTYPES if chosen.dtypes == "all" else chosen.dtypes).split(",")
+    kinds = chosen.kinds.split(",")
+    shard, num_shards = (int(part) for part in chosen.shard.split("/"))
+    worker = Worker()
+    names = [name for name in worker.names if re.search(chosen.ops, name)][shard::num_shards]
+    results: dict[str, Any] = {}
+    began = time.monotonic()
+    for number, name in enumerate(names):
+        found = worker.ask({"op": name, "dtypes": dtypes, "kinds": kinds}, chosen.timeout)
+        if isinstance(found, str):
+            results[name] = {dtypes[0]: {kinds[0]: found}}
+            worker.stop()
+            worker = Worker()
+        else:
+            results[name] = found
+        if chosen.verbose or len(names) <= 60:
+            show_failures(name, results[name])
+        if sys.stderr.isatty() or number % 50 == 49:
+            sys.stderr.write(f"{number + 1}/{len(names)} {time.monotonic() - began:.0f} s\n")
+    worker.stop()
+    summarise(results)
+    out = chosen.json or (DEFAULT_JSON if not chosen.ops and num_shards == 1 else None)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def show_failures(name: str, found: dict[str, dict[str, str]]) -> None:
+    for dtype, by_kind in found.items():
+        for kind, text in by_kind.items():
+            if text != "pass" and not text.startswith("skip"):
+                print(f"{name} {dtype} {kind}: {text}", flush=True)
+
+
+def summarise(results: dict[str, Any]) -> None:
+    """Print passes of attempts by dtype and kind."""
+    passed: collections.Counter[tuple[str, str]] = collections.Counter()
+    tried: collections.Counter[tuple[str, str]] = collections.Counter()
+    for found in results.values():
+        for dtype, by_kind in found.items():
+            for kind, text in by_kind.items():
+                if not text.startswith("skip"):
+                    tried[dtype, kind] += 1
+                    passed[dtype, kind] += text == "pass"
+    for (dtype, kind), count in sorted(tried.items()):
+        print(f"{dtype:10} {kind:8} {passed[dtype, kind]:4} of {count:4} pass")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`mark_sharding`: says over which mesh axes a tensor is split. The one annotation, on parameters, buffers, inputs and
+activations.
+
+    mark_sharding(model.up.weight, m, ("model", None))    # eager: the value is laid out now
+    h = mark_sharding(h, m, ("data", None, "model"))       # in a compiled function: a constraint on the value
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+import mesh as mesh_
+from spmd._convert import exact_dtypes
+from spmd._errors import SpmdError, message
+from spmd._names import name_of
+from spmd._tensor import XLAShardedTensor, become_sharded
+from spmd.device._storage import buffer_of, load, recording, store
+
+
+def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> XLAShardedTensor:
+    """Lay `tensor` out over `mesh`, in place, and return it.
+
+    A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
+    function it constrains the value at this point, as `jax.lax.with_sharding_constraint`.
+
+    Args:
+        tensor: on device 'jax': a parameter, buffer, input or activation, any dtype.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+        partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
+
+    Raises:
+        SpecError: wrong rank, unknown axis, an axis used twice, or a dim that its axes do not divide.
+        SpmdError: the tensor is not on device 'jax', or is a view of a tensor that shows other dims.
+    """
+    grid = as_mesh(mesh)
+    if tensor.device.type != "jax":
+        raise SpmdError(
+            message(
+                f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
+                "a sharding needs device 'jax'",
+                fix="move it first: model.to('jax'), or x = x.to('jax')",
+            )
+        )
+    spec = _validated(tensor, grid, partition_spec)
+    buffer = buffer_of(tensor)
+    value = None if buffer.value is None else buffer.value
+    if recording.get() is not None or isinstance(value, jax.core.Tracer):
+        with exact_dtypes():
+            store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
+        return become_sharded(tensor)
+    if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
+        raise SpmdError(
+            message(
+                f"{name_of(tensor)} is a view of a tensor of shape {buffer.shape}: a layout belongs to the whole",
+                f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
+                fix="mark the tensor it was taken from, or mark a copy: mark_sharding(t.clone(), ...)",
+            )
+        )
+    buffer.place(spec.to_jax())
+    buffer.annotation = spec
+    return become_sharded(tensor)
+
+
+def as_mesh(mesh: Any) -> mesh_.Mesh:
+    """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh` (ranks are device positions)."""
+    if isinstance(mesh, mesh_.Mesh):
+        return mesh
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh_.Mesh.from_jax(mesh)
+    if type(mesh).__name__ == "DeviceMesh":
+        names = mesh.mesh_dim_names
+        return mesh_.Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), tuple(names) if names else None)
+    raise SpmdError(
+        message(
+            f"mark_sharding needs a mesh, got {type(mesh).__name__}",
+            fix='make one: m = mesh.Mesh(range(8), (4, 2), ("data", "model"))',
+        )
+    )
+
+
+def _validated(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike) -> mesh_.ShardingSpec:
+    try:
+        spec = mesh_.ShardingSpec(grid, partition_spec)
+        spec.validate(tuple(tensor.shape))
+        return spec
+    except mesh_.SpecError as error:
+        name = name_of(tensor)
+        try:
+            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name)
+        except mesh_.SpecError as named:
+            text = str(named) if name in str(named) else f"{name} cannot be sharded by {partition_spec!r}: {named}"
+            raise mesh_.SpecError(text) from error
+        raise
+
+
+__all__ = ["as_mesh", "mark_sharding"]

@@ -1,0 +1,42 @@
+"""Complex numbers: their parts, conjugates and constructors. Lazy conjugation (`conj`) is a bit on the view, resolved on reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.lowering._registry import lower
+
+
+@lower("_conj_physical")
+def conj_physical(self: Any) -> Any:
+    return jnp.conj(self)
+
+
+@lower("angle", pointwise=True)
+def angle(self: Any) -> Any:
+    if jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return jnp.arctan2(jnp.imag(self), jnp.real(self))
+    return jnp.where(jnp.isnan(self), self, jnp.where(self < 0, jnp.asarray(jnp.pi, self.dtype), jnp.zeros((), self.dtype)))
+
+
+@lower("complex")
+def complex_(real: Any, imag: Any) -> Any:
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@lower("polar")
+def polar(abs: Any, angle: Any) -> Any:
+    return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
+
+
+@lower("view_as_real_copy")
+def view_as_real_copy(self: Any) -> Any:
+    return jnp.stack([jnp.real(self), jnp.imag(self)], -1)
+
+
+@lower("view_as_complex_copy")
+def view_as_complex_copy(self: Any) -> Any:
+    return lax.complex(self[..., 0], self[..., 1])

@@ -1,0 +1,56 @@
+"""Running reductions along one dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.lowering._registry import lower
+
+
+@lower("cumsum")
+def cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
+    return self.astype(dtype) if self.ndim == 0 else jnp.cumsum(self, dim, dtype=dtype)
+
+
+@lower("cumprod")
+def cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
+    return self.astype(dtype) if self.ndim == 0 else jnp.cumprod(self, dim, dtype=dtype)
+
+
+@lower("logcumsumexp")
+def logcumsumexp(self: Any, dim: int) -> Any:
+    if self.ndim == 0 or self.size == 0:
+        return self
+    dim %= self.ndim
+    if jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return lax.associative_scan(jnp.logaddexp, self, axis=dim)
+    x = self.astype(jnp.float32) if self.dtype in (jnp.bfloat16, jnp.float16) else self
+    return lax.cumlogsumexp(x, dim)
+
+
+@lower("cummax")
+def cummax(self: Any, dim: int) -> Any:
+    return _running_extreme(self, dim, jnp.greater_equal)
+
+
+@lower("cummin")
+def cummin(self: Any, dim: int) -> Any:
+    return _running_extreme(self, dim, jnp.less_equal)
+
+
+def _running_extreme(self: Any, dim: int, reaches: Any) -> Any:
+    """Extremes so far and where they stand: the last of equals, and a NaN from its first occurrence on, as in torch."""
+    if self.ndim == 0 or self.size == 0:
+        return self, jnp.zeros(self.shape, jnp.int64)
+    dim %= self.ndim
+    positions = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+
+    def further(left: Any, right: Any) -> Any:
+        (a, i), (b, j) = left, right
+        takes_right = jnp.isnan(b) | reaches(b, a) & ~jnp.isnan(a)
+        return jnp.where(takes_right, b, a), jnp.where(takes_right, j, i)
+
+    return lax.associative_scan(further, (self, positions), axis=dim)

@@ -1,0 +1,170 @@
+"""Order statistics and counts: median, mode, histograms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.lowering._registry import lower
+
+
+def _sorted(self: Any, dim: int) -> tuple[Any, Any]:
+    """(values, positions) in ascending order, NaN last, equals in their order."""
+    positions = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+    values, order = lax.sort((self, positions), dimension=dim, is_stable=True, num_keys=1)
+    return values, order
+
+
+def _is_nan(x: Any) -> Any:
+    return jnp.isnan(x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros(x.shape, bool)
+
+
+def _lower_median(self: Any, dim: int, ignores_nan: bool) -> tuple[Any, Any]:
+    """The lower of the two middle elements and its position; a NaN, if there is one and it counts, is the median."""
+    values, order = _sorted(self, dim)
+    count = self.shape[dim]
+    num_nan = jnp.sum(_is_nan(values), dim, keepdims=True)
+    if ignores_nan:
+        middle = jnp.maximum(count - num_nan - 1, 0) // 2
+    else:
+        middle = jnp.where(num_nan > 0, count - num_nan, (count - 1) // 2)
+    return jnp.take_along_axis(values, middle, dim), jnp.take_along_axis(order, middle, dim)
+
+
+def _along(self: Any, dim: int, keepdim: bool, pick: Any) -> Any:
+    if self.ndim == 0:
+        return self, jnp.zeros((), jnp.int64)
+    values, positions = pick(self, dim % self.ndim)
+    return (values, positions) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(positions, dim))
+
+
+@lower("median.dim")
+def median_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
+    return _along(self, dim, keepdim, lambda x, d: _lower_median(x, d, False))
+
+
+@lower("nanmedian.dim")
+def nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
+    return _along(self, dim, keepdim, lambda x, d: _lower_median(x, d, True))
+
+
+@lower("median")
+def median(self: Any) -> Any:
+    return _empty_median(self) if self.size == 0 else _lower_median(self.reshape(-1), 0, False)[0][0]
+
+
+@lower("nanmedian")
+def nanmedian(self: Any) -> Any:
+    return _empty_median(self) if self.size == 0 else _lower_median(self.reshape(-1), 0, True)[0][0]
+
+
+def _empty_median(self: Any) -> Any:
+    return jnp.full((), jnp.nan if jnp.issubdtype(self.dtype, jnp.inexact) else jnp.iinfo(self.dtype).min, self.dtype)
+
+
+@lower("mode")
+def mode(self: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """The most frequent value, the smallest of those, at its last position."""
+    return _along(self, dim, keepdim, _most_frequent)
+
+
+def _most_frequent(self: Any, dim: int) -> tuple[Any, Any]:
+    values, order = _sorted(self, dim)
+    place = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+    is_first = jnp.concatenate(
+        [jnp.ones_like(lax.slice_in_dim(place, 0, 1, axis=dim), bool), jnp.diff(values, axis=dim) != 0]
+        if values.dtype != bool
+        else [jnp.ones_like(lax.slice_in_dim(place, 0, 1, axis=dim), bool), jnp.diff(values.astype(jnp.int8), axis=dim) != 0],
+        dim,
+    )
+    run_length = place - lax.cummax(jnp.where(is_first, place, 0), dim)
+    best = jnp.argmax(run_length, dim, keepdims=True)
+    return jnp.take_along_axis(values, best, dim), jnp.take_along_axis(order, best, dim)
+
+
+@lower("histc")
+def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    """Counts in `bins` equal bins of [min, max], of the data's own range when both are equal; others are left out."""
+    x = self.reshape(-1)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    low, high = jnp.asarray(min, wide.dtype), jnp.asarray(max, wide.dtype)
+    if x.size:
+        low, high = jnp.where(low == high, jnp.min(wide), low), jnp.where(low == high, jnp.max(wide), high)
+    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
+    index = jnp.floor((wide - low) / (high - low) * bins).astype(jnp.int64)
+    inside = (wide >= low) & (wide <= high)
+    counts = jnp.zeros(bins, wide.dtype).at[jnp.where(inside, jnp.clip(index, 0, bins - 1), bins)].add(1, mode="drop")
+    return counts.astype(self.dtype)
+
+
+@lower("bincount", data_dependent=True)
+def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
+    length = max(minlength, int(self.max()) + 1 if self.size else 0)
+    if weights is None:
+        return jnp.zeros(length, jnp.int64).at[self].add(1)
+    dtype = jnp.float32 if weights.dtype == jnp.float32 else jnp.float64
+    return jnp.zeros(length, dtype).at[self].add(weights.astype(dtype))
+
+
+def _counts(points: Any, edges: list[Any], weight: Any, density: bool) -> Any:
+    """Counts of the points [N, D] in the cells between the edges of each of D dims; the last edge belongs to the last cell."""
+    sizes = tuple(e.shape[0] - 1 for e in edges)
+    flat = jnp.zeros(points.shape[0], jnp.int64)
+    inside = jnp.ones(points.shape[0], bool)
+    for d, edge in enumerate(edges):
+        x = points[:, d]
+        place = jnp.searchsorted(edge, x, side="right") - 1
+        flat = flat * sizes[d] + jnp.clip(jnp.where(x == edge[-1], sizes[d] - 1, place), 0, sizes[d] - 1)
+        inside &= (x >= edge[0]) & (x <= edge[-1])
+    share = jnp.ones(points.shape[0], points.dtype) if weight is None else weight.reshape(-1).astype(points.dtype)
+    counts = jnp.zeros(math.prod(sizes), points.dtype).at[flat].add(jnp.where(inside, share, 0)).reshape(sizes)
+    if density:
+        counts = counts / jnp.sum(counts)
+        for d, edge in enumerate(edges):
+            counts = counts / jnp.diff(edge).reshape([-1 if i == d else 1 for i in range(len(edges))])
+    return counts
+
+
+def _edges(points: Any, bins: tuple[int, ...], range: tuple[float, ...] | None) -> list[Any]:
+    found: list[Any] = []
+    for d, count in enumerate(bins):
+        if range:
+            low, high = (jnp.asarray(r, points.dtype) for r in range[2 * d : 2 * d + 2])
+        elif points.shape[0]:
+            low, high = jnp.min(points[:, d]), jnp.max(points[:, d])
+        else:
+            low, high = jnp.zeros((), points.dtype), jnp.ones((), points.dtype)
+        same = low == high
+        found.append(jnp.linspace(jnp.where(same, low - 0.5, low), jnp.where(same, high + 0.5, high), count + 1, dtype=points.dtype))
+    return found
+
+
+@lower("histogram.bin_ct")
+def histogram_bin_ct(self: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    points = self.reshape(-1, 1)
+    edges = _edges(points, (bins,), range)
+    return _counts(points, edges, weight, density), edges[0]
+
+
+@lower("histogram.bins_tensor")
+def histogram_bins_tensor(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+    return _counts(self.reshape(-1, 1), [bins], weight, density), bins
+
+
+@lower("_histogramdd_bin_edges")
+def _histogramdd_bin_edges(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    return _edges(self.reshape(-1, self.shape[-1]), bins, range)
+
+
+@lower("_histogramdd_from_bin_cts")
+def _histogramdd_from_bin_cts(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    points = self.reshape(-1, self.shape[-1])
+    return _counts(points, _edges(points, bins, range), weight, density)
+
+
+@lower("_histogramdd_from_bin_tensors")
+def _histogramdd_from_bin_tensors(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+    return _counts(self.reshape(-1, self.shape[-1]), list(bins), weight, density)

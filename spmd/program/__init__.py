@@ -1,0 +1,1 @@
+"""From a traced function to one compiled, donated, sharded program that runs again and again."""

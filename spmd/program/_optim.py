@@ -1,0 +1,270 @@
+"""Optimizers under a trace: their numbers become inputs of the program, their state exists before the first step.
+
+Learning rates, betas and momenta are Python floats that schedulers change between steps. During the trace each is a
+lifted number (`spmd.device._numbers`), read from one float64 vector that every call fills anew; so a schedule costs no
+retrace and no constant is baked in. State that the first step would create (Adam's moments) is created before the trace,
+from a trace of that step alone, with its parameter's sharding; so the loop has one executable, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from spmd._convert import exact_dtypes
+from spmd._errors import TraceError, message
+from spmd.device._copy import from_host
+from spmd.device._numbers import lifted
+from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+
+Groups = list[dict[str, Any]]
+
+
+class LiftedNumbers:
+    """The floats of some optimizers' `param_groups`, as one vector.
+
+    Attributes:
+        slots: (group, key, position in a tuple or None) of each number, in the vector's order.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.slots: list[tuple[dict[str, Any], str, int | None]] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.slots.extend(_float_slots(group))
+        self.today = self.values()
+
+    def values(self) -> list[float]:
+        """The numbers now."""
+        return [group[key] if position is None else group[key][position] for group, key, position in self.slots]
+
+    @contextmanager
+    def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Iterator[None]:
+        """While tracing: every slot holds a lifted number read from `vector` (float64[len(slots)])."""
+        kept = [(group, key, group[key]) for group, key, _ in self.slots]
+        placed: list[tuple[dict[str, Any], str, Any]] = []
+        for index, (group, key, position) in enumerate(self.slots):
+            number = lifted(vector[index], lambda index=index: self.today[index], on_branch)
+            if position is None:
+                group[key] = number
+            else:
+                group[key] = (*group[key][:position], number, *group[key][position + 1 :])
+        placed = [(group, key, group[key]) for group, key, _ in self.slots]
+        try:
+            yield
+            for group, key, number in placed:
+                if group[key] is not number:
+                    raise TraceError(
+                        message(
+                            f"the compiled function sets the optimizer's {key!r}",
+                            "a number that changes from step to step is an input of the program",
+                            fix="call scheduler.step() after the compiled step, not inside it",
+                        )
+                    )
+        finally:
+            for group, key, value in kept:
+                group[key] = value
+
+
+def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if type(value) is float:
+            yield group, key, None
+        elif type(value) is tuple and value and all(type(v) is float for v in value):
+            for position in range(len(value)):
+                yield group, key, position
+
+
+def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """What of the groups the trace bakes in: which parameters, which flags, which keys are lifted."""
+    settings: list[tuple[Any, ...]] = []
+    for group in optimizer.param_groups:
+        flags = tuple((k, type(v) if type(v) in (float, tuple) else v) for k, v in group.items() if k != "params" and not torch.is_tensor(v))
+        settings.append((*flags, *map(id, group["params"])))
+    return settings
+
+
+def prepare_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that the first step would create, and bring host-side counters to the device.
+
+    Exact for optimizers whose new state does not depend on gradients (zeros, ones, constants), and for SGD's momentum
+    without dampening, where a zero buffer gives the same first step. Others create their state in the first traced step.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TraceError(
+            message(
+                "LBFGS cannot run inside a compiled step",
+                "it evaluates the loss a number of times that depends on values",
+                fix="run it eagerly on the same tensors, or choose another optimizer",
+            )
+        )
+    missing = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+    missing = [p for p in missing if p.device.type == "jax"]
+    if missing and type(optimizer) is torch.optim.SGD:
+        _prepare_sgd(optimizer)
+    elif missing and all(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"]):
+        _give_birth(optimizer, missing)
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and parameter.device.type == "jax":
+            _settle(parameter, state)
+
+
+def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
+    for group in optimizer.param_groups:
+        if group["momentum"] != 0 and group["dampening"] == 0:
+            for p in group["params"]:
+                if p.requires_grad and not optimizer.state.get(p):
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Counters move to the device; tensors of the parameter's shape take its sharding."""
+    annotation = buffer_of(parameter).annotation
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type == "cpu":
+            value = state[key] = from_host(value)
+        if annotation is not None and value.shape == parameter.shape:
+            buffer = buffer_of(value)
+            if buffer.annotation is None and buffer.shape == tuple(value.shape):
+                buffer.place(annotation.to_jax())
+                buffer.annotation = annotation
+
+
+class _Births:
+    """Recorder of a birth trace: the first value that each new buffer gets."""
+
+    def __init__(self) -> None:
+        self.first: dict[Buffer, Any] = {}
+        self.before: dict[Buffer, Any] = {}
+
+    def born(self, buffer: Buffer) -> None:
+        self.first[buffer] = buffer.value
+
+    def read(self, buffer: Buffer) -> None:
+        buffer.reads.clear()
+
+    def will_write(self, buffer: Buffer) -> None:
+        if buffer not in self.first:
+            self.before.setdefault(buffer, buffer.value)
+
+    def host_argument(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def random_state(self) -> Any:
+        raise TraceError("the optimizer draws random numbers while it creates its state")
+
+
+def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
+    """Trace one `optimizer.step()` alone with zero gradients, and keep the first value of each state tensor it makes."""
+    births = _Births()
+    made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+    kept_grads = [p.grad for p in missing]
+    groups = optimizer.param_groups
+    kept_flags = [group.get("capturable") for group in groups]
+    kept_state = {p: dict(s) for p, s in optimizer.state.items()}
+
+    def first_step() -> list[Any]:
+        for p in missing:
+            p.grad = wrap(jnp.zeros(p.shape, load(p).dtype))
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+            optimizer.step()
+        for p in missing:
+            made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and v.device.type == "jax")
+        return [births.first[buffer_of(v)] for _, _, v in made]
+
+    for group in groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    token = recording.set(births)  # pyright: ignore[reportArgumentType]
+    try:
+        with exact_dtypes():
+            jaxpr = jax.make_jaxpr(first_step)()
+    except TraceError:
+        made.clear()  # its state depends on values: left to the first traced step
+        jaxpr = None
+    finally:
+        recording.reset(token)
+        for group, flag in zip(groups, kept_flags, strict=True):
+            if flag is not None:
+                group["capturable"] = flag
+        for p, grad in zip(missing, kept_grads, strict=True):
+            p.grad = grad
+        for buffer, value in births.before.items():
+            buffer.value = value
+            buffer.reads.clear()
+        for p in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
+            if p in kept_state:
+                optimizer.state[p] = kept_state[p]
+            elif not any(m[0] is p for m in made):
+                del optimizer.state[p]
+    if jaxpr is not None:
+        _fill_births(optimizer, made, jaxpr)
+
+
+def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any) -> None:
+    """Give the new state tensors their first values, laid out like their parameter; forget state that depends on values."""
+    constant = _constant_outputs(closed.jaxpr)
+    by_parameter: dict[int, list[int]] = {}
+    for i, (p, _, _) in enumerate(made):
+        by_parameter.setdefault(id(p), []).append(i)
+    ready: list[int] = []
+    for entries in by_parameter.values():
+        state = optimizer.state[made[entries[0]][0]]
+        host_side = any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in state.values())
+        if host_side or not all(constant[i] for i in entries):
+            del optimizer.state[made[entries[0]][0]]
+        else:
+            ready.extend(entries)
+    if not ready:
+        return
+    annotations = [_inherited(made[i][0], made[i][2]) for i in ready]
+    jaxpr = _pruned(closed.jaxpr, ready)
+    placed = [None if a is None else a.to_jax() for a in annotations]
+    with exact_dtypes():
+        values = jax.jit(lambda: jax.core.eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
+    for i, value, annotation in zip(ready, values, annotations, strict=True):
+        parameter, key, _ = made[i]
+        state = wrap(value)
+        buffer_of(state).annotation = annotation
+        optimizer.state[parameter][key] = state
+
+
+def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:
+    """The parameter's annotation, for state of its shape."""
+    return buffer_of(parameter).annotation if state.shape == parameter.shape else None
+
+
+def _constant_outputs(jaxpr: Any) -> list[bool]:
+    """For each output of a jaxpr, whether it depends on no constant (that is, on no array that existed before)."""
+    depends = set(jaxpr.constvars) | set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if any(not hasattr(v, "val") and v in depends for v in eqn.invars):
+            depends.update(eqn.outvars)
+    return [hasattr(v, "val") or v not in depends for v in jaxpr.outvars]
+
+
+def _pruned(jaxpr: Any, outputs: list[int]) -> Any:
+    """The jaxpr with only the given outputs and the equations they need."""
+    outvars = [jaxpr.outvars[i] for i in outputs]
+    needed = {v for v in outvars if not hasattr(v, "val")}
+    kept: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not hasattr(v, "val"))
+    return jaxpr.replace(eqns=kept[::-1], outvars=outvars)
+
+
+__all__ = ["LiftedNumbers", "prepare_state", "static_settings"]

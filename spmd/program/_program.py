@@ -1,0 +1,242 @@
+"""A captured trace as one compiled executable, and a call of it: state in, state out, donated, shardings pinned.
+
+A call gathers the arrays of the state's buffers, runs the executable and puts the results back; Python does nothing per
+operation. State is written back only after the executable was dispatched, so an error leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding
+from torch.utils import _pytree as pytree
+
+import mesh
+from spmd._convert import exact_dtypes, host_array
+from spmd._errors import SpmdError, message
+from spmd.device._random import default_stream
+from spmd.device._storage import Buffer, buffer_of, wrap
+from spmd.program import _hlo
+from spmd.program._capture import Captured
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds spent making one program."""
+
+    trace_s: float
+    lower_s: float
+    compile_s: float
+
+
+class Program:
+    """One executable for one signature of a step.
+
+    Attributes:
+        captured: the trace it was made from.
+        mesh: the mesh its state lies on, or None (one device).
+        compiled: jax's executable.
+    """
+
+    def __init__(self, captured: Captured, name: str, trace_s: float) -> None:
+        self.captured = captured
+        buffers = [b for b in captured.const_buffers if b is not None]
+        self.position = {id(b): i for i, b in enumerate(captured.arg_buffers)}
+        written = [b for b in captured.written if id(b) not in self.position]
+        read = [b for b in dict.fromkeys(buffers) if b not in set(written)]
+        self.written, self.read = written, read
+        self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
+        self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]
+        self.mesh = common_mesh([*written, *read, *captured.arg_buffers])
+        self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
+        self.last: list[Any] = [None] * len(written)
+        self._numbers: list[float] | None = None
+        self._vector: Any = None
+        self._lower(name, trace_s)
+
+    def _lower(self, name: str, trace_s: float) -> None:
+        """Make the executable."""
+        for buffer in (*self.written, *self.read, *self.captured.arg_buffers):
+            self._settle(buffer)
+        run = self._function()
+        run.__name__ = run.__qualname__ = name
+        donated = [b.value for b in self.written], [self.captured.arg_buffers[i].value for i in self.written_args]
+        self.shardings = [b.value.sharding for b in self.written] if self.mesh is not None else None
+        pinned = None
+        if self.mesh is not None:
+            grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
+            pinned = (None, self.shardings, [v.sharding for v in donated[1]], grads)
+        args = (donated, [b.value for b in self.read], *self._inputs(self.captured.arg_buffers, self._example_hosts()))
+        self.arg_shardings = [b.value.sharding for b in self.captured.arg_buffers]
+        start = time.perf_counter()
+        with exact_dtypes():
+            jitted = jax.jit(run, donate_argnums=0, out_shardings=pinned)
+            lowered = jitted.lower(*args)
+            middle = time.perf_counter()
+            self.compiled = lowered.compile()
+        self.timings = Timings(trace_s, middle - start, time.perf_counter() - middle)
+
+    def _function(self) -> Any:
+        """The program as a function of (donated, read, args, hosts, numbers, random words)."""
+        captured = self.captured
+        jaxpr, literal = captured.jaxpr.jaxpr, captured.jaxpr.consts
+        slot = {id(b): (0, i) for i, b in enumerate(self.written)} | {id(b): (1, i) for i, b in enumerate(self.read)}
+        sources = [slot.get(id(b)) if b is not None else None for b in captured.const_buffers]
+        written_slots = [(0, self.written.index(b)) if id(b) not in self.position else (2, self.position[id(b)]) for b in captured.written]
+        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves)
+
+        def run(donated: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
+            written, written_args = donated
+            state = (written, read)
+            consts = [literal[i] if s is None else state[s[0]][s[1]] for i, s in enumerate(sources)]
+            args: list[Any] = [None] * len(captured.arg_buffers)
+            for i, value in (*zip(self.written_args, written_args, strict=True), *zip(self.kept_args, kept_args, strict=True)):
+                args[i] = value
+            flat = jax.core.eval_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
+            outputs, rest = flat[:num_outputs], flat[num_outputs:]
+            values, kept = rest[: len(written_slots)], rest[len(written_slots) :]
+            new_state = [v for v, s in zip(values, written_slots, strict=True) if s[0] == 0]
+            new_args = [v for v, s in zip(values, written_slots, strict=True) if s[0] == 2]
+            return outputs, new_state, new_args, kept
+
+        return run
+
+    def _example_hosts(self) -> list[Any]:
+        invars = self.captured.jaxpr.jaxpr.invars[len(self.captured.arg_buffers) :]
+        return [np.zeros(v.aval.shape, v.aval.dtype) for v in invars[: self.captured.host_tensors]]
+
+    def _settle(self, buffer: Buffer) -> None:
+        """Bring the buffer's value to where the program wants it: unmarked values on a mesh are replicated."""
+        if buffer.value is None:
+            buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
+        elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
+            with jax.ensure_compile_time_eval():
+                buffer.value = jax.device_put(buffer.value, self.replicated)
+
+    def _gradient_sharding(self, grad: torch.Tensor) -> Any:
+        for parameter, its in self.captured.gradients:
+            if its is grad:
+                return buffer_of(parameter).value.sharding
+        return None
+
+    def _inputs(self, arg_buffers: list[Buffer], hosts: list[Any]) -> tuple[Any, ...]:
+        """(arguments not written, host arguments, numbers, random words) of a call."""
+        kept = [arg_buffers[i].value for i in self.kept_args]
+        numbers = self.captured.numbers.values()
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._vector = self._on_device(np.array(numbers, np.float64))
+        words = self._on_device(default_stream.words()) if self.captured.draws or self._words is None else self._words
+        self._words = words
+        return kept, [self._on_device(h) for h in hosts], self._vector, words
+
+    _words: Any = None
+
+    def _on_device(self, host: np.ndarray[Any, Any]) -> Any:
+        with exact_dtypes():
+            return jax.device_put(host, self.replicated) if self.replicated is not None else jnp.asarray(host)
+
+    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor]) -> Any:
+        """Run once on today's state; returns what the traced function returned."""
+        self.captured.numbers.today = self.captured.numbers.values()
+        state = [b.value for b in self.written]
+        for i, value in enumerate(state):
+            if value is not self.last[i]:
+                state[i] = self._fitted(self.written[i], None if self.shardings is None else self.shardings[i])
+        read = [b.value if b.value is not None else self._fitted(b, None) for b in self.read]
+        for i, buffer in enumerate(arg_buffers):
+            if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
+                buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
+        self._refuse_shared(state)
+        inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
+        with exact_dtypes():
+            outputs, new_state, new_args, grads = self.compiled(
+                (state, [arg_buffers[i].value for i in self.written_args]), read, *inputs
+            )
+        for buffer, value in zip(self.written, new_state, strict=True):
+            buffer.value = value
+            buffer.host = None
+        self.last = new_state
+        for i, value in zip(self.written_args, new_args, strict=True):
+            arg_buffers[i].value = value
+        default_stream.draws += self.captured.draws
+        self._leave_gradients(grads)
+        return self._result(outputs)
+
+    def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
+        """A state value that somebody else wrote since the last call, laid out as the program expects."""
+        self._settle(buffer)
+        if sharding is not None and buffer.value.sharding != sharding:
+            buffer.place(sharding)
+        return buffer.value
+
+    def _refuse_shared(self, state: list[Any]) -> None:
+        """No array may be donated twice: a state tensor that shares its array with another gets its own copy."""
+        if len(set(map(id, state))) == len(state):
+            return
+        seen: set[int] = set()
+        for i, value in enumerate(state):
+            if id(value) in seen:
+                state[i] = jnp.copy(value)
+            seen.add(id(value))
+
+    def _leave_gradients(self, grads: list[Any]) -> None:
+        for parameter, grad in self.captured.gradients:
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        for grad, value in zip(self.captured.kept_gradients, grads, strict=True):
+            buffer = buffer_of(grad)
+            buffer.value, buffer.dropped = value, None
+
+    def _result(self, outputs: list[Any]) -> Any:
+        values = iter(outputs)
+        flat: list[Any] = []
+        for leaf in self.captured.leaves:
+            if leaf.kind == "array":
+                tensor = wrap(next(values))
+                flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
+            elif leaf.kind == "number":
+                flat.append(float(next(values)))
+            else:
+                flat.append(leaf.value)
+        return pytree.tree_unflatten(flat, self.captured.tree)
+
+    def collectives(self) -> _hlo.CollectiveReport:
+        """The collectives of the compiled program."""
+        names = () if self.mesh is None else tuple(self.mesh.axis_names)
+        sizes = () if self.mesh is None else tuple(self.mesh.mesh_shape)
+        return _hlo.collectives(self.compiled.as_text(), names, sizes)
+
+
+def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
+    """The one mesh that the annotated buffers lie on; SpmdError if they lie on different devices."""
+    found: mesh.Mesh | None = None
+    for buffer in buffers:
+        if buffer.annotation is None:
+            continue
+        here = buffer.annotation.mesh
+        if found is None:
+            found = here
+        elif list(found.device_ids) != list(here.device_ids):
+            raise SpmdError(
+                message(
+                    "one program uses tensors on two meshes with different devices",
+                    f"{found} has devices {list(found.device_ids)}, {here} has {list(here.device_ids)}",
+                    fix="mark all tensors of a step over meshes of the same devices in the same order",
+                )
+            )
+    return found
+
+
+def _lies_on(value: Any, grid: mesh.Mesh) -> bool:
+    sharding = value.sharding
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size == grid.size() and not sharding.mesh.empty
+
+
+__all__ = ["Program", "Timings", "common_mesh"]

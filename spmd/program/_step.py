@@ -1,0 +1,205 @@
+"""`spmd.compile`: a Python function over device tensors as a few compiled programs, one per signature.
+
+    @spmd.compile
+    def train_step(x, y): ...
+
+    loss = train_step(x, y)          # traced, compiled and run the first time; run afterwards
+    train_step.collectives()         # read from the compiled program
+    train_step.retraces              # why it was traced again, if it was
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd._errors import DroppedValueError, SpmdError, message
+from spmd.device._storage import Buffer, buffer_of, recording
+from spmd.program import _guards, _hlo
+from spmd.program._capture import STALE_GRADIENT, UnknownOptimizer, capture, own_storage
+from spmd.program._discover import reachable
+from spmd.program._optim import prepare_state
+from spmd.program._program import Program, Timings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Step(Generic[P, R]):
+    """A function that runs as compiled programs. Made by `spmd.compile`.
+
+    Attributes:
+        retraces: for every trace after the first of a signature, what had changed.
+        num_traces: how often the function was traced.
+    """
+
+    def __init__(self, fn: Callable[P, R], *, keep_grads: bool = False, max_retraces: int = 8) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._name: str = getattr(fn, "__name__", type(fn).__name__)
+        self._keep_grads = keep_grads
+        self._max_retraces = max_retraces
+        self._programs: dict[Any, list[Program]] = {}
+        self._latest: Program | None = None
+        self.retraces: list[str] = []
+        self.num_traces = 0
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function; its first call with a new signature traces and compiles it."""
+        if recording.get() is not None:  # a compiled function called by another one is part of its trace
+            return self._fn(*args, **kwargs)
+        key, buffers, hosts, args, kwargs = _signature(args, kwargs)
+        programs = self._programs.setdefault(key, [])
+        reason = None
+        for program in programs:
+            reason = _guards.first_reason(program.captured.guards)
+            if reason is None:
+                self._latest = program
+                return program(buffers, hosts)
+        program = self._trace(args, kwargs, reason)
+        programs.insert(0, program)
+        self._latest = program
+        buffers = program.captured.arg_buffers
+        return program(buffers, hosts)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method, the step is bound to its object like any function."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def _trace(self, args: Any, kwargs: Any, reason: str | None) -> Program:
+        if reason is not None:
+            self._note_retrace(reason)
+        found = reachable(self._fn, args, kwargs)
+        start = time.perf_counter()
+        while True:
+            for optimizer in found.optimizers:
+                prepare_state(optimizer)
+            try:
+                captured = self._capture(args, kwargs, found)
+                break
+            except UnknownOptimizer as unknown:
+                found.optimizers.append(unknown.optimizer)
+        self.num_traces += 1
+        return Program(captured, self._name, time.perf_counter() - start)
+
+    def _capture(self, args: Any, kwargs: Any, found: Any) -> Any:
+        try:
+            return capture(self._fn, args, kwargs, found, keep_grads=self._keep_grads, marked_grads=True)
+        except DroppedValueError as error:
+            if STALE_GRADIENT not in str(error):
+                raise
+        return capture(self._fn, args, kwargs, found, keep_grads=self._keep_grads, marked_grads=False)
+
+    def _note_retrace(self, reason: str) -> None:
+        self.retraces.append(reason)
+        if len(self.retraces) == self._max_retraces:
+            warnings.warn(
+                message(
+                    f"{self._name} was traced again {self._max_retraces} times; each costs a compilation",
+                    f"the last reason: {reason}",
+                    fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
+                ),
+                stacklevel=4,
+            )
+
+    @property
+    def num_executables(self) -> int:
+        """How many programs were compiled so far."""
+        return sum(len(programs) for programs in self._programs.values())
+
+    @property
+    def timings(self) -> Timings:
+        """Seconds to trace, lower and compile the latest program."""
+        return self._program.timings
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh that the latest program runs on, or None."""
+        return self._program.mesh
+
+    @property
+    def _program(self) -> Program:
+        if self._latest is None:
+            raise SpmdError(
+                message(f"{self._name} has no program yet: it is compiled by its first call", fix=f"call {self._name}(...) once first")
+            )
+        return self._latest
+
+    def collectives(self) -> _hlo.CollectiveReport:
+        """The collectives of the latest program: kinds, counts, bytes and mesh axis, read from the compiled program."""
+        return self._program.collectives()
+
+    def memory(self) -> _hlo.MemoryReport:
+        """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
+        return _hlo.memory(self._program.compiled)
+
+    def flops(self) -> int:
+        """Floating-point operations of one call on one device (dots and convolutions, 2 per multiply-add)."""
+        return _hlo.flops(self.hlo())
+
+    def hlo(self) -> str:
+        """The optimised HLO text of the latest program."""
+        return self._program.compiled.as_text()
+
+
+@overload
+def compile(fn: Callable[P, R], *, keep_grads: bool = False, max_retraces: int = 8) -> Step[P, R]: ...
+@overload
+def compile(fn: None = None, *, keep_grads: bool = False, max_retraces: int = 8) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+def compile(fn: Any = None, *, keep_grads: bool = False, max_retraces: int = 8) -> Any:
+    """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
+
+    The tensors it reads and writes (parameters, buffers, optimizer state, random stream) are found while tracing; they
+    are updated in place by every call. Returned tensors stay on the devices until read.
+
+    Args:
+        fn: any function of tensors, containers of tensors and Python values; Python values are part of the signature.
+        keep_grads: keep the gradients that the function leaves on `.grad`; otherwise reading one raises.
+        max_retraces: warn when the function was traced again this often.
+
+    Raises:
+        TraceError: on a call, if Python needs a value that only the compiled program will have.
+    """
+    if fn is None:
+        return lambda real: Step(real, keep_grads=keep_grads, max_retraces=max_retraces)
+    return Step(fn, keep_grads=keep_grads, max_retraces=max_retraces)
+
+
+def _signature(args: Any, kwargs: Any) -> tuple[Any, list[Buffer], list[torch.Tensor], Any, Any]:
+    """(key, argument buffers, CPU tensors, args, kwargs); views among the arguments become tensors of their own."""
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    key: list[Any] = [tree, torch.is_grad_enabled(), torch.get_default_dtype()]
+    buffers: dict[int, tuple[int, Buffer]] = {}
+    hosts: list[torch.Tensor] = []
+    replaced = False
+    for index, value in enumerate(flat):
+        if not isinstance(value, torch.Tensor):
+            key.append((type(value), value) if _is_hashable(value) else (type(value), id(value)))
+            continue
+        if value.device.type != "jax":
+            hosts.append(value)
+            key.append((value.device, tuple(value.shape), value.dtype))
+            continue
+        own = own_storage(value)
+        if own is not value:
+            flat[index], replaced = own, True
+        buffer = buffer_of(own)
+        position, _ = buffers.setdefault(id(buffer), (len(buffers), buffer))
+        key.append((position, tuple(own.shape), own.dtype, own.requires_grad, buffer.annotation, type(value)))
+    if replaced:
+        args, kwargs = pytree.tree_unflatten(flat, tree)
+    return tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,258 @@
+"""Torch's own operator samples as an oracle: each OpInfo sample runs on the CPU and on device 'jax', and both must agree.
+
+    failure = check(by_name("add"), torch.float32, "forward")      # None, or the first line of what went wrong
+
+Kinds: "forward" (value, dtype, shape), "grad" (gradients of every differentiable input), "inplace" and "out". A sample that
+torch's CPU itself refuses is left out. Tolerances are `torch.testing.assert_close`'s own, but for the table `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+import spmd  # noqa: F401  (registers the device)
+
+KINDS = ("forward", "grad", "inplace", "out")
+MAX_SAMPLES = 8
+# Not equal by value, whatever the device: drawn at random, or memory nobody wrote.
+VALUELESS = frozenset(
+    """bernoulli cauchy exponential geometric log_normal multinomial normal rand_like randint randint_like randn randn_like
+    uniform empty empty_like empty_permuted empty_strided new_empty new_empty_strided
+    nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d
+    nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d
+    nn.functional.multi_head_attention_forward nn.functional.rrelu nn.functional.scaled_dot_product_attention
+    svd_lowrank pca_lowrank""".split()
+)
+# (rtol, atol) where torch's default is too narrow for two correct implementations; each with its reason.
+TOLERANCE: dict[str, tuple[float, float, str]] = {}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Why an (op, dtype, kind) has nothing to check."""
+
+    reason: str
+
+
+def full_name(op: OpInfo) -> str:
+    """`name`, or `name:variant` where torch keeps several OpInfos of one name."""
+    return f"{op.name}:{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+@functools.cache
+def _index() -> dict[str, OpInfo]:
+    return {full_name(op): op for op in op_db}
+
+
+def by_name(name: str) -> OpInfo:
+    """The OpInfo with this `full_name`."""
+    return _index()[name]
+
+
+def names() -> list[str]:
+    """Every `full_name`, sorted."""
+    return sorted(_index())
+
+
+def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False) -> list[SampleInput]:
+    """At most `MAX_SAMPLES` of the op's samples, spread over the list, the same ones in every run."""
+    torch.manual_seed(0)
+    found = list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad))
+    if len(found) <= MAX_SAMPLES:
+        return found
+    return [found[round(i * (len(found) - 1) / (MAX_SAMPLES - 1))] for i in range(MAX_SAMPLES)]
+
+
+def mapped(tree: Any, device: str) -> Any:
+    """The tree with leaf copies of its tensors on `device`: same strides, overlaps, conj and neg bits, `requires_grad`.
+
+    Storages are shared again where tensors shared them; device arguments become `device`.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device(device)
+        if isinstance(leaf, str) and leaf == "cpu":
+            return device
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in tensors:
+            tensors[id(leaf)] = _copied(leaf, device, storages).requires_grad_(leaf.requires_grad)
+        return tensors[id(leaf)]
+
+    return pytree.tree_map(moved, tree)
+
+
+def _copied(tensor: torch.Tensor, device: str, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return tensor.to(device)
+    if tensor.is_conj():
+        return _copied(tensor.conj(), device, storages).conj()
+    if tensor.is_neg():
+        return _copied(torch._neg_view(tensor), device, storages)._neg_view()  # type: ignore[attr-defined]
+    storage = tensor.untyped_storage()
+    key = storage.data_ptr() or id(storage)
+    if (key, tensor.dtype) not in storages:
+        flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
+        storages[key, tensor.dtype] = flat.clone().to(device)
+    return storages[key, tensor.dtype].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def to_cpu(tree: Any) -> Any:
+    """The tree with device tensors as CPU tensors."""
+    return pytree.tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def check(op: OpInfo, dtype: torch.dtype, kind: str) -> str | Skipped | None:
+    """None if every sample agrees, the first line of the first failure, or why there is nothing to check."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is one of {KINDS}, not {kind!r}")
+    if dtype not in op.supported_dtypes("cpu"):
+        return Skipped(f"{dtype} is not supported on the CPU")
+    reason = _inapplicable(op, dtype, kind)
+    if reason:
+        return Skipped(reason)
+    run = {"forward": _forward, "grad": _gradient, "inplace": _in_place, "out": _out}[kind]
+    num_run = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, sample in enumerate(samples(op, dtype, requires_grad=kind == "grad")):
+            try:
+                expected = run(op, sample, "cpu")
+            except Exception:  # torch's own CPU refuses this sample
+                continue
+            if expected is None:
+                continue
+            num_run += 1
+            try:
+                compare(full_name(op), run(op, sample, "jax"), expected)
+            except Exception as error:
+                return f"sample {number}: {first_line(error)}"
+    return None if num_run else Skipped("no sample applies")
+
+
+def first_line(error: BaseException) -> str:
+    """The exception's type and message on one line, short enough for a table."""
+    text = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def compare(name: str, actual: Any, expected: Any) -> None:
+    """Values, dtypes and shapes of two trees of tensors and numbers; only dtypes and shapes of random results."""
+    actual_leaves, expected_leaves = pytree.tree_leaves(to_cpu(actual)), pytree.tree_leaves(to_cpu(expected))
+    assert len(actual_leaves) == len(expected_leaves), f"{len(actual_leaves)} results, expected {len(expected_leaves)}"
+    base = name.partition(":")[0]
+    tolerance = {"rtol": TOLERANCE[name][0], "atol": TOLERANCE[name][1]} if name in TOLERANCE else {}
+    for got, want in zip(actual_leaves, expected_leaves, strict=True):
+        if not isinstance(want, torch.Tensor):
+            torch.testing.assert_close(got, want, equal_nan=True) if isinstance(want, int | float | complex) else None
+            continue
+        assert isinstance(got, torch.Tensor), f"a {type(got).__name__}, expected a tensor"
+        if base in VALUELESS:
+            assert (got.dtype, got.shape) == (want.dtype, want.shape), f"{got.dtype} {got.shape}, expected {want.dtype} {want.shape}"
+        else:
+            torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+
+
+def _inapplicable(op: OpInfo, dtype: torch.dtype, kind: str) -> str:
+    if kind == "grad" and not (op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")):
+        return "no gradient"
+    if kind == "inplace" and op.inplace_variant is None:
+        return "no in-place form"
+    if kind == "out" and not op.supports_out:
+        return "no out= form"
+    return ""
+
+
+def _arguments(sample: SampleInput, device: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    return mapped((sample.input, tuple(sample.args), dict(sample.kwargs)), device)
+
+
+def _call(op: OpInfo, device: str, arguments: tuple[Any, tuple[Any, ...], dict[str, Any]], fn: Callable[..., Any] | None = None) -> Any:
+    first, args, kwargs = arguments
+    torch.manual_seed(0)
+    with torch.device(device):  # factory functions without a device argument
+        return (fn or op.get_op())(first, *args, **kwargs)
+
+
+def _forward(op: OpInfo, sample: SampleInput, device: str) -> Any:
+    out = _call(op, device, _arguments(sample, device))
+    _assert_on(device, out)
+    return _unique(op, sample, out)
+
+
+def _unique(op: OpInfo, sample: SampleInput, out: Any) -> Any:
+    """Decompositions are unique only up to signs and phases: compare what is."""
+    if op.name in ("linalg.svd", "svd", "linalg.eigh", "symeig"):
+        return sample.output_process_fn_grad(out) if isinstance(out, tuple) else out
+    if op.name in ("linalg.eig", "linalg.eigvals"):
+        values = out[0] if isinstance(out, tuple) else out
+        return torch.sum(values, -1), torch.sum(values * values, -1)
+    return out
+
+
+def _assert_on(device: str, out: Any) -> None:
+    for leaf in pytree.tree_leaves(out):
+        if isinstance(leaf, torch.Tensor):
+            assert leaf.device.type == device, f"a result is on {leaf.device}, expected {device}"
+
+
+def _gradient(op: OpInfo, sample: SampleInput, device: str) -> Any:
+    arguments = _arguments(sample, device)
+    inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    wrapper = op.gradcheck_wrapper
+    out = _call(op, device, arguments, fn=lambda *args, **kwargs: wrapper(op.get_op(), *args, **kwargs))
+    out = sample.output_process_fn_grad(out)
+    outs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not inputs or not outs:
+        return None
+    cotangents = [_cotangent(i, leaf).to(device) for i, leaf in enumerate(outs)]
+    return torch.autograd.grad(outs, inputs, cotangents, allow_unused=True)
+
+
+def _cotangent(seed: int, out: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out.shape, dtype=out.dtype, generator=generator)
+
+
+def _in_place(op: OpInfo, sample: SampleInput, device: str) -> Any:
+    if sample.broadcasts_input or not isinstance(sample.input, torch.Tensor):
+        return None
+    first, args, kwargs = _arguments(sample, device)
+    target = first.clone()
+    version = target._version
+    out = _call(op, device, (target, args, kwargs), fn=op.inplace_variant)
+    assert out is target, "the in-place form did not return its input"
+    assert target._version > version, "the in-place form did not advance the version counter"
+    return target
+
+
+def _out(op: OpInfo, sample: SampleInput, device: str) -> Any:
+    expected = _call(op, "cpu", _arguments(sample, "cpu"))
+    single = isinstance(expected, torch.Tensor)
+    if not (single or (isinstance(expected, tuple | list) and all(isinstance(e, torch.Tensor) for e in expected))):
+        return None
+    outs = tuple(torch.empty_like(e, device=device) for e in ([expected] if single else expected))
+    first, args, kwargs = _arguments(sample, device)
+    _call(op, device, (first, args, {**kwargs, "out": outs[0] if single else outs}))
+    return _unique(op, sample, outs[0] if single else type(expected)(*outs) if hasattr(expected, "_fields") else outs)
+
+
+def applicable(op: OpInfo, dtypes: tuple[torch.dtype, ...], kinds: tuple[str, ...] = KINDS) -> Iterator[tuple[torch.dtype, str]]:
+    """The (dtype, kind) pairs that make sense for the op."""
+    for dtype in dtypes:
+        for kind in kinds:
+            if dtype in op.supported_dtypes("cpu") and not _inapplicable(op, dtype, kind):
+                yield dtype, kind
