@@ -11,8 +11,8 @@ from spmd._errors import SpmdError as SpmdError
 from spmd._errors import TraceError as TraceError
 from spmd._errors import UnsupportedOpError as UnsupportedOpError
 from spmd._tensor import XLAShard as XLAShard
-from spmd._tensor import XLAShardedTensor as XLAShardedTensor
 from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
+from spmd._tensor import XLAShardedTensor as XLAShardedTensor
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.program._step import Step as Step

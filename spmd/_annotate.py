@@ -15,6 +15,7 @@ import torch
 import mesh as mesh_
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
+from spmd._jax import is_tracer
 from spmd._names import name_of
 from spmd._tensor import XLAShardedTensor, become_sharded
 from spmd.device._storage import buffer_of, load, recording, store
@@ -47,7 +48,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
     spec = _validated(tensor, grid, partition_spec)
     buffer = buffer_of(tensor)
     value = None if buffer.value is None else buffer.value
-    if recording.get() is not None or isinstance(value, jax.core.Tracer):
+    if recording.get() is not None or is_tracer(value):
         with exact_dtypes():
             store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
         return become_sharded(tensor)

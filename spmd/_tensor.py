@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from jax.sharding import NamedSharding
@@ -17,6 +16,7 @@ from jax.sharding import NamedSharding
 import mesh as mesh_
 from spmd import _counters
 from spmd._convert import host_tensor
+from spmd._jax import is_tracer
 from spmd.device._storage import buffer_of, is_whole, load
 
 
@@ -56,7 +56,7 @@ class XLAShardedTensor(torch.Tensor):
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
         value = load(self)
-        if isinstance(value, jax.core.Tracer) or not isinstance(value.sharding, NamedSharding):
+        if is_tracer(value) or not isinstance(value.sharding, NamedSharding):
             return None
         return mesh_.ShardingSpec.from_jax(value.sharding, self.dim())
 
@@ -99,7 +99,7 @@ class XLAShardedTensor(torch.Tensor):
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if isinstance(buffer_of(self).value, jax.core.Tracer) or self.numel() > 1000 or buffer_of(self).dropped is not None:
+        if is_tracer(buffer_of(self).value) or self.numel() > 1000 or buffer_of(self).dropped is not None:
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"

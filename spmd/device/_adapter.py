@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax._src.core import trace_state_clean  # private: the only cheap way to ask "is jax tracing?"
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
 from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd._errors import TraceError, called_at, message
+from spmd._jax import is_tracing
 from spmd.device import _random
-from spmd.device._numbers import carried
 from spmd.device._copy import like_placement
+from spmd.device._numbers import carried
 from spmd.device._storage import load, store, wrap
 from spmd.lowering._registry import Lowering
 
@@ -95,9 +95,7 @@ class Adapter:
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
-        self.dynamic_scalar = [
-            scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)
-        ]
+        self.dynamic_scalar = [scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)]
         self.accepts = {name: i for i, name in enumerate(self.names)}
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
         self.plans: dict[Any, Plan] = {}
@@ -114,7 +112,7 @@ class Adapter:
         needs_values = self.lowering.data_dependent
         if callable(needs_values):
             needs_values = needs_values(*args, **kwargs)
-        if trace_state_clean():
+        if not is_tracing():
             out, updated = (plan.run if needs_values else plan.jitted)(dynamic, key)
         else:
             try:
@@ -312,8 +310,9 @@ def result_dtypes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
     One of several results is None where the op leaves it undefined (`output_mask`).
     """
+    named = {n: "meta" if n == "device" else _as_meta(a) for n, a in kwargs.items() if n != "generator"}
     with contextlib.suppress(Exception), torch._C._DisableAutocast():
-        out = op(*(_as_meta(a) for a in args), **{n: ("meta" if n == "device" else _as_meta(a)) for n, a in kwargs.items() if n != "generator"})
+        out = op(*(_as_meta(a) for a in args), **named)
         outs = out if isinstance(out, tuple | list) else (out,)
         if all(o is None or isinstance(o, torch.Tensor) for o in outs):
             return tuple(None if o is None else o.dtype for o in outs) or None

@@ -25,7 +25,7 @@ _BY_REDISPATCH = (
 
 def as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
     """The view that every composite view of ATen ends in."""
-    return strided_alias(self, size, stride, self.storage_offset() if storage_offset is None else storage_offset)
+    return strided_alias(self, size, stride, int(self.storage_offset()) if storage_offset is None else storage_offset)
 
 
 def as_strided_(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 from typing import Any
 
+import jax
 import torch
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _in_utilities
@@ -67,8 +68,9 @@ class DeviceModule:
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until the devices have finished what was dispatched to them."""
+        jax.effects_barrier()
         for device_ in mesh.devices():
-            device_.synchronize_all_activity()
+            jax.block_until_ready(jax.device_put(0, device_))  # pyright: ignore[reportArgumentType]
 
 
 def register() -> None:
@@ -76,11 +78,12 @@ def register() -> None:
     if _installed:
         return
     owner = torch._C._get_privateuse1_backend_name()
-    if owner != "privateuseone" or {"torchax", "torch_xla"} & set(sys.modules):
+    others = sorted({"torchax", "torch_xla"} & set(sys.modules))
+    if owner != "privateuseone" or others:
         raise DeviceSlotError(
             message(
                 "device 'jax' cannot be registered: PyTorch has one slot for an out-of-tree device per process",
-                f"the slot belongs to {owner!r}; loaded: {sorted({'torchax', 'torch_xla'} & set(sys.modules)) or 'none of torchax, torch_xla'}",
+                f"the slot belongs to {owner!r}; loaded: {others or 'neither torchax nor torch_xla'}",
                 fix="import spmd in a process of its own",
             )
         )

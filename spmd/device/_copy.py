@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax._src.core import trace_state_clean
 
 from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
+from spmd._jax import is_tracer, is_tracing
 from spmd.device._numbers import lifted
 from spmd.device._storage import buffer_of, is_whole, load, recording, store, strided_alias, wrap, wrap_host, wrap_strided
 
@@ -49,7 +49,7 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
     with exact_dtypes():
         value = load(self)
-        if trace_state_clean():
+        if not is_tracing():
             value = jnp.copy(value)
     preserve = memory_format is None or memory_format == torch.preserve_format
     if preserve and not self.is_contiguous() and fills_block(tuple(self.shape), self.stride()):
@@ -82,7 +82,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
         _note_host_read(src)
         host = host_array(src.to(dst.dtype))
         buffer = buffer_of(dst)
-        if is_whole(dst, buffer) and host.shape == tuple(dst.shape) and trace_state_clean():
+        if is_whole(dst, buffer) and host.shape == tuple(dst.shape) and not is_tracing():
             kept = buffer.annotation
             buffer.set(None)
             buffer.host = host
@@ -96,7 +96,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
         value = _converted(load(src), to_numpy_dtype(dst.dtype))
         if value.shape != tuple(dst.shape):
             value = jnp.broadcast_to(value, tuple(dst.shape))
-        elif trace_state_clean():
+        elif not is_tracing():
             value = jnp.copy(value)
         store(dst, like_placement(value, dst))
     return dst
@@ -112,7 +112,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 def local_scalar_dense(self: torch.Tensor) -> Any:
     """`tensor.item()`: a Python number eagerly, a lifted number in a traced program."""
     value = load(self)
-    if isinstance(value, jax.core.Tracer):
+    if is_tracer(value):
         if not jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(jnp.float64)
         with exact_dtypes():
@@ -154,7 +154,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
             return whole
         return whole.view(tensor.dtype).reshape(-1).as_strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset()).clone()
     value = load(tensor)
-    if isinstance(value, jax.core.Tracer) or recording.get() is not None:
+    if is_tracer(value) or recording.get() is not None:
         raise _host_read_while_tracing("a copy to the host")
     _counters.count("host_reads")
     _counters.count("download_bytes", value.nbytes)
@@ -189,7 +189,7 @@ def _converted(value: Any, dtype: Any) -> Any:
 def like_placement(value: Any, dst: torch.Tensor) -> Any:
     """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout."""
     annotation = buffer_of(dst).annotation
-    if annotation is None or isinstance(value, jax.core.Tracer) or not is_whole(dst, buffer_of(dst)):
+    if annotation is None or is_tracer(value) or not is_whole(dst, buffer_of(dst)):
         return value
     return jax.device_put(value, annotation.to_jax())
 

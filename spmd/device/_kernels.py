@@ -249,7 +249,9 @@ def unsupported(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 def _shown(arg: Any) -> str:
     if isinstance(arg, torch.Tensor):
         return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
-    return f"[{', '.join(_shown(a) for a in arg)}]" if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) else repr(arg)
+    if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor):
+        return f"[{', '.join(_shown(a) for a in arg)}]"
+    return repr(arg)
 
 
 def _short(op: torch._ops.OpOverload) -> str:

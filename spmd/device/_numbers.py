@@ -161,5 +161,7 @@ def carried(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> Any:
     """The 0-dim array that a lifted number carries."""
     node = number.node
     if not isinstance(node, NumberNode):
-        raise TraceError(message(f"a symbolic number of another tracer reached device 'jax': {number}", fix="run the op outside that tracer"))
+        raise TraceError(
+            message(f"a symbolic number of another tracer reached device 'jax': {number}", fix="run the op outside that tracer")
+        )
     return node.value

@@ -14,6 +14,7 @@ operator and no program.
 
 from __future__ import annotations
 
+import math
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
 from spmd.device._views import contiguous_stride, plan_window
 
-_create = torch._C._acc.create_empty_tensor
+_create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _as_strided = torch.ops.aten.as_strided.default
 # C++'s own view kernel, taken from the Meta key because a storage of ours has no bytes to be out of bounds of
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
@@ -121,7 +122,7 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
             array = jax.device_put(host)
         else:
             array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-    _counters.count("upload_bytes", sum(shard.data.nbytes for shard in array.addressable_shards))
+    _counters.count("upload_bytes", array.dtype.itemsize * sum(math.prod(shard.data.shape) for shard in array.addressable_shards))
     _counters.count("uploads")
     return array
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax._src.core import trace_state_clean
 
 from spmd._convert import exact_dtypes
+from spmd._jax import is_tracing
 from spmd.device._adapter import Adapter
 from spmd.device._storage import load, wrap
 
@@ -97,7 +97,7 @@ class _Differentiable(torch.autograd.Function):
         wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
-            run = call.forward_jit if trace_state_clean() else call.forward
+            run = call.forward_jit if not is_tracing() else call.forward
             out, vjp, new_values = run(arrays, key, wanted)
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
@@ -119,7 +119,7 @@ class _Differentiable(torch.autograd.Function):
             with exact_dtypes():
                 vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
                 cotangents = tuple(load(g) for g in grads)
-                apply = _apply_vjp if trace_state_clean() else (lambda vjp, cotangent: vjp(cotangent))
+                apply = _apply_vjp if not is_tracing() else (lambda vjp, cotangent: vjp(cotangent))
                 out = apply(vjp, cotangents if len(cotangents) > 1 else cotangents[0])
                 wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
         result: list[Any] = [None] * (ctx.count + 3)

@@ -38,7 +38,7 @@ def tanh_backward(grad_output: Any, output: Any) -> Any:
     return grad_output * jnp.conj(1 - output * output)
 
 
-@lower("silu_backward", pointwise=True)
+@lower("silu_backward", pointwise=True, whole=True)
 def silu_backward(grad_output: Any, self: Any) -> Any:
     gate = jax.nn.sigmoid(self)
     return grad_output * jnp.conj(gate * (1 + self * (1 - gate)))
@@ -149,7 +149,7 @@ def mish(self: Any) -> Any:
     return self * jnp.tanh(jax.nn.softplus(self))
 
 
-@lower("mish_backward", pointwise=True)
+@lower("mish_backward", pointwise=True, whole=True)
 def mish_backward(grad_output: Any, self: Any) -> Any:
     tanh = jnp.tanh(jax.nn.softplus(self))
     return grad_output * (tanh + self * jax.nn.sigmoid(self) * (1 - tanh * tanh))

@@ -13,6 +13,7 @@ from jax import lax
 
 from spmd.lowering._registry import is_static, lower, scaled
 
+
 def _unless_integral(fn: Any) -> Any:
     """`fn`, which leaves integers and bools as they are."""
 

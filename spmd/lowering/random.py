@@ -82,7 +82,7 @@ def _integers(key: Any, like: Any, start: int, stop: int) -> Any:
         width = stop - start
         drawn = bits if width >= 2**64 else bits % jnp.uint64(width)
         return (lax.bitcast_convert_type(drawn, jnp.int64) + start).astype(like.dtype)
-    dtype = jnp.int32 if -(2**31) <= start and stop <= 2**31 - 1 else jnp.int64
+    dtype = jnp.int32 if start >= -(2**31) and stop <= 2**31 - 1 else jnp.int64
     if stop == 2**63:  # randint's bound must be an int64 itself
         return (jax.random.randint(key, like.shape, start, stop - 1, jnp.int64)).astype(like.dtype)
     return jax.random.randint(key, like.shape, start, stop, dtype).astype(like.dtype)

@@ -8,7 +8,7 @@ changes here: whatever the outcome, values, gradients and numbers are put back b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,15 +218,15 @@ def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it shows its whole storage, else a tensor of its own with the view's value."""
     buffer = buffer_of(tensor)
-    if tensor.shape == buffer.shape and tensor.is_contiguous() and not tensor.storage_offset():
-        if buffer.value is None or is_whole(tensor, buffer):
-            return tensor
+    shows_root = tensor.shape == buffer.shape and tensor.is_contiguous() and not tensor.storage_offset()
+    if shows_root and (buffer.value is None or is_whole(tensor, buffer)):
+        return tensor
     with exact_dtypes():
         return wrap(load(tensor)).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _grads_put_back(found: Reachable) -> Iterator[list[torch.Tensor]]:
+def _grads_put_back(found: Reachable) -> Generator[list[torch.Tensor]]:
     """The leaf parameters in reach; whatever happens to their gradients in the trace, the old ones are put back."""
     parameters: dict[int, torch.Tensor] = {}
     for _, module in found.modules.values():
@@ -342,9 +342,7 @@ class _Running:
             guards.append(_guards.module_guard(name, module))
             for kind in ("_parameters", "_buffers"):
                 held = module.__dict__[kind].items()
-                guards.extend(
-                    _guards.storage_guard(f"{name}.{k}", t) for k, t in held if t is not None and t.device.type == "jax"
-                )
+                guards.extend(_guards.storage_guard(f"{name}.{k}", t) for k, t in held if t is not None and t.device.type == "jax")
         guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers)
         guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches)
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
@@ -353,7 +351,7 @@ class _Running:
 
 
 @contextmanager
-def _watching(recorder: Recorder, found: Reachable) -> Iterator[None]:
+def _watching(recorder: Recorder, found: Reachable) -> Generator[None]:
     """Note the modules that run, name their operations after them, and refuse optimizers that were not prepared."""
     names = module_names(found)
     scopes: list[tuple[str, Any]] = []

@@ -63,7 +63,7 @@ class Reachable:
         for name in _global_names(fn.__code__):
             if name in fn.__globals__:
                 self.visit(fn.__globals__[name], name, depth + 1)
-        self.visit(fn.__wrapped__ if hasattr(fn, "__wrapped__") else None, "", depth + 1)
+        self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
         self.visit(fn.__defaults__, "", depth + 1)
 
 

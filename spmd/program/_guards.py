@@ -83,7 +83,7 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     title = type(optimizer).__name__
 
     def check() -> str | None:
-        if optimizer.state is not state or len(state) and any(s.get(k) is not v for s, k, v in entries):
+        if optimizer.state is not state or (len(state) and any(s.get(k) is not v for s, k, v in entries)):
             return f"{title}'s state was replaced (load_state_dict)"
         if optimizer.param_groups is not groups or static_settings(optimizer) != settings:
             return f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"

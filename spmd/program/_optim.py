@@ -8,7 +8,7 @@ from a trace of that step alone, with its parameter's sharding; so the loop has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from spmd._convert import exact_dtypes
 from spmd._errors import TraceError, message
+from spmd._jax import eval_jaxpr
 from spmd.device._copy import from_host
 from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
@@ -44,7 +45,7 @@ class LiftedNumbers:
         return [group[key] if position is None else group[key][position] for group, key, position in self.slots]
 
     @contextmanager
-    def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Iterator[None]:
+    def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
         """While tracing: every slot holds a lifted number read from `vector` (float64[len(slots)])."""
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
         placed: list[tuple[dict[str, Any], str, Any]] = []
@@ -86,7 +87,7 @@ def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
     """What of the groups the trace bakes in: which parameters, which flags, which keys are lifted."""
     settings: list[tuple[Any, ...]] = []
     for group in optimizer.param_groups:
-        flags = tuple((k, type(v) if type(v) in (float, tuple) else v) for k, v in group.items() if k != "params" and not torch.is_tensor(v))
+        flags = ((k, type(v) if type(v) in (float, tuple) else v) for k, v in group.items() if k != "params" and not torch.is_tensor(v))
         settings.append((*flags, *map(id, group["params"])))
     return settings
 
@@ -112,7 +113,7 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
     elif missing and all(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"]):
         _give_birth(optimizer, missing)
     for parameter, state in optimizer.state.items():
-        if isinstance(parameter, torch.Tensor) and parameter.device.type == "jax":
+        if parameter.device.type == "jax":
             _settle(parameter, state)
 
 
@@ -204,7 +205,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
         for buffer, value in births.before.items():
             buffer.value = value
             buffer.reads.clear()
-        for p in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
+        for p in list(optimizer.state):
             if p in kept_state:
                 optimizer.state[p] = kept_state[p]
             elif not any(m[0] is p for m in made):
@@ -233,7 +234,7 @@ def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor
     jaxpr = _pruned(closed.jaxpr, ready)
     placed = [None if a is None else a.to_jax() for a in annotations]
     with exact_dtypes():
-        values = jax.jit(lambda: jax.core.eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
+        values = jax.jit(lambda: eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
     for i, value, annotation in zip(ready, values, annotations, strict=True):
         parameter, key, _ = made[i]
         state = wrap(value)

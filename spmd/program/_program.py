@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import SpmdError, message
+from spmd._jax import eval_jaxpr
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap
 from spmd.program import _hlo
@@ -98,7 +99,7 @@ class Program:
             args: list[Any] = [None] * len(captured.arg_buffers)
             for i, value in (*zip(self.written_args, written_args, strict=True), *zip(self.kept_args, kept_args, strict=True)):
                 args[i] = value
-            flat = jax.core.eval_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
+            flat = eval_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
             outputs, rest = flat[:num_outputs], flat[num_outputs:]
             values, kept = rest[: len(written_slots)], rest[len(written_slots) :]
             new_state = [v for v, s in zip(values, written_slots, strict=True) if s[0] == 0]
@@ -156,9 +157,7 @@ class Program:
         self._refuse_shared(state)
         inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
         with exact_dtypes():
-            outputs, new_state, new_args, grads = self.compiled(
-                (state, [arg_buffers[i].value for i in self.written_args]), read, *inputs
-            )
+            outputs, new_state, new_args, grads = self.compiled((state, [arg_buffers[i].value for i in self.written_args]), read, *inputs)
         for buffer, value in zip(self.written, new_state, strict=True):
             buffer.value = value
             buffer.host = None
@@ -207,11 +206,17 @@ class Program:
                 flat.append(leaf.value)
         return pytree.tree_unflatten(flat, self.captured.tree)
 
+    def hlo(self) -> str:
+        """The optimised HLO text."""
+        text = self.compiled.as_text()
+        assert text is not None
+        return text
+
     def collectives(self) -> _hlo.CollectiveReport:
         """The collectives of the compiled program."""
         names = () if self.mesh is None else tuple(self.mesh.axis_names)
         sizes = () if self.mesh is None else tuple(self.mesh.mesh_shape)
-        return _hlo.collectives(self.compiled.as_text(), names, sizes)
+        return _hlo.collectives(self.hlo(), names, sizes)
 
 
 def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:

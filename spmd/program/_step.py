@@ -1,11 +1,11 @@
 """`spmd.compile`: a Python function over device tensors as a few compiled programs, one per signature.
 
-    @spmd.compile
-    def train_step(x, y): ...
+@spmd.compile
+def train_step(x, y): ...
 
-    loss = train_step(x, y)          # traced, compiled and run the first time; run afterwards
-    train_step.collectives()         # read from the compiled program
-    train_step.retraces              # why it was traced again, if it was
+loss = train_step(x, y)          # traced, compiled and run the first time; run afterwards
+train_step.collectives()         # read from the compiled program
+train_step.retraces              # why it was traced again, if it was
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Step(Generic[P, R]):
 
     def hlo(self) -> str:
         """The optimised HLO text of the latest program."""
-        return self._program.compiled.as_text()
+        return self._program.hlo()
 
 
 @overload

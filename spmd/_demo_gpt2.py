@@ -1,0 +1,119 @@
+"""GPT-2 for `spmd demo`: an ordinary `nn.Module` in plain PyTorch, and the table that says how its parameters are split.
+
+The model knows no device and no mesh; the file imports only torch, so the demo's checkpoint is read back without `spmd`.
+
+Shapes are named by suffixes:
+
+    B  sequences in a batch        T  characters in a sequence        V  vocabulary
+    D  width of the model          H  heads                           K  width of one head, D = H * K
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Megatron tensor parallelism: the first linear of each pair is split by outputs, the second by inputs, so that each pair
+# needs one all-reduce over "model" forward and one backward. Parameters that no pattern names are replicated: the
+# embedding is, because a hundred characters are too few to be worth an all-reduce per look-up and one per softmax.
+SHARDINGS: dict[str, tuple[str | None, ...]] = {
+    "blocks.*.attention.qkv.weight": ("model", None),
+    "blocks.*.attention.qkv.bias": ("model",),
+    "blocks.*.attention.out.weight": (None, "model"),
+    "blocks.*.mlp.up.weight": ("model", None),
+    "blocks.*.mlp.up.bias": ("model",),
+    "blocks.*.mlp.down.weight": (None, "model"),
+}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of the model."""
+
+    vocabulary: int
+    seq: int
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.1
+
+
+class Attention(nn.Module):
+    """Causal self-attention.
+
+    The rows of `qkv` are ordered [H, 3, K], heads outermost as in Megatron: splitting them over devices splits heads, and
+    no device needs the query, key or value of another one's heads. In GPT-2's own order, [3, H, K], it would.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv_BTH3K = self.qkv(x_BTD).unflatten(-1, (self.heads, 3, -1))
+        q_BHTK, k_BHTK, v_BHTK = qkv_BTH3K.transpose(1, 2).unbind(3)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+        return self.out(y_BHTK.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linears around a GELU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One layer, norms first."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Characters in, the next character's logits out; the head is the token embedding."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.seq, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # The linears that end in the residual stream start smaller, by the number of additions to it (GPT-2).
+                ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if ends else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))  # logits_BTV

@@ -1,0 +1,129 @@
+"""Convolutions: one `conv_general_dilated` for every rank, transposed or not, grouped or not; backward by its transpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.lowering._registry import lower
+
+
+def _spread(values: Any, count: int) -> tuple[int, ...]:
+    """One value per spatial dim, where torch also takes a single one for all."""
+    return tuple(values) * count if len(values) == 1 else tuple(values)
+
+
+def _check(input: Any, weight: Any, transposed: bool, groups: int) -> None:
+    """torch's own complaint about channels that do not fit."""
+    wanted = weight.shape[0] if transposed else weight.shape[1] * groups
+    if input.shape[1] != wanted:
+        raise RuntimeError(
+            f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} "
+            f"to have {wanted} channels, but got {input.shape[1]} channels instead"
+        )
+
+
+@lower("convolution", "convolution_overrideable")
+def convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    """input [N, C, ...], weight [O, C / groups, ...], or [C, O / groups, ...] if transposed; input may lack N."""
+    rank = weight.ndim - 2
+    if input.ndim == rank + 1:
+        return convolution(input[None], weight, bias, stride, padding, dilation, transposed, output_padding, groups)[0]
+    _check(input, weight, transposed, groups)
+    out = _convolved(
+        input,
+        weight,
+        _spread(stride, rank),
+        _spread(padding, rank),
+        _spread(dilation, rank),
+        _spread(output_padding, rank) if transposed else None,
+        groups,
+    )
+    return out if bias is None else out + bias.reshape((-1,) + (1,) * rank)
+
+
+def _convolved(
+    input: Any,
+    weight: Any,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    output_padding: tuple[int, ...] | None,
+    groups: int,
+) -> Any:
+    """The convolution without bias; transposed if it has an output padding: a convolution over the input spread by stride."""
+    spatial = tuple(range(2, weight.ndim))
+    numbers = lax.ConvDimensionNumbers((0, 1, *spatial), (0, 1, *spatial), (0, 1, *spatial))
+    if output_padding is None:
+        return lax.conv_general_dilated(
+            input,
+            weight,
+            stride,
+            [(p, p) for p in padding],
+            rhs_dilation=dilation,
+            dimension_numbers=numbers,
+            feature_group_count=groups,
+        )
+    if groups > 1:  # [G * I, O, ...] to [G * O, I, ...]: the channel dims change places within each group
+        weight = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+        weight = jnp.swapaxes(weight, 1, 2).reshape(-1, weight.shape[1], *weight.shape[3:])
+    else:
+        weight = jnp.swapaxes(weight, 0, 1)
+    reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    return lax.conv_general_dilated(
+        input,
+        jnp.flip(weight, spatial),
+        (1,) * len(spatial),
+        [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)],
+        lhs_dilation=stride,
+        rhs_dilation=dilation,
+        dimension_numbers=numbers,
+        feature_group_count=groups,
+    )
+
+
+@lower("convolution_backward")
+def convolution_backward(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    output_mask: Any,
+) -> Any:
+    """Gradients of input, weight and bias, None where `output_mask` does not ask; a convolution is linear in each."""
+
+    def product(x: Any, w: Any) -> Any:
+        return convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
+
+    grad_input = jax.linear_transpose(lambda x: product(x, weight), input)(grad_output)[0] if output_mask[0] else None
+    grad_weight = jax.linear_transpose(lambda w: product(input, w), weight)(grad_output)[0] if output_mask[1] else None
+    if not output_mask[2]:
+        return grad_input, grad_weight, None
+    channel = grad_output.ndim - weight.ndim + 1
+    return grad_input, grad_weight, jnp.sum(grad_output, tuple(i for i in range(grad_output.ndim) if i != channel))
+
+
+@lower("conv_tbc")
+def conv_tbc(self: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
+    """One-dimensional over time: self [T, B, I], weight [K, I, O]."""
+    numbers = lax.conv_dimension_numbers(self.shape, weight.shape, ("HNC", "HIO", "HNC"))
+    return lax.conv_general_dilated(self, weight, (1,), [(pad, pad)], dimension_numbers=numbers) + bias

@@ -1,0 +1,345 @@
+"""Pooling over windows: `reduce_window` wherever the windows are regular, a product with an averaging matrix where not.
+
+Each op takes any leading dims. The backward of a max is the transpose of `reduce_window` (select and scatter), which does
+not read the indices, so a program that does not use them never computes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.lowering._registry import lower
+from spmd.lowering.norm import wide
+
+
+def _spread(values: Any, rank: int) -> tuple[int, ...]:
+    """One value per pooled dim, where torch also takes a single one for all."""
+    return tuple(values) * rank if len(values) == 1 else tuple(values)
+
+
+class Windows:
+    """Regular windows over the last dims of an array, as torch counts them.
+
+    Attributes:
+        out: number of windows per dim.
+        padding: (low, high) per dim; high is as long as the last window needs, which `ceil_mode` may push past the padding.
+    """
+
+    def __init__(self, size: tuple[int, ...], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> None:
+        rank = len(size)
+        self.size = size
+        self.kernel = _spread(kernel, rank)
+        self.stride = _spread(stride, rank) if stride else self.kernel
+        self.low = _spread(padding, rank)
+        self.dilation = _spread(dilation, rank)
+        self.out: list[int] = []
+        self.padding: list[tuple[int, int]] = []
+        for n, k, s, p, d in zip(size, self.kernel, self.stride, self.low, self.dilation, strict=True):
+            span = d * (k - 1) + 1
+            room = n + 2 * p - span
+            count = (-(-room // s) if ceil_mode else room // s) + 1
+            if ceil_mode and (count - 1) * s >= n + p:
+                count -= 1  # a window that starts in the high padding does not count
+            if count < 1:
+                raise RuntimeError(f"Given input size {size}, kernel {self.kernel}: calculated output size is too small")
+            self.out.append(count)
+            self.padding.append((p, max((count - 1) * s + span - n - p, 0)))
+
+    def reduce(self, operand: Any, init: Any, computation: Any, leading: int) -> Any:
+        """`lax.reduce_window` over the last dims of one array or several."""
+        ones, nones = (1,) * leading, [(0, 0)] * leading
+        return lax.reduce_window(
+            operand,
+            init,
+            computation,
+            ones + self.kernel,
+            ones + self.stride,
+            [*nones, *self.padding],
+            window_dilation=ones + self.dilation,
+        )
+
+    def counts(self, with_padding: bool) -> list[np.ndarray[Any, Any]]:
+        """Per dim, how many elements each window has, with or without those in the padding."""
+        counts: list[np.ndarray[Any, Any]] = []
+        for n, k, s, p, count in zip(self.size, self.kernel, self.stride, self.low, self.out, strict=True):
+            start = np.arange(count) * s - p
+            end = np.minimum(start + k, n + p)
+            counts.append(end - start if with_padding else np.minimum(end, n) - np.maximum(start, 0))
+        return counts
+
+
+def _lowest(dtype: Any) -> Any:
+    """What a maximum starts from."""
+    return np.array(-np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
+
+
+def _plane_positions(shape: tuple[int, ...], rank: int) -> Any:
+    """For each element, its row-major position within its last `rank` dims."""
+    positions = jnp.zeros(shape, jnp.int32)
+    for dim in range(len(shape) - rank, len(shape)):
+        positions = positions + lax.broadcasted_iota(jnp.int32, shape, dim) * math.prod(shape[dim + 1 :])
+    return positions
+
+
+def _first_larger(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Of two (value, position) pairs the larger value, a nan before a number, the earlier position among equals."""
+    (a, i), (b, j) = left, right
+    a_wins = (a > b) | ((a == b) & (i < j)) | ((a != a) & ~((b != b) & (j < i)))
+    return jnp.where(a_wins, a, b), jnp.where(a_wins, i, j)
+
+
+def _max_pool(x: Any, windows: Windows) -> tuple[Any, Any]:
+    leading = x.ndim - len(windows.size)
+    out = windows.reduce(x, _lowest(x.dtype), lax.max, leading)
+    positions = _plane_positions(x.shape, len(windows.size))
+    last = np.array(np.iinfo(np.int32).max, np.int32)
+    indices = windows.reduce((x, positions), (_lowest(x.dtype), last), _first_larger, leading)[1]
+    return out, indices.astype(jnp.int64)
+
+
+def max_pool_with_indices(
+    self: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False, *, rank: int
+) -> Any:
+    return _max_pool(self, Windows(self.shape[self.ndim - rank :], kernel_size, stride, padding, dilation, ceil_mode))
+
+
+def max_pool_with_indices_backward(
+    grad_output: Any,
+    self: Any,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: Any,
+    *,
+    rank: int,
+) -> Any:
+    windows = Windows(self.shape[self.ndim - rank :], kernel_size, stride, padding, dilation, ceil_mode)
+    if any(d > 1 for d in windows.dilation):  # select-and-scatter knows no dilated window
+        return _to_plane(grad_output, indices, self.shape, rank)
+
+    def largest(x: Any) -> Any:
+        return windows.reduce(x, _lowest(x.dtype), lax.max, x.ndim - rank)
+
+    return jax.vjp(largest, self)[1](grad_output.astype(self.dtype))[0]
+
+
+def _to_plane(values: Any, indices: Any, shape: tuple[int, ...], rank: int) -> Any:
+    """Sum of `values` at their positions in planes of the last `rank` dims."""
+    leading = shape[: len(shape) - rank]
+    flat, at = values.reshape(*leading, -1), indices.reshape(*leading, -1)
+    zeros = jnp.zeros((*leading, math.prod(shape[len(shape) - rank :])), values.dtype)
+    add = lambda plane, i, v: plane.at[i].add(v)  # noqa: E731
+    for _ in leading:
+        add = jax.vmap(add)
+    return add(zeros, at, flat).reshape(shape)
+
+
+def avg_pool(
+    self: Any,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    rank: int,
+) -> Any:
+    """Window sums over their counts; the counts are constants, one vector per dim where windows differ."""
+    x = wide(self)
+    windows = Windows(x.shape[x.ndim - rank :], kernel_size, stride, padding, (1,), ceil_mode)
+    total = windows.reduce(x, np.zeros((), x.dtype), lax.add, x.ndim - rank)
+    if divisor_override is not None:
+        return _divided(total, divisor_override)
+    for i, counts in enumerate(windows.counts(count_include_pad)):
+        if (counts == counts[0]).all():
+            total = _divided(total, int(counts[0]))
+        else:
+            total = _divided(total, jnp.asarray(counts, total.dtype).reshape((-1,) + (1,) * (rank - 1 - i)))
+    return total
+
+
+def _divided(total: Any, count: Any) -> Any:
+    """torch pools integers too, with truncating division."""
+    return total / count if jnp.issubdtype(total.dtype, jnp.floating) else lax.div(total, jnp.full_like(total, count))
+
+
+def avg_pool_backward(
+    grad_output: Any,
+    self: Any,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+    *,
+    rank: int,
+) -> Any:
+    def pooled(x: Any) -> Any:
+        return avg_pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, rank=rank)
+
+    return _transposed(pooled, self, grad_output)
+
+
+def _transposed(linear: Any, like: Any, grad: Any) -> Any:
+    """The transpose of a linear function at `grad`, in float32 for 16-bit floats."""
+    wide_grad = wide(grad)
+    return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like.shape, wide_grad.dtype))(wide_grad)[0]
+
+
+def _averaging(size: int, count: int) -> np.ndarray[Any, Any]:
+    """[count, size]: row i averages the elements from floor(i * size / count) to ceil((i + 1) * size / count)."""
+    matrix = np.zeros((count, size))
+    for i in range(count):
+        start, end = i * size // count, -(-(i + 1) * size // count)
+        matrix[i, start:end] = 1 / (end - start)
+    return matrix
+
+
+@lower("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+def _adaptive_avg_pool(self: Any, output_size: Any) -> Any:
+    """Dim by dim: a mean, or a product with the averaging matrix where windows overlap or differ."""
+    x = wide(self)
+    first = x.ndim - len(output_size)
+    for dim, count in zip(range(first, x.ndim), output_size, strict=True):
+        size = x.shape[dim]
+        if count == size:
+            continue
+        if count == 1:
+            x = jnp.mean(x, dim, keepdims=True)
+        elif count and size % count == 0:
+            window = tuple(size // count if i == dim else 1 for i in range(x.ndim))
+            x = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, window, "VALID") / (size // count)
+        else:
+            matrix = jnp.asarray(_averaging(size, count), x.dtype)
+            product = lax.dot_general(x, matrix, (((dim,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+            x = jnp.moveaxis(product, -1, dim)
+    return x
+
+
+def _adaptive_avg_pool_backward(grad_output: Any, self: Any, *, rank: int) -> Any:
+    output_size = grad_output.shape[grad_output.ndim - rank :]
+    return _transposed(lambda x: _adaptive_avg_pool(x, output_size), self, grad_output)
+
+
+def _divides(size: tuple[int, ...], count: tuple[int, ...]) -> bool:
+    return all(c and n % c == 0 for n, c in zip(size, count, strict=True))
+
+
+def _regular(size: tuple[int, ...], count: tuple[int, ...]) -> Windows:
+    kernel = tuple(n // c for n, c in zip(size, count, strict=True))
+    return Windows(size, kernel, kernel, (0,), (1,), False)
+
+
+def adaptive_max_pool(self: Any, output_size: Any, *, rank: int) -> Any:
+    """(out, positions): regular windows where the sizes divide, else each window gathered and its first maximum taken."""
+    size = self.shape[self.ndim - rank :]
+    if _divides(size, output_size):
+        return _max_pool(self, _regular(size, output_size))
+    starts = [np.arange(c) * n // c for n, c in zip(size, output_size, strict=True)]
+    ends = [-(-(np.arange(c) + 1) * n // c) for n, c in zip(size, output_size, strict=True)]
+    offsets = [np.arange(max((e - s).max(initial=1), 1)) for s, e in zip(starts, ends, strict=True)]
+    return _largest_in(self, [s[:, None] + o for s, o in zip(starts, offsets, strict=True)], ends)
+
+
+def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray[Any, Any]]) -> tuple[Any, Any]:
+    """Per window, given by the indices [windows, longest] taken per dim and where each ends: the maximum and its position."""
+    rank = len(taken)
+    size = x.shape[x.ndim - rank :]
+    first = x.ndim - rank
+    values, position, inside = x, np.zeros((), np.int64), np.ones((), bool)
+    for i, (at, end) in enumerate(zip(taken, ends, strict=True)):
+        shape = [1] * (2 * rank)
+        shape[2 * i : 2 * i + 2] = at.shape
+        inside = inside & (at < end[:, None]).reshape(shape)
+        clipped = np.minimum(at, size[i] - 1)
+        position = position * size[i] + clipped.reshape(shape)
+        values = jnp.take(values, clipped, axis=first + 2 * i, mode="clip")
+    order = (*range(first), *(first + 2 * i for i in range(rank)), *(first + 2 * i + 1 for i in range(rank)))
+    within = tuple(i - first for i in order[first:])
+    values = jnp.transpose(jnp.where(inside, values, _lowest(x.dtype)), order)
+    values = values.reshape(*values.shape[: first + rank], -1)
+    positions = np.transpose(np.broadcast_to(position, [n for at in taken for n in at.shape]), within)
+    positions = jnp.asarray(positions.reshape(*positions.shape[:rank], -1))
+    best = jnp.argmax(values, -1, keepdims=True)
+    out = jnp.take_along_axis(values, best, -1)[..., 0]
+    return out, jnp.take_along_axis(jnp.broadcast_to(positions, values.shape), best, -1)[..., 0].astype(jnp.int64)
+
+
+def adaptive_max_pool_backward(grad_output: Any, self: Any, indices: Any, *, rank: int) -> Any:
+    size, count = self.shape[self.ndim - rank :], grad_output.shape[grad_output.ndim - rank :]
+    if not _divides(size, count):
+        return _to_plane(grad_output, indices, self.shape, rank)
+    windows = _regular(size, count)
+    return jax.vjp(lambda x: windows.reduce(x, _lowest(x.dtype), lax.max, x.ndim - rank), self)[1](grad_output)[0]
+
+
+def fractional_max_pool(self: Any, kernel_size: Any, output_size: Any, random_samples: Any, *, rank: int) -> Any:
+    """Windows at pseudo-random places, one sample per plane and dim (in 2-d the width's comes first)."""
+    size = self.shape[self.ndim - rank :]
+    batched = self.ndim == rank + 2
+    x = self if batched else self[None]
+    order = range(rank) if rank == 3 else reversed(range(rank))
+    taken: list[Any] = []
+    for n, k, count, sample in zip(size, kernel_size, output_size, order, strict=True):
+        start = _fractional_starts(random_samples[..., sample], n, k, count)
+        taken.append(start[..., None] + jnp.arange(k, dtype=start.dtype))
+    pool = jax.vmap(jax.vmap(_largest_in_plane))
+    out, indices = pool(x, *taken)
+    return (out, indices) if batched else (out[0], indices[0])
+
+
+def _fractional_starts(sample: Any, size: int, kernel: int, count: int) -> Any:
+    """[..., count] starts of a dim's windows, the last one at the end."""
+    last = jnp.full((*sample.shape, 1), size - kernel, jnp.int32)
+    if count == 1:
+        return last
+    alpha = jnp.asarray((size - kernel) / (count - 1), sample.dtype)
+    steps = jnp.arange(count - 1, dtype=jnp.int32).astype(sample.dtype)
+    start = ((steps + sample[..., None]) * alpha).astype(jnp.int32) - (sample[..., None] * alpha).astype(jnp.int32)
+    return jnp.concatenate([start, last], -1)
+
+
+def _largest_in_plane(plane: Any, *taken: Any) -> tuple[Any, Any]:
+    """Maximum and position of each window of one plane; `taken` [windows, kernel] indices per dim."""
+    rank = plane.ndim
+    grids = [at.reshape([1] * i + [at.shape[0]] + [1] * (rank - 1) + [at.shape[1]] + [1] * (rank - 1 - i)) for i, at in enumerate(taken)]
+    position: Any = 0
+    for grid, n in zip(grids, plane.shape, strict=True):
+        position = position * n + grid
+    values = plane.reshape(-1)[position.reshape(*position.shape[:rank], -1)]
+    position = position.reshape(values.shape)
+    best = jnp.argmax(values, -1, keepdims=True)
+    return jnp.take_along_axis(values, best, -1)[..., 0], jnp.take_along_axis(position, best, -1)[..., 0].astype(jnp.int64)
+
+
+def fractional_max_pool_backward(
+    grad_output: Any, self: Any, kernel_size: Any, output_size: Any, indices: Any, *, rank: int
+) -> Any:
+    return _to_plane(grad_output, indices, self.shape, rank)
+
+
+_BY_RANK = {
+    "max_pool{}d_with_indices": max_pool_with_indices,
+    "max_pool{}d_with_indices_backward": max_pool_with_indices_backward,
+    "avg_pool{}d": avg_pool,
+    "avg_pool{}d_backward": avg_pool_backward,
+    "_adaptive_avg_pool{}d_backward": _adaptive_avg_pool_backward,
+    "adaptive_max_pool{}d": adaptive_max_pool,
+    "adaptive_max_pool{}d_backward": adaptive_max_pool_backward,
+    "fractional_max_pool{}d": fractional_max_pool,
+    "fractional_max_pool{}d_backward": fractional_max_pool_backward,
+}
+for _name, _rule in _BY_RANK.items():
+    for _rank in (2, 3):
+        lower(_name.format(_rank))(functools.partial(_rule, rank=_rank))

@@ -1,0 +1,87 @@
+"""Order: sorting, the k largest, and searching in what is sorted. NaN counts as larger than every number, as in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.lowering._registry import lower
+
+
+def sorted_with_places(x: Any, dim: int, descending: bool = False) -> tuple[Any, Any]:
+    """(values, positions) along `dim`, stable in both directions."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    dim = dim % x.ndim
+    places = lax.broadcasted_iota(jnp.int64, x.shape, dim)
+    if descending:  # ascending order of the mirrored tensor, mirrored: equal elements keep their order
+        x, places = lax.rev(x, (dim,)), lax.rev(places, (dim,))
+    values, places = lax.sort((x, places), dimension=dim, is_stable=True, num_keys=1)
+    return (lax.rev(values, (dim,)), lax.rev(places, (dim,))) if descending else (values, places)
+
+
+@lower("sort")
+def sort(self: Any, dim: int = -1, descending: bool = False) -> Any:
+    return sorted_with_places(self, dim, descending)
+
+
+@lower("sort.stable")
+def sort_stable(self: Any, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
+    return sorted_with_places(self, dim, descending)
+
+
+@lower("argsort.stable", whole=True)
+def argsort_stable(self: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
+    return sorted_with_places(self, dim, descending)[1]
+
+
+@lower("topk")
+def topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if self.ndim == 0:
+        return (self, jnp.zeros((), jnp.int64)) if k else (jnp.zeros((0,), self.dtype), jnp.zeros((0,), jnp.int64))
+    dim = dim % self.ndim
+    if largest and dim == self.ndim - 1 and self.dtype != jnp.bool_ and k > 0:
+        values, places = lax.top_k(self, k)
+        return values, places.astype(jnp.int64)
+    values, places = sorted_with_places(self, dim, largest)
+    return lax.slice_in_dim(values, 0, k, axis=dim), lax.slice_in_dim(places, 0, k, axis=dim)
+
+
+@lower("kthvalue")
+def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    if self.ndim == 0:
+        return self, jnp.zeros((), jnp.int64)
+    values, places = sorted_with_places(self, dim)
+    values, places = (lax.slice_in_dim(a, k - 1, k, axis=dim % self.ndim) for a in (values, places))
+    return (values, places) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(places, dim))
+
+
+def _search(sequence: Any, values: Any, right: bool, side: str | None, out_int32: bool) -> Any:
+    side = side or ("right" if right else "left")
+    places = jnp.searchsorted(sequence, values, side=side) if sequence.size else jnp.zeros(values.shape, jnp.int64)
+    return places.astype(jnp.int32 if out_int32 else jnp.int64)
+
+
+@lower("searchsorted.Tensor", "searchsorted.Scalar")
+def searchsorted(
+    sorted_sequence: Any, self: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+) -> Any:
+    """`self` holds the values; with more than one dim each row is searched in its own row of the sequence."""
+    values = jnp.asarray(self)
+    if sorter is not None:
+        sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
+    if sorted_sequence.ndim == 1 or values.size == 0:
+        return _search(sorted_sequence, values, right, side, out_int32)
+    *batch, length = sorted_sequence.shape
+    found = jax.vmap(lambda s, v: _search(s, v, right, side, out_int32))(
+        sorted_sequence.reshape(-1, length), values.reshape(-1, values.shape[-1])
+    )
+    return found.reshape(*batch, values.shape[-1])
+
+
+@lower("bucketize.Tensor", "bucketize.Scalar")
+def bucketize(self: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+    return _search(boundaries, jnp.asarray(self), right, None, out_int32)

@@ -1,0 +1,119 @@
+"""Ops about which values occur, where and how often. Most results have a shape that depends on the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmd.lowering._registry import lower
+
+
+@lower("nonzero", data_dependent=True)
+def nonzero(self: Any) -> Any:
+    if self.ndim == 0:
+        return jnp.zeros((int(self != 0), 0), jnp.int64)
+    return jnp.stack(jnp.nonzero(self), axis=-1).astype(jnp.int64)
+
+
+@lower("nonzero_static")
+def nonzero_static(self: Any, *, size: int, fill_value: int = -1) -> Any:
+    if self.ndim == 0:
+        return jnp.zeros((size, 0), jnp.int64)
+    if self.size == 0:
+        return jnp.full((size, self.ndim), fill_value, jnp.int64)
+    return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1).astype(jnp.int64)
+
+
+@lower("_unique2", "_unique", data_dependent=True)
+def _unique2(self: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    values, inverse, counts = jnp.unique(self, return_inverse=True, return_counts=True, equal_nan=False)
+    return _asked(values, inverse.reshape(self.shape), counts, return_inverse, return_counts)
+
+
+@lower("unique_dim", data_dependent=True)
+def unique_dim(self: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    values, inverse, counts = jnp.unique(self, axis=dim, return_inverse=True, return_counts=True, equal_nan=False)
+    return _asked(values, inverse.reshape(-1), counts, return_inverse, return_counts)
+
+
+@lower("unique_consecutive", data_dependent=True)
+def unique_consecutive(self: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None) -> Any:
+    """Runs of equal elements (of the flattened tensor) or of equal slices along `dim`, each once."""
+    rows = self.reshape(-1) if dim is None else jnp.moveaxis(self, dim, 0)
+    count = rows.shape[0]
+    differs = jnp.any((rows[1:] != rows[:-1]).reshape(max(count - 1, 0), -1), axis=1)
+    is_first = jnp.concatenate([jnp.ones((min(count, 1),), bool), differs])
+    starts = jnp.nonzero(is_first)[0]
+    values = rows[starts] if dim is None else jnp.moveaxis(rows[starts], 0, dim)
+    counts = jnp.diff(jnp.concatenate([starts, jnp.array([count])]))
+    inverse = jnp.cumsum(is_first) - 1
+    return _asked(values, inverse.reshape(self.shape) if dim is None else inverse, counts, return_inverse, return_counts)
+
+
+@lower("unique_dim_consecutive", data_dependent=True)
+def unique_dim_consecutive(self: Any, dim: int, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    return unique_consecutive(self, return_inverse, return_counts, dim)
+
+
+def _asked(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
+    """What was not asked for is an empty tensor, as torch has it."""
+    nothing = jnp.zeros((0,), jnp.int64)
+    return (
+        values,
+        inverse.astype(jnp.int64) if return_inverse else nothing,
+        counts.astype(jnp.int64) if return_counts else nothing,
+    )
+
+
+@lower("bincount", data_dependent=True)
+def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
+    length = max(int(self.max()) + 1 if self.size else 0, minlength)
+    if self.size and int(self.min()) < 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    if weights is None:
+        return jnp.zeros((length,), jnp.int64).at[self].add(1)
+    dtype = jnp.float32 if weights.dtype == jnp.float32 else jnp.float64
+    return jnp.zeros((length,), dtype).at[self].add(weights.astype(dtype))
+
+
+def _without_output_size(repeats: Any, *, output_size: int | None = None) -> bool:
+    return output_size is None
+
+
+@lower("repeat_interleave.Tensor", data_dependent=_without_output_size)
+def repeat_interleave(repeats: Any, *, output_size: int | None = None) -> Any:
+    total = int(repeats.sum()) if output_size is None else output_size
+    return jnp.repeat(jnp.arange(repeats.shape[0], dtype=repeats.dtype), repeats, total_repeat_length=total)
+
+
+@lower("histc")
+def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    x = self.reshape(-1)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    low, high = jnp.asarray(min, wide.dtype), jnp.asarray(max, wide.dtype)
+    if x.size:
+        low, high = jnp.where(low == high, wide.min(), low), jnp.where(low == high, wide.max(), high)
+    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
+    places = jnp.minimum(((wide - low) * bins / (high - low)).astype(jnp.int64), bins - 1)
+    places = jnp.where((wide >= low) & (wide <= high), places, bins)
+    return jnp.zeros((bins,), self.dtype).at[places].add(1, mode="drop")
+
+
+@lower("histogram.bin_ct")
+def histogram(self: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    x = self.reshape(-1)
+    if range is not None:
+        low, high = jnp.asarray(range[0], x.dtype), jnp.asarray(range[1], x.dtype)
+    elif x.size:
+        low, high = x.min(), x.max()
+    else:
+        low, high = jnp.zeros((), x.dtype), jnp.zeros((), x.dtype)
+    low, high = jnp.where(low == high, low - 0.5, low), jnp.where(low == high, high + 0.5, high)
+    return histogram_of_edges(self, jnp.linspace(low, high, bins + 1, dtype=x.dtype), weight=weight, density=density)
+
+
+@lower("histogram.bins_tensor")
+def histogram_of_edges(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+    counts, edges = jnp.histogram(self.reshape(-1), bins, weights=None if weight is None else weight.reshape(-1), density=density)
+    return counts.astype(self.dtype), edges
