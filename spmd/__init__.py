@@ -4,6 +4,7 @@ Importing it makes `torch.device("jax")` a real PyTorch device. See `docs/archit
 """
 
 from spmd import lowering as lowering
+from spmd import metrics as metrics
 from spmd._annotate import mark_sharding as mark_sharding
 from spmd._errors import DeviceSlotError as DeviceSlotError
 from spmd._errors import DroppedValueError as DroppedValueError
@@ -31,6 +32,8 @@ __all__ = [
     "compile",
     # operators
     "lowering",
+    # counts
+    "metrics",
     # errors
     "DeviceSlotError",
     "DroppedValueError",

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest floor first. A module belongs to the longest name here that it equals or lies under; "spmd" is spmd/__init__.py alone.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("mesh",),
-    ("spmd._errors", "spmd._convert", "spmd._counters"),
+    ("spmd._errors", "spmd._convert", "spmd._counters", "spmd._jax"),
     ("spmd.lowering",),
     ("spmd.device",),
-    ("spmd._tensor",),
+    ("spmd._names", "spmd._tensor"),
     ("spmd._annotate",),
     ("spmd.program",),
     (
@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "spmd.shard_map",
         "spmd.doctor",
         "spmd.demo",
+        "spmd._demo_gpt2",
     ),
     ("spmd.cli", "spmd.compat"),
     ("spmd",),

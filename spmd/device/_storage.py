@@ -122,7 +122,8 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
             array = jax.device_put(host)
         else:
             array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-    _counters.count("upload_bytes", array.dtype.itemsize * sum(math.prod(shard.data.shape) for shard in array.addressable_shards))
+    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
     return array
 

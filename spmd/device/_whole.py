@@ -118,9 +118,9 @@ class _Differentiable(torch.autograd.Function):
         else:
             with exact_dtypes():
                 vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
-                cotangents = tuple(load(g) for g in grads)
+                cotangents: list[Any] = [load(g) for g in grads]
                 apply = _apply_vjp if not is_tracing() else (lambda vjp, cotangent: vjp(cotangent))
-                out = apply(vjp, cotangents if len(cotangents) > 1 else cotangents[0])
+                out = apply(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
                 wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
         result: list[Any] = [None] * (ctx.count + 3)
         for position, grad in zip(ctx.wanted, wanted_grads, strict=True):

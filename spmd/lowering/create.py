@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from spmd.lowering._registry import lower
 
@@ -69,16 +72,71 @@ def zero(self: Any) -> Any:
     return jnp.zeros(self.shape, self.dtype)
 
 
-@lower("arange", static=("end",))
-def arange(end: Any, *, dtype: Any = None) -> Any:
-    return jnp.arange(end, dtype=dtype)
+@lower("arange.start_step", static=("start", "end", "step"))
+def arange_start_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Any:
+    if all(isinstance(number, int) for number in (start, end, step)):
+        count, wide = -((start - end) // step), jnp.int64
+    else:
+        count, wide = math.ceil((end - start) / step), jnp.float64
+        wide = jnp.int64 if jnp.issubdtype(dtype, jnp.integer) else wide
+        start, step = (int(start), int(step)) if wide == jnp.int64 else (start, step)
+    places = lax.iota(wide, max(count, 0))
+    return (places if (start, step) == (0, 1) else places * step + start).astype(dtype)
 
 
 @lower("arange.start", static=("start", "end"))
 def arange_start(start: Any, end: Any, *, dtype: Any = None) -> Any:
-    return jnp.arange(start, end, dtype=dtype)
+    return arange_start_step(start, end, dtype=dtype)
 
 
-@lower("arange.start_step", static=("start", "end", "step"))
-def arange_start_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Any:
-    return jnp.arange(start, end, step, dtype=dtype)
+@lower("arange", static=("end",))
+def arange(end: Any, *, dtype: Any = None) -> Any:
+    return arange_start_step(0, end, dtype=dtype)
+
+
+@lower("linspace", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
+    """From both ends inwards, as torch computes it, so that the ends are exact."""
+    exact = jnp.float64 if jnp.issubdtype(dtype, jnp.integer) else dtype
+    wide = jnp.promote_types(exact, jnp.float32)
+    start, end = jnp.asarray(start).astype(wide), jnp.asarray(end).astype(wide)
+    if steps == 1:
+        return start.reshape(1).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        start, end = jnp.trunc(start), jnp.trunc(end)
+    step = (end - start) / (steps - 1)
+    places = lax.iota(jnp.int64, steps)
+    return jnp.where(places < steps // 2, start + step * places, end - step * (steps - 1 - places)).astype(dtype)
+
+
+@lower("logspace", "logspace.Tensor_Tensor", "logspace.Tensor_Scalar", "logspace.Scalar_Tensor", static=("base",))
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None) -> Any:
+    wide = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.float64
+    if jnp.issubdtype(dtype, jnp.integer):
+        start, end = jnp.trunc(jnp.asarray(start)), jnp.trunc(jnp.asarray(end))
+    return jnp.power(jnp.asarray(base, wide), linspace(start, end, steps, dtype=wide)).astype(dtype)
+
+
+@lower("eye")
+def eye(n: int, *, dtype: Any = None) -> Any:
+    return jnp.eye(n, dtype=dtype)
+
+
+@lower("eye.m")
+def eye_m(n: int, m: int, *, dtype: Any = None) -> Any:
+    return jnp.eye(n, m, dtype=dtype)
+
+
+@lower("scalar_tensor")
+def scalar_tensor(s: Any, *, dtype: Any = None) -> Any:
+    return jnp.asarray(s).astype(dtype)
+
+
+@lower("tril_indices")
+def tril_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None) -> Any:
+    return jnp.asarray(np.stack(np.tril_indices(row, offset, col)), dtype)
+
+
+@lower("triu_indices")
+def triu_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None) -> Any:
+    return jnp.asarray(np.stack(np.triu_indices(row, offset, col)), dtype)

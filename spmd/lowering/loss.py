@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spmd.lowering._registry import lower
+from spmd.lowering.norm import wide
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -18,16 +20,92 @@ def _reduced(loss: Any, reduction: int) -> Any:
     return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
 
 
-@lower("mse_loss")
-def mse_loss(self: Any, target: Any, reduction: int = _MEAN) -> Any:
-    difference = self - target
-    return _reduced(difference * difference, reduction)
+def _spread_back(grad_output: Any, like: Any, reduction: int) -> Any:
+    """The gradient of each element's loss before reduction."""
+    g = wide(grad_output)
+    return g / max(like.size, 1) if reduction == _MEAN else g
 
 
-@lower("mse_loss_backward")
-def mse_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int) -> Any:
-    factor = 2.0 / max(self.size, 1) if reduction == _MEAN else 2.0
-    return grad_output * (factor * (self - target))
+def _elementwise(name: str, loss: Callable[..., Any]) -> None:
+    """Register `name`(self, target, reduction, *numbers) and its backward, which takes the gradient first."""
+
+    def forward(self: Any, target: Any, reduction: int = _MEAN, *numbers: Any) -> Any:
+        return _reduced(loss(wide(self), wide(target), *numbers), reduction)
+
+    def backward(grad_output: Any, self: Any, target: Any, reduction: int, *numbers: Any) -> Any:
+        x, y = jnp.broadcast_arrays(wide(self), wide(target))
+        slope = jax.vjp(lambda x: loss(x, y, *numbers), x)[1](jnp.ones_like(x))[0]
+        return slope * _spread_back(grad_output, x, reduction)
+
+    lower(name)(forward)
+    lower(f"{name}_backward")(backward)
+
+
+def _squared(x: Any, y: Any) -> Any:
+    return (x - y) * (x - y)
+
+
+def _smooth_l1(x: Any, y: Any, beta: Any = 1.0) -> Any:
+    distance = jnp.abs(x - y)
+    return distance if beta == 0 else jnp.where(distance < beta, 0.5 * (x - y) * (x - y) / beta, distance - 0.5 * beta)
+
+
+def _huber(x: Any, y: Any, delta: Any = 1.0) -> Any:
+    distance = jnp.abs(x - y)
+    return jnp.where(distance <= delta, 0.5 * (x - y) * (x - y), delta * (distance - 0.5 * delta))
+
+
+def _soft_margin(x: Any, y: Any) -> Any:
+    return jax.nn.softplus(-y * x)
+
+
+for _name, _loss in (("mse_loss", _squared), ("smooth_l1_loss", _smooth_l1), ("huber_loss", _huber), ("soft_margin_loss", _soft_margin)):
+    _elementwise(_name, _loss)
+
+
+@lower("binary_cross_entropy")
+def binary_cross_entropy(self: Any, target: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
+    """Logarithms are cut at -100, as torch does, so that a certain mistake costs a finite amount."""
+    p, y = wide(self), wide(target)
+    loss = (y - 1) * jnp.maximum(jnp.log1p(-p), -100.0) - y * jnp.maximum(jnp.log(p), -100.0)
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+@lower("binary_cross_entropy_backward")
+def binary_cross_entropy_backward(grad_output: Any, self: Any, target: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
+    p, y = wide(self), wide(target)
+    grad = _spread_back(grad_output, self, reduction) * (p - y) / jnp.maximum((1 - p) * p, 1e-12)
+    return grad if weight is None else grad * weight
+
+
+@lower("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(
+    self: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    x, y = wide(self), wide(target)
+    if pos_weight is None:
+        loss = (1 - y) * x - jax.nn.log_sigmoid(x)
+    else:
+        loss = (1 - y) * x - ((pos_weight - 1) * y + 1) * jax.nn.log_sigmoid(x)
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _classes_of(x: Any) -> int:
+    """The dim of the classes: 1, or 0 of a single sample."""
+    return 1 if x.ndim > 1 else 0
+
+
+def _along_classes(vector: Any, x: Any) -> Any:
+    """A [C] array to broadcast against `x`."""
+    shape = [1] * x.ndim
+    shape[_classes_of(x)] = x.shape[_classes_of(x)]
+    return vector.reshape(shape)
+
+
+def _is_target(x: Any, target: Any) -> Any:
+    """Where `x`'s class is the target: a comparison, which stays sharded as `x` is."""
+    classes = jnp.arange(x.shape[_classes_of(x)], dtype=target.dtype)
+    return jnp.expand_dims(target, _classes_of(x)) == _along_classes(classes, x)
 
 
 @lower("cross_entropy_loss", whole=True)
@@ -35,31 +113,136 @@ def cross_entropy_loss(
     self: Any, target: Any, weight: Any = None, reduction: int = _MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
     """Classes are dim 1 of `self` (dim 0 if one-dimensional); `target` holds class indices or, if floating, probabilities."""
-    classes = 1 if self.ndim > 1 else 0
-    count = self.shape[classes]
-    log_p = jax.nn.log_softmax(self, axis=classes)
-    shape = [1] * self.ndim
-    shape[classes] = count
-    class_weight = None if weight is None else weight.reshape(shape)
+    log_p = jax.nn.log_softmax(wide(self), axis=_classes_of(self))
     if jnp.issubdtype(target.dtype, jnp.floating):
-        target = target * (1 - label_smoothing) + label_smoothing / count if label_smoothing else target
-        weighted = log_p * target if class_weight is None else log_p * target * class_weight
-        loss = -jnp.sum(weighted, axis=classes)
-        if reduction == _MEAN:
-            return jnp.sum(loss) / max(self.size // count, 1)
-        return _reduced(loss, reduction)
-    kept = target != ignore_index
-    is_target = jnp.expand_dims(target, classes) == jnp.arange(count, dtype=target.dtype).reshape(shape)
-    zero = jnp.zeros((), log_p.dtype)
-    picked = jnp.where(is_target, log_p, zero)
-    loss = -jnp.sum(picked if class_weight is None else picked * class_weight, axis=classes)
-    share = jnp.ones((), log_p.dtype)
-    if class_weight is not None:
-        share = jnp.sum(jnp.where(is_target, class_weight, zero), axis=classes)
+        return _soft_target_loss(log_p, wide(target), weight, reduction, label_smoothing).astype(self.dtype)
+    loss, total = _nll(log_p, target, weight, ignore_index)
     if label_smoothing:
-        smooth = -jnp.sum(log_p if class_weight is None else log_p * class_weight, axis=classes)
+        count = self.shape[_classes_of(self)]
+        weighted = log_p if weight is None else log_p * _along_classes(weight, log_p)
+        smooth = jnp.where(target != ignore_index, -jnp.sum(weighted, axis=_classes_of(self)), 0.0)
         loss = (1 - label_smoothing) * loss + label_smoothing / count * smooth
-    loss = jnp.where(kept, loss, zero)
     if reduction == _MEAN:
-        return jnp.sum(loss) / jnp.sum(jnp.where(kept, share, zero))
+        return (jnp.sum(loss) / total).astype(self.dtype)
+    return _reduced(loss, reduction).astype(self.dtype)
+
+
+def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> Any:
+    classes = _classes_of(log_p)
+    count = log_p.shape[classes]
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / count
+    weighted = log_p * target if weight is None else log_p * target * _along_classes(weight, log_p)
+    loss = -jnp.sum(weighted, axis=classes)
+    if reduction == _MEAN:
+        return jnp.sum(loss) / max(log_p.size // max(count, 1), 1)
     return _reduced(loss, reduction)
+
+
+def _nll(log_p: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Each sample's loss, zero where ignored, and the sum of the weights of the others."""
+    picked = _is_target(log_p, target)
+    weights = jnp.ones((), log_p.dtype) if weight is None else _along_classes(wide(weight), log_p)
+    zero = jnp.zeros((), log_p.dtype)
+    kept = target != ignore_index
+    loss = jnp.where(kept, -jnp.sum(jnp.where(picked, log_p * weights, zero), axis=_classes_of(log_p)), zero)
+    if weight is None:
+        return loss, jnp.sum(kept, dtype=log_p.dtype)
+    share = jnp.sum(jnp.where(picked, weights, zero), axis=_classes_of(log_p))
+    return loss, jnp.sum(jnp.where(kept, share, zero))
+
+
+@lower("nll_loss_nd", "nll_loss", "nll_loss2d", whole=True)
+def nll_loss_nd(self: Any, target: Any, weight: Any = None, reduction: int = _MEAN, ignore_index: int = -100) -> Any:
+    return nll_loss_forward(self, target, weight, reduction, ignore_index)[0].astype(self.dtype)
+
+
+@lower("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """(loss, total weight); the mean is over the total weight, nan if that is zero."""
+    loss, total = _nll(wide(self), target, weight, ignore_index)
+    if reduction == _NONE:
+        return loss, jnp.zeros((), loss.dtype)
+    return jnp.sum(loss) / total if reduction == _MEAN else jnp.sum(loss), total
+
+
+@lower("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(
+    grad_output: Any, self: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> Any:
+    g = wide(grad_output)
+    if reduction == _MEAN:
+        g = g / total_weight
+    if g.ndim:
+        g = jnp.expand_dims(g, _classes_of(self))
+    if weight is not None:
+        g = g * _along_classes(wide(weight), self)
+    kept = jnp.expand_dims(target != ignore_index, _classes_of(self))
+    return jnp.where(_is_target(self, target) & kept, -g, jnp.zeros((), g.dtype))
+
+
+@lower("multi_margin_loss", static=("p",))
+def multi_margin_loss(
+    self: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    return _reduced(_multi_margin(wide(self), target, p, margin, weight), reduction)
+
+
+def _multi_margin(x: Any, target: Any, p: Any, margin: Any, weight: Any) -> Any:
+    """Per sample: mean over the classes j != y of max(0, margin - x_y + x_j)^p, times y's weight."""
+    single = x.ndim < 2
+    x = x.reshape(1, -1) if single else x
+    picked = _is_target(x, target.reshape(-1))
+    zero = jnp.zeros((), x.dtype)
+    of_target = jnp.sum(jnp.where(picked, x, zero), 1, keepdims=True)
+    short = jnp.maximum(margin - of_target + x, zero)
+    cost = jnp.where(picked, zero, short if p == 1 else short * short)
+    if weight is not None:
+        cost = cost * jnp.sum(jnp.where(picked, wide(weight)[None], zero), 1, keepdims=True)
+    loss = jnp.sum(cost, 1) / x.shape[1]
+    return loss.reshape(target.shape)
+
+
+@lower("multi_margin_loss_backward", static=("p",))
+def multi_margin_loss_backward(
+    grad_output: Any, self: Any, target: Any, p: Any, margin: Any, weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    loss, vjp = jax.vjp(lambda x: _multi_margin(x, target, p, margin, weight), wide(self))
+    return vjp(jnp.broadcast_to(_spread_back(grad_output, loss, reduction), loss.shape))[0]
+
+
+def _label_mask(x: Any, target: Any) -> Any:
+    """Which classes of each sample [N, C] its label list names, up to the first -1."""
+    before_end = jnp.cumprod(target >= 0, 1, dtype=jnp.int32).astype(bool)
+    classes = jnp.arange(x.shape[1], dtype=target.dtype)
+    return jnp.any((target[:, :, None] == classes) & before_end[:, :, None], 1), before_end
+
+
+def _multilabel_margin(x: Any, target: Any) -> Any:
+    """Per sample [N, C]: sum over labels y and other classes j of max(0, 1 - (x_y - x_j)), divided by C."""
+    is_label, before_end = _label_mask(x, target)
+    classes = jnp.arange(x.shape[1], dtype=target.dtype)
+    of_label = jnp.sum(jnp.where(target[:, :, None] == classes, x[:, None], jnp.zeros((), x.dtype)), 2)
+    short = jnp.maximum(1 - of_label[:, :, None] + x[:, None], jnp.zeros((), x.dtype))
+    counted = before_end[:, :, None] & ~is_label[:, None]
+    return jnp.sum(jnp.where(counted, short, jnp.zeros((), x.dtype)), (1, 2)) / x.shape[1]
+
+
+def _rows(x: Any) -> Any:
+    """A single sample as a batch of one."""
+    return x if x.ndim == 2 else x.reshape(1, -1)
+
+
+@lower("multilabel_margin_loss_forward")
+def multilabel_margin_loss_forward(self: Any, target: Any, reduction: int) -> Any:
+    """(loss, 1 where a class is a label)."""
+    x = _rows(wide(self))
+    loss = _multilabel_margin(x, _rows(target))
+    loss = loss if self.ndim == 2 else loss[0]
+    return _reduced(loss, reduction), _label_mask(x, _rows(target))[0].astype(self.dtype).reshape(target.shape)
+
+
+@lower("multilabel_margin_loss_backward")
+def multilabel_margin_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int, is_target: Any) -> Any:
+    loss, vjp = jax.vjp(lambda x: _multilabel_margin(x, _rows(target)), _rows(wide(self)))
+    return vjp(jnp.broadcast_to(_spread_back(grad_output, loss, reduction), loss.shape))[0].reshape(self.shape)

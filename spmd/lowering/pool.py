@@ -135,7 +135,8 @@ def max_pool_with_indices_backward(
 def _to_plane(values: Any, indices: Any, shape: tuple[int, ...], rank: int) -> Any:
     """Sum of `values` at their positions in planes of the last `rank` dims."""
     leading = shape[: len(shape) - rank]
-    flat, at = values.reshape(*leading, -1), indices.reshape(*leading, -1)
+    count = math.prod(values.shape[len(leading) :])
+    flat, at = values.reshape(*leading, count), indices.reshape(*leading, count)
     zeros = jnp.zeros((*leading, math.prod(shape[len(shape) - rank :])), values.dtype)
     add = lambda plane, i, v: plane.at[i].add(v)  # noqa: E731
     for _ in leading:
@@ -268,7 +269,7 @@ def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray
     order = (*range(first), *(first + 2 * i for i in range(rank)), *(first + 2 * i + 1 for i in range(rank)))
     within = tuple(i - first for i in order[first:])
     values = jnp.transpose(jnp.where(inside, values, _lowest(x.dtype)), order)
-    values = values.reshape(*values.shape[: first + rank], -1)
+    values = values.reshape(*values.shape[: first + rank], math.prod(at.shape[1] for at in taken))
     positions = np.transpose(np.broadcast_to(position, [n for at in taken for n in at.shape]), within)
     positions = jnp.asarray(positions.reshape(*positions.shape[:rank], -1))
     best = jnp.argmax(values, -1, keepdims=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -72,3 +73,50 @@ def constant_pad_nd(self: Any, pad: Any, value: Any = 0) -> Any:
     for i in range(len(pad) // 2):
         padding[self.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
     return lax.pad(self, jnp.asarray(value, self.dtype), padding)
+
+
+@lower("slice_scatter")
+def slice_scatter(self: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    return self.at[(slice(None),) * (dim % self.ndim) + (slice(start, end, step),)].set(src)
+
+
+@lower("select_scatter")
+def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
+    dim = dim % self.ndim
+    return lax.dynamic_update_index_in_dim(self, jnp.expand_dims(src, dim), index % self.shape[dim], dim)
+
+
+@lower("diagonal_scatter")
+def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """The diagonal becomes the last dim of `src`; written as a `where` over a mask of the two dims."""
+    dim1, dim2 = dim1 % self.ndim, dim2 % self.ndim
+    rows, columns = (lax.broadcasted_iota(jnp.int32, self.shape, d) for d in (dim1, dim2))
+    along = jnp.expand_dims(src, (0,)) if src.ndim == 1 else jnp.expand_dims(jnp.moveaxis(src, -1, 0), 1)
+    spread = jnp.swapaxes(along, 0, 1) if src.ndim == 1 else along  # [diagonal, 1, the other dims in order]
+    size = self.shape[dim1]
+    before = max(-offset, 0)
+    padded = lax.pad(spread, jnp.zeros((), src.dtype), [(before, size - before - spread.shape[0], 0)] + [(0, 0, 0)] * (spread.ndim - 1))
+    return jnp.where(columns - rows == offset, jnp.moveaxis(padded, (0, 1), (dim1, dim2)), self)
+
+
+def padded(self: Any, padding: Any, mode: str) -> Any:
+    """Grow the last dims by (before, after) pairs, last dim first; a negative count crops."""
+    pairs = [(0, 0)] * (self.ndim - len(padding) // 2) + [(padding[i], padding[i + 1]) for i in range(len(padding) - 2, -1, -2)]
+    out = jnp.pad(self, [(max(before, 0), max(after, 0)) for before, after in pairs], mode=mode)
+    return out[tuple(slice(max(-before, 0), n - max(-after, 0)) for (before, after), n in zip(pairs, out.shape, strict=True))]
+
+
+def _lower_pad(name: str, mode: str) -> None:
+    def pad(self: Any, padding: Any) -> Any:
+        return padded(self, padding, mode)
+
+    def pad_backward(grad_output: Any, self: Any, padding: Any) -> Any:
+        return jax.vjp(lambda x: padded(x, padding, mode), self)[1](grad_output)[0]
+
+    for rank in ("1d", "2d", "3d"):
+        lower(f"{name}_pad{rank}")(pad)
+        lower(f"{name}_pad{rank}_backward")(pad_backward)
+
+
+_lower_pad("reflection", "reflect")
+_lower_pad("replication", "edge")

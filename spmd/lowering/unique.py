@@ -1,4 +1,4 @@
-"""Ops about which values occur, where and how often. Most results have a shape that depends on the values."""
+"""Which values occur and where: results whose shape depends on the values. Counts into bins are in `statistics`."""
 
 from __future__ import annotations
 
@@ -66,17 +66,6 @@ def _asked(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_
     )
 
 
-@lower("bincount", data_dependent=True)
-def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
-    length = max(int(self.max()) + 1 if self.size else 0, minlength)
-    if self.size and int(self.min()) < 0:
-        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-    if weights is None:
-        return jnp.zeros((length,), jnp.int64).at[self].add(1)
-    dtype = jnp.float32 if weights.dtype == jnp.float32 else jnp.float64
-    return jnp.zeros((length,), dtype).at[self].add(weights.astype(dtype))
-
-
 def _without_output_size(repeats: Any, *, output_size: int | None = None) -> bool:
     return output_size is None
 
@@ -85,35 +74,3 @@ def _without_output_size(repeats: Any, *, output_size: int | None = None) -> boo
 def repeat_interleave(repeats: Any, *, output_size: int | None = None) -> Any:
     total = int(repeats.sum()) if output_size is None else output_size
     return jnp.repeat(jnp.arange(repeats.shape[0], dtype=repeats.dtype), repeats, total_repeat_length=total)
-
-
-@lower("histc")
-def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    x = self.reshape(-1)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    low, high = jnp.asarray(min, wide.dtype), jnp.asarray(max, wide.dtype)
-    if x.size:
-        low, high = jnp.where(low == high, wide.min(), low), jnp.where(low == high, wide.max(), high)
-    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
-    places = jnp.minimum(((wide - low) * bins / (high - low)).astype(jnp.int64), bins - 1)
-    places = jnp.where((wide >= low) & (wide <= high), places, bins)
-    return jnp.zeros((bins,), self.dtype).at[places].add(1, mode="drop")
-
-
-@lower("histogram.bin_ct")
-def histogram(self: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    x = self.reshape(-1)
-    if range is not None:
-        low, high = jnp.asarray(range[0], x.dtype), jnp.asarray(range[1], x.dtype)
-    elif x.size:
-        low, high = x.min(), x.max()
-    else:
-        low, high = jnp.zeros((), x.dtype), jnp.zeros((), x.dtype)
-    low, high = jnp.where(low == high, low - 0.5, low), jnp.where(low == high, high + 0.5, high)
-    return histogram_of_edges(self, jnp.linspace(low, high, bins + 1, dtype=x.dtype), weight=weight, density=density)
-
-
-@lower("histogram.bins_tensor")
-def histogram_of_edges(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
-    counts, edges = jnp.histogram(self.reshape(-1), bins, weights=None if weight is None else weight.reshape(-1), density=density)
-    return counts.astype(self.dtype), edges

@@ -1,0 +1,196 @@
+"""Linear algebra: factorisations and what follows from them. Gradients are torch's own formulas over these results.
+
+A factorisation that fails gives NaN and a nonzero `info`; there is no LDL factorisation in jax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.lowering._registry import is_static, lower, scaled
+
+
+def _adjoint(x: Any) -> Any:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
+
+
+def _empty(x: Any) -> Any:
+    """What torch returns for a result that was not asked for."""
+    return jnp.zeros((0,), x.dtype)
+
+
+def _failed(x: Any) -> Any:
+    """1 for each matrix of a batch that has a NaN, else 0."""
+    return jnp.any(jnp.isnan(x), axis=(-1, -2)).astype(jnp.int32)
+
+
+@lower("cholesky")
+def cholesky(self: Any, upper: bool = False) -> Any:
+    if self.size == 0:
+        return self
+    factor = lax.linalg.cholesky(_adjoint(self) if upper else self, symmetrize_input=False)
+    return _adjoint(factor) if upper else factor
+
+
+@lower("linalg_cholesky_ex")
+def linalg_cholesky_ex(self: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
+    factor = cholesky(self, upper)
+    return factor, _failed(factor)
+
+
+@lower("_cholesky_solve_helper")
+def _cholesky_solve_helper(self: Any, A: Any, upper: bool) -> Any:
+    middle = linalg_solve_triangular(_adjoint(A) if upper else A, self, upper=False)
+    return linalg_solve_triangular(A if upper else _adjoint(A), middle, upper=True)
+
+
+@lower("cholesky_inverse")
+def cholesky_inverse(self: Any, upper: bool = False) -> Any:
+    return _cholesky_solve_helper(jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape), self, upper)
+
+
+@lower("linalg_solve_triangular")
+def linalg_solve_triangular(self: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    batch = jnp.broadcast_shapes(self.shape[:-2], B.shape[:-2])
+    A, B = jnp.broadcast_to(self, batch + self.shape[-2:]), jnp.broadcast_to(B, batch + B.shape[-2:])
+    if B.size == 0:
+        return B
+    return lax.linalg.triangular_solve(A, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
+@lower("triangular_solve")
+def triangular_solve(self: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+    batch = jnp.broadcast_shapes(self.shape[:-2], A.shape[:-2])
+    full = jnp.broadcast_to(A, batch + A.shape[-2:])
+    if transpose:
+        A, upper = jnp.swapaxes(A, -1, -2), not upper
+    return linalg_solve_triangular(A, self, upper=upper, unitriangular=unitriangular), full
+
+
+@lower("linalg_qr")
+def linalg_qr(A: Any, mode: str = "reduced") -> Any:
+    *batch, rows, columns = A.shape
+    if A.size == 0:
+        inner = rows if mode == "complete" else min(rows, columns)
+        q = jnp.broadcast_to(jnp.eye(rows, inner, dtype=A.dtype), (*batch, rows, inner))
+        return (_empty(A) if mode == "r" else q), jnp.zeros((*batch, inner, columns), A.dtype)
+    q, r = jnp.linalg.qr(A, mode="complete" if mode == "complete" else "reduced")
+    return (_empty(A) if mode == "r" else q), r
+
+
+@lower("geqrf")
+def geqrf(self: Any) -> Any:
+    if self.size == 0:
+        return self, jnp.zeros((*self.shape[:-2], min(self.shape[-2:])), self.dtype)
+    reflectors, tau = jnp.linalg.qr(self, mode="raw")
+    return jnp.swapaxes(reflectors, -1, -2), tau
+
+
+@lower("linalg_householder_product")
+def linalg_householder_product(input: Any, tau: Any) -> Any:
+    return lax.linalg.householder_product(input, tau) if input.size else input
+
+
+@lower("ormqr")
+def ormqr(self: Any, input2: Any, input3: Any, left: bool = True, transpose: bool = False) -> Any:
+    """(the orthogonal matrix of the reflectors `self` and `input2`) times `input3`, or the other way round."""
+    rows, count = self.shape[-2:]
+    if input3.size == 0:
+        return input3
+    wide = jnp.concatenate([self, jnp.zeros((*self.shape[:-2], rows, rows - count), self.dtype)], axis=-1) if rows > count else self
+    q = lax.linalg.householder_product(wide[..., :rows], input2)
+    q = _adjoint(q) if transpose else q
+    return jnp.matmul(q, input3) if left else jnp.matmul(input3, q)
+
+
+@lower("_linalg_svd")
+def _linalg_svd(A: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
+    if A.size == 0:
+        return _svd_of_nothing(A, full_matrices, compute_uv)
+    if not compute_uv:
+        return _empty(A), jnp.linalg.svd(A, compute_uv=False), _empty(A)
+    return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
+
+
+def _svd_of_nothing(A: Any, full_matrices: bool, compute_uv: bool) -> Any:
+    *batch, rows, columns = A.shape
+    small = min(rows, columns)
+    values = jnp.zeros((*batch, small), jnp.finfo(A.dtype).dtype)
+    if not compute_uv:
+        return _empty(A), values, _empty(A)
+    u = jnp.broadcast_to(jnp.eye(rows, rows if full_matrices else small, dtype=A.dtype), (*batch, rows, rows if full_matrices else small))
+    vh = jnp.eye(columns if full_matrices else small, columns, dtype=A.dtype)
+    return u, values, jnp.broadcast_to(vh, (*batch, *vh.shape))
+
+
+@lower("_linalg_eigh")
+def _linalg_eigh(A: Any, UPLO: str = "L", compute_v: bool = True) -> Any:
+    if A.size == 0:
+        return jnp.zeros(A.shape[:-1], jnp.finfo(A.dtype).dtype), A if compute_v else _empty(A)
+    vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
+    return values, vectors if compute_v else _empty(A)
+
+
+@lower("linalg_eig")
+def linalg_eig(self: Any) -> Any:
+    """jax has it on CPU only."""
+    if self.size == 0:
+        wide = jnp.promote_types(self.dtype, jnp.complex64)
+        return jnp.zeros(self.shape[:-1], wide), self.astype(wide)
+    values, vectors = lax.linalg.eig(self, compute_left_eigenvectors=False)
+    return values, vectors
+
+
+@lower("_linalg_eigvals", "linalg_eigvals")
+def linalg_eigvals(self: Any) -> Any:
+    return linalg_eig(self)[0]
+
+
+@lower("linalg_matrix_exp")
+def linalg_matrix_exp(self: Any) -> Any:
+    if self.size == 0:
+        return self
+    return jax.scipy.linalg.expm(self, max_squarings=64)
+
+
+@lower("linalg_lstsq")
+def linalg_lstsq(self: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """Least squares by the singular value decomposition, whatever the driver: also right for matrices without full rank."""
+    rows, columns = self.shape[-2:]
+    is_vector = b.ndim == self.ndim - 1 and b.shape == self.shape[:-1]
+    right = b[..., None] if is_vector else b
+    batch = jnp.broadcast_shapes(self.shape[:-2], right.shape[:-2])
+    real = jnp.finfo(self.dtype).dtype
+    u, values, vh = _linalg_svd(self)
+    cut = (jnp.finfo(self.dtype).eps * max(rows, columns) if rcond is None else rcond) * jnp.max(values, -1, keepdims=True, initial=0)
+    used = values > cut
+    inverse = jnp.where(used, 1 / jnp.where(used, values, 1), 0).astype(self.dtype)
+    out = jnp.matmul(_adjoint(vh), inverse[..., None] * jnp.matmul(_adjoint(u), right))
+    out = jnp.broadcast_to(out, (*batch, columns, right.shape[-1]))
+    residuals = jnp.zeros((0,), real)
+    if rows > columns and driver != "gelsy":
+        residuals = jnp.sum(jnp.abs(jnp.matmul(self, out) - right) ** 2, axis=-2)
+    rank = jnp.sum(used, axis=-1) if driver != "gels" else jnp.zeros((0,), jnp.int64)
+    shown = values if driver in ("gelsd", "gelss") else jnp.zeros((0,), real)
+    return out[..., 0] if is_vector else out, residuals, rank, shown
+
+
+@lower("linalg_cross")
+def linalg_cross(self: Any, other: Any, *, dim: int = -1) -> Any:
+    self, other = jnp.broadcast_arrays(self, other)
+    return jnp.cross(self, other, axis=dim)
+
+
+@lower("addbmm")
+def addbmm(self: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    product = scaled(jnp.einsum("bij,bjk->ik", batch1, batch2), alpha)
+    return product if is_static(beta) and beta == 0 else scaled(self, beta) + product
+
+
+@lower("vdot")
+def vdot(self: Any, other: Any) -> Any:
+    return jnp.vdot(self, other)

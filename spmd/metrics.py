@@ -1,0 +1,25 @@
+"""Counts of what crosses between host and devices, for finding a copy that nobody meant to make.
+
+    spmd.metrics.reset()
+    train_step(x, y)
+    spmd.metrics.counters()      # {"uploads": 2, "upload_bytes": 524288, ...}
+
+Counters: `uploads` and `upload_bytes` (every device's copy counted), `host_reads` and `download_bytes`.
+"""
+
+from __future__ import annotations
+
+from spmd import _counters
+
+
+def counters() -> dict[str, int]:
+    """All counters by name since the start of the process or the last `reset`."""
+    return _counters.snapshot()
+
+
+def reset() -> None:
+    """Set every counter to zero."""
+    _counters.reset()
+
+
+__all__ = ["counters", "reset"]
