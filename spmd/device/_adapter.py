@@ -175,7 +175,7 @@ class Adapter:
                 key.append(tuple((type(item), item) for item in arg))
         elif isinstance(arg, torch.SymFloat):
             dynamic.append(carried(arg))
-            key.append(float)
+            key.append(torch.SymFloat)  # not float: a Python float stays weakly typed, this one is cast
         elif self.dynamic_scalar[index] and arg is not None:
             dynamic.append(arg)
             key.append(type(arg))
@@ -263,7 +263,7 @@ def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
         return load(tensor), (tensor.dtype if tensor.dim() else (tensor.dtype,))
     number = getattr(tensor, "__wrapped_number", None)
     if number is not None:
-        return carried(number), float
+        return carried(number), torch.SymFloat
     if tensor.dim() == 0 and tensor.device.type == "cpu":
         if is_wrapped_number(tensor):
             value = tensor.item()

@@ -132,6 +132,15 @@ def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(local_scalar_dense(same))
 
 
+def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
+    """A copy of `self`'s whole storage, in which the window (size, stride, offset) holds `src`."""
+    with exact_dtypes():
+        root = wrap(buffer_of(self).get())
+        offset = self.storage_offset()
+        store(strided_alias(root, tuple(size), tuple(stride), offset if storage_offset is None else storage_offset), load(src))
+    return strided_alias(root, tuple(self.shape), self.stride(), offset)
+
+
 def from_host(tensor: torch.Tensor) -> torch.Tensor:
     """A device tensor with the values of a CPU tensor; nothing is uploaded yet."""
     _note_host_read(tensor)
@@ -152,7 +161,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         whole = host_tensor(buffer.host)
         if is_whole(tensor, buffer):
             return whole
-        return whole.view(tensor.dtype).reshape(-1).as_strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset()).clone()
+        return whole.reshape(-1).view(tensor.dtype).as_strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset()).clone()
     value = load(tensor)
     if is_tracer(value) or recording.get() is not None:
         raise _host_read_while_tracing("a copy to the host")

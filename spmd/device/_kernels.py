@@ -17,7 +17,7 @@ from torch._decomp import decomposition_table
 
 from spmd._convert import exact_dtypes
 from spmd._errors import UnsupportedOpError, called_at, message
-from spmd.device import _aliases, _copy
+from spmd.device import _aliases, _autocast, _copy
 from spmd.device._adapter import Adapter
 from spmd.device._storage import Buffer, buffer_of, load, store, wrap
 from spmd.device._whole import WholeOp
@@ -34,6 +34,7 @@ _SPECIAL = {
     "copy_": _copy.copy_,
     "_local_scalar_dense": _copy.local_scalar_dense,
     "equal": _copy.equal,
+    "as_strided_scatter": _copy.as_strided_scatter,
 }
 
 
@@ -73,7 +74,10 @@ def install() -> Installed:
             for variant, kernel in variants(op, Adapter(lowering)):
                 if not installed.has(_short(variant)):
                     installed.add(_short(variant), kernel)
+    for name, kernel in _autocast.kernels().items():
+        installed.add(name, kernel, "AutocastPrivateUse1")
     installed.any.fallback(fallback, "PrivateUse1")
+    installed.any.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     return installed
 
 

@@ -230,18 +230,20 @@ def _bitcast_root(root: Any, dtype: np.dtype[Any]) -> Any:
         return root
     if root.ndim == 0:
         root = root.reshape(1)
+    *outer, last = root.shape
     complex_of = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
     if complex_of.get(root.dtype) == dtype:
         parts = [lax.real(root)[..., None], lax.imag(root)[..., None]]
-        return lax.concatenate(parts, root.ndim).reshape(*root.shape[:-1], -1)
+        return lax.concatenate(parts, root.ndim).reshape(*outer, 2 * last)
     if complex_of.get(dtype) == root.dtype:
-        pairs = root.reshape(*root.shape[:-1], -1, 2)
+        pairs = root.reshape(*outer, last // 2, 2)
         return lax.complex(pairs[..., 0], pairs[..., 1])
     narrow, wide = sorted((root.dtype.itemsize, dtype.itemsize))
+    ratio = wide // narrow
     if root.dtype.itemsize < dtype.itemsize:
-        root = root.reshape(*root.shape[:-1], -1, wide // narrow)
+        root = root.reshape(*outer, last // ratio, ratio)
     out = lax.bitcast_convert_type(root, dtype)
-    return out.reshape(*root.shape[:-1], -1) if dtype.itemsize < root.dtype.itemsize else out
+    return out.reshape(*outer, last * ratio) if dtype.itemsize < root.dtype.itemsize else out
 
 
 __all__ = [

@@ -100,7 +100,7 @@ def nth_selected(mask: Any) -> Any:
 
 @lower("masked_select", data_dependent=True)
 def masked_select(self: Any, mask: Any) -> Any:
-    self, mask = jnp.broadcast_arrays(self, mask)
+    self, mask = jnp.broadcast_arrays(jnp.atleast_1d(self), mask)
     return self[jnp.nonzero(mask)]
 
 

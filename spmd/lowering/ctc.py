@@ -1,0 +1,147 @@
+"""Connectionist temporal classification: the alpha recursion as one scan over time, with torch's own gradient.
+
+torch's gradient with respect to the log probabilities is softmax minus posterior, which equals the true one only behind
+a log_softmax; so it is not `jax.vjp` of the loss, and is written out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.lowering._registry import lower
+from spmd.lowering.norm import wide
+
+_NONE, _MEAN = 0, 1
+
+
+def _padded_targets(targets: Any, lengths: Any, batch: int) -> Any:
+    """Targets as [batch, longest]; torch also takes them concatenated into one dimension."""
+    if targets.ndim == 2:
+        return targets
+    if batch == 1:
+        return targets[None]
+    ends = jnp.cumsum(lengths)
+    longest = int(max(lengths)) if isinstance(lengths, np.ndarray) else targets.shape[0]
+    at = (ends - lengths)[:, None] + jnp.arange(longest, dtype=ends.dtype)
+    return jnp.take(targets, at, mode="clip")
+
+
+def _lengths(lengths: Any) -> Any:
+    """Lengths as an array; those that Python knows stay numpy."""
+    return np.asarray(lengths, np.int64) if isinstance(lengths, tuple | list) else lengths.astype(jnp.int64)
+
+
+def _alphas(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int) -> tuple[Any, Any]:
+    """(negative log likelihood [B], log alpha [B, T, 2 S + 1]) of log_probs [T, B, C] and targets [B, S]."""
+    num_steps, batch, _ = log_probs.shape
+    width = 2 * targets.shape[1] + 1
+    labels = jnp.full((batch, width), blank, targets.dtype).at[:, 1::2].set(targets)
+    never = jnp.asarray(-jnp.inf, log_probs.dtype)
+    before = jnp.pad(labels, ((0, 0), (2, 0)), constant_values=blank)[:, :width]
+    may_skip = (labels != blank) & (labels != before)
+    of_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels[None], (num_steps, batch, width)), 2, mode="clip")
+    states = jnp.arange(width, dtype=jnp.int32)
+    reachable = states <= 2 * jnp.asarray(target_lengths)[:, None]
+    first = jnp.where((states < 2) & reachable, of_labels[0], never) if num_steps else jnp.full((batch, width), never)
+
+    def step(alpha: Any, now: Any) -> tuple[Any, Any]:
+        t, lp = now
+        one = jnp.pad(alpha, ((0, 0), (1, 0)), constant_values=-jnp.inf)[:, :width]
+        two = jnp.where(may_skip, jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=-jnp.inf)[:, :width], never)
+        moved = jnp.where(reachable, jnp.logaddexp(jnp.logaddexp(alpha, one), two) + lp, never)
+        alpha = jnp.where((t < jnp.asarray(input_lengths))[:, None], moved, alpha)
+        return alpha, alpha
+
+    times = jnp.arange(1, max(num_steps, 1), dtype=jnp.int64)
+    last, rest = lax.scan(step, first, (times, of_labels[1:]))
+    ends = (states == 2 * jnp.asarray(target_lengths)[:, None]) | (states == 2 * jnp.asarray(target_lengths)[:, None] - 1)
+    likelihood = jax.nn.logsumexp(jnp.where(ends, last, never), axis=1)
+    nothing = jnp.where(jnp.asarray(target_lengths) == 0, jnp.zeros((), log_probs.dtype), never)
+    likelihood = jnp.where(jnp.asarray(input_lengths) == 0, nothing, likelihood)
+    return -likelihood, jnp.swapaxes(jnp.concatenate([first[None], rest]), 0, 1)
+
+
+def _gradient(grad: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
+    """(softmax - posterior) times `grad` [B], zero after each input's end, and where asked zero where the loss is infinite."""
+
+    def loss(x: Any) -> Any:
+        return _alphas(x, targets, input_lengths, target_lengths, blank)[0]
+
+    nll, vjp = jax.vjp(loss, log_probs)
+    posterior = -vjp(jnp.ones_like(nll))[0]
+    times = jnp.arange(log_probs.shape[0], dtype=jnp.int64)
+    inside = times[:, None, None] < jnp.asarray(input_lengths)[None, :, None]
+    if zero_infinity:
+        inside = inside & ~jnp.isinf(nll)[None, :, None]
+    return jnp.where(inside, (jnp.exp(log_probs) - posterior) * grad[None, :, None], jnp.zeros((), log_probs.dtype))
+
+
+@lower("_ctc_loss", "_ctc_loss.Tensor")
+def _ctc_loss(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False
+) -> Any:
+    x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
+    inputs, lengths = _lengths(input_lengths), _lengths(target_lengths)
+    nll, alpha = _alphas(x, _padded_targets(targets, lengths, x.shape[1]), inputs, lengths, blank)
+    return (nll, alpha) if log_probs.ndim == 3 else (nll[0], alpha)
+
+
+@lower("_ctc_loss_backward", "_ctc_loss_backward.Tensor")
+def _ctc_loss_backward(
+    grad: Any,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    neg_log_likelihood: Any,
+    log_alpha: Any,
+    blank: int,
+    zero_infinity: bool = False,
+) -> Any:
+    x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
+    inputs, lengths = _lengths(input_lengths), _lengths(target_lengths)
+    out = _gradient(grad.reshape(-1), x, _padded_targets(targets, lengths, x.shape[1]), inputs, lengths, blank, zero_infinity)
+    return out.reshape(log_probs.shape)
+
+
+@lower("ctc_loss.IntList", "ctc_loss.Tensor", whole=True)
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> Any:
+    """Kept whole because C++'s composite reads the lengths on the host."""
+    x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
+    inputs, lengths = _lengths(input_lengths).reshape(-1), _lengths(target_lengths).reshape(-1)
+    padded = _padded_targets(targets, lengths, x.shape[1])
+
+    @jax.custom_vjp
+    def loss(x: Any) -> Any:
+        return _alphas(x, padded, inputs, lengths, blank)[0]
+
+    def forward(x: Any) -> Any:
+        return loss(x), x
+
+    def backward(x: Any, grad: Any) -> Any:
+        return (_gradient(grad, x, padded, inputs, lengths, blank, zero_infinity),)
+
+    loss.defvjp(forward, backward)
+    nll = loss(x)
+    if zero_infinity:
+        nll = jnp.where(jnp.isinf(nll), jnp.zeros((), nll.dtype), nll)
+    if reduction == _MEAN:
+        nll = jnp.mean(nll / jnp.maximum(jnp.asarray(lengths), 1).astype(nll.dtype))
+    elif reduction != _NONE:
+        nll = jnp.sum(nll)
+    elif log_probs.ndim == 2:
+        nll = nll[0]
+    return nll.astype(log_probs.dtype)

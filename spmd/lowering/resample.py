@@ -1,0 +1,282 @@
+"""Resampling images: interpolation to another size, sampling on a grid, sliding blocks.
+
+Interpolation is separable: one small constant matrix per dim and a `dot_general`, as `jax.image` does it. A nearest
+neighbour that repeats or skips regularly is a broadcast or a strided slice. Backward ops are the transposes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.lowering._registry import lower
+from spmd.lowering.norm import wide
+
+Matrix = np.ndarray[Any, np.dtype[Any]]
+
+
+def _scale(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
+    """Input elements per output element; a scale factor that the user gave counts, not the sizes that came of it."""
+    if align_corners:
+        return dtype((size - 1) / (count - 1) if count > 1 else 0)
+    return dtype(1.0) / dtype(given) if given is not None and given > 0 else dtype(size) / dtype(count)
+
+
+def _nearest_at(size: int, count: int, given: float | None, exact: bool) -> Matrix:
+    """The input index of each output index, computed in float32 as torch does."""
+    scale = _scale(size, count, False, given, np.float32)
+    at = np.floor((np.arange(count, dtype=np.float32) + np.float32(0.5 if exact else 0)) * scale)
+    return np.minimum(at.astype(np.int64), size - 1)
+
+
+def _taken(x: Any, dim: int, at: Matrix) -> Any:
+    """`x` at the indices along one dim: repeats as a broadcast, regular steps as a slice, else a gather."""
+    size, count = x.shape[dim], len(at)
+    if count == size and (at == np.arange(size)).all():
+        return x
+    if size and count % size == 0 and (at == np.arange(count) // (count // size)).all():
+        shape = (*x.shape[: dim + 1], count // size, *x.shape[dim + 1 :])
+        return jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape).reshape(*x.shape[:dim], count, *x.shape[dim + 1 :])
+    step = int(at[1] - at[0]) if count > 1 else 1
+    if step > 0 and (at == at[0] + np.arange(count) * step).all():
+        return lax.slice_in_dim(x, int(at[0]), int(at[-1]) + 1, step, dim)
+    return jnp.take(x, at, axis=dim, mode="clip")
+
+
+def _source(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+    """The fractional input position of each output element."""
+    scale = _scale(size, count, align_corners, given, dtype)
+    index = np.arange(count).astype(dtype)
+    return scale * index if align_corners else scale * (index + dtype(0.5)) - dtype(0.5)
+
+
+def _linear_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+    """[count, size]: two taps per output element."""
+    source = np.maximum(_source(size, count, align_corners, given, dtype), dtype(0))
+    low = np.minimum(source.astype(np.int64), size - 1)
+    share = np.clip(source - low.astype(dtype), 0, 1)
+    matrix = np.zeros((count, size), dtype)
+    rows = np.arange(count)
+    np.add.at(matrix, (rows, low), 1 - share)
+    np.add.at(matrix, (rows, np.minimum(low + 1, size - 1)), share)
+    return matrix
+
+
+def _cubic(t: Any, a: float) -> Any:
+    """Keys' cubic convolution kernel."""
+    t = np.abs(t)
+    near = ((a + 2) * t - (a + 3)) * t * t + 1
+    far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+    return np.where(t <= 1, near, np.where(t < 2, far, 0.0))
+
+
+def _cubic_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+    """[count, size]: four taps per output element, those outside moved to the border."""
+    source = _source(size, count, align_corners, given, dtype)
+    low = np.floor(source)
+    matrix = np.zeros((count, size), dtype)
+    for offset in (-1, 0, 1, 2):
+        at = np.clip(low.astype(np.int64) + offset, 0, size - 1)
+        np.add.at(matrix, (np.arange(count), at), _cubic(source - low - offset, -0.75).astype(dtype))
+    return matrix
+
+
+def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., Matrix]:
+    """The matrix of a filter as wide as the output's elements are in the input, rows summing to one."""
+
+    def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+        scale = float(_scale(size, count, align_corners, given, np.float64))
+        shift = 0.5 if align_corners else 0.0
+        wide_scale = max(scale, 1.0)
+        matrix = np.zeros((count, size), dtype)
+        for i in range(count):
+            centre = scale * (i + 0.5 - shift)
+            start = max(int(centre - radius * wide_scale + 0.5 + shift), 0)
+            end = min(int(centre + radius * wide_scale + 0.5 + shift), size)
+            weights = kernel((np.arange(start, end) - centre + 0.5 - shift) / wide_scale)
+            total = weights.sum()
+            matrix[i, start:end] = weights / total if total != 0 else weights
+        return matrix
+
+    return matrix_of
+
+
+def _lanczos(t: Any) -> Any:
+    return np.where(np.abs(t) < 3, np.sinc(t) * np.sinc(t / 3), 0.0)
+
+
+_MATRICES = {
+    "upsample_linear1d": (1, _linear_matrix),
+    "upsample_bilinear2d": (2, _linear_matrix),
+    "upsample_trilinear3d": (3, _linear_matrix),
+    "upsample_bicubic2d": (2, _cubic_matrix),
+    "_upsample_bilinear2d_aa": (2, _antialiased(lambda t: np.maximum(1 - np.abs(t), 0), 1.0)),
+    "_upsample_bicubic2d_aa": (2, _antialiased(lambda t: _cubic(t, -0.5), 2.0)),
+    "_upsample_lanczos2d_aa": (2, _antialiased(_lanczos, 3.0)),
+}
+
+
+def _lower_interpolation(name: str, rank: int, matrix_of: Callable[..., Matrix]) -> None:
+    def upsample(self: Any, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
+        """[N, C, ...] to [N, C, *output_size]; integers by way of float32, rounded."""
+        is_integer = not jnp.issubdtype(self.dtype, jnp.floating)
+        x = self.astype(jnp.float32) if is_integer else wide(self)
+        given = (*scales, *(None,) * rank)[:rank]
+        for dim, (count, scale) in enumerate(zip(output_size, given, strict=True), 2):
+            if count == x.shape[dim] and (scale is None or scale == 1.0):
+                continue
+            matrix = matrix_of(x.shape[dim], count, align_corners, scale, np.float64 if x.dtype == np.float64 else np.float32)
+            product = lax.dot_general(x, jnp.asarray(matrix), (((dim,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+            x = jnp.moveaxis(product, -1, dim)
+        if is_integer:
+            bounds = jnp.iinfo(self.dtype)
+            x = jnp.clip(jnp.round(x), int(bounds.min), int(bounds.max))
+        return x.astype(self.dtype)
+
+    def upsample_backward(grad_output: Any, output_size: Any, input_size: Any, align_corners: bool, *scales: float | None) -> Any:
+        g = wide(grad_output)
+        return _transposed(lambda x: upsample(x, output_size, align_corners, *scales), input_size, g)
+
+    lower(name)(upsample)
+    lower(f"{name}_backward")(upsample_backward)
+
+
+def _lower_nearest(name: str, rank: int, exact: bool) -> None:
+    def upsample(self: Any, output_size: Any, *scales: float | None) -> Any:
+        given = (*scales, *(None,) * rank)[:rank]
+        for dim, (count, scale) in enumerate(zip(output_size, given, strict=True), 2):
+            self = _taken(self, dim, _nearest_at(self.shape[dim], count, scale, exact))
+        return self
+
+    def upsample_backward(grad_output: Any, output_size: Any, input_size: Any, *scales: float | None) -> Any:
+        return _transposed(lambda x: upsample(x, output_size, *scales), input_size, wide(grad_output))
+
+    lower(name)(upsample)
+    lower(f"{name}_backward")(upsample_backward)
+
+
+def _transposed(linear: Callable[[Any], Any], input_size: Any, grad: Any) -> Any:
+    return jax.linear_transpose(linear, jax.ShapeDtypeStruct(tuple(input_size), grad.dtype))(grad)[0]
+
+
+for _name, (_rank, _matrix_of) in _MATRICES.items():
+    _lower_interpolation(_name, _rank, _matrix_of)
+for _rank in (1, 2, 3):
+    _lower_nearest(f"upsample_nearest{_rank}d", _rank, exact=False)
+    _lower_nearest(f"_upsample_nearest_exact{_rank}d", _rank, exact=True)
+
+_BILINEAR, _NEAREST = 0, 1
+_ZEROS, _BORDER = 0, 1
+
+
+def _reflected(x: Any, twice_low: int, twice_high: int) -> Any:
+    """Positions folded back between low and high, given doubled."""
+    if twice_low == twice_high:
+        return jnp.zeros_like(x)
+    low, span = twice_low / 2, (twice_high - twice_low) / 2
+    away = jnp.abs(x - low)
+    extra = jnp.fmod(away, span)
+    is_even = jnp.floor(away / span) % 2 == 0
+    return jnp.where(is_even, extra + low, span - extra + low)
+
+
+def _inside(x: Any, size: int, padding_mode: int, align_corners: bool) -> Any:
+    """Positions as the padding mode moves them."""
+    if padding_mode == _ZEROS:
+        return x
+    if padding_mode != _BORDER:
+        x = _reflected(x, 0, 2 * (size - 1)) if align_corners else _reflected(x, -1, 2 * size - 1)
+    return jnp.clip(x, 0, size - 1)
+
+
+def _pick(image: Any, positions: list[Any]) -> Any:
+    """image [N, C, ...] at whole positions [N, ...] per dim; zeros outside."""
+    sizes = image.shape[2:]
+    valid = jnp.ones((), bool)
+    index: list[Any] = []
+    for at, size in zip(positions, sizes, strict=True):
+        valid = valid & (at >= 0) & (at <= size - 1)
+        index.append(jnp.clip(jnp.nan_to_num(at), 0, max(size - 1, 0)).astype(jnp.int32))
+    picked = jax.vmap(lambda one, *at: one[(slice(None), *at)])(image, *index)
+    return jnp.where(valid[:, None], picked, jnp.zeros((), image.dtype))
+
+
+@lower("grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
+    """input [N, C, (D,) H, W] at grid [N, ..., rank], whose last dim holds x, y(, z) in [-1, 1]."""
+    image, at = wide(input), wide(grid)
+    sizes = image.shape[2:]
+    positions: list[Any] = []
+    for i, size in enumerate(sizes):
+        x = at[..., len(sizes) - 1 - i]
+        positions.append((x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2)
+    moved = [_inside(x, n, padding_mode, align_corners) for x, n in zip(positions, sizes, strict=True)]
+    if interpolation_mode == _NEAREST:
+        return _pick(image, [jnp.round(x) for x in moved])
+    if interpolation_mode == _BILINEAR:
+        return _weighted(image, moved, (0, 1), lambda distance: 1 - jnp.abs(distance), lambda x, n: x)
+    return _weighted(image, positions, (-1, 0, 1, 2), _keys, lambda x, n: _inside(x, n, padding_mode, align_corners))
+
+
+def _keys(distance: Any) -> Any:
+    t, a = jnp.abs(distance), -0.75
+    return jnp.where(t <= 1, ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a)
+
+
+def _weighted(
+    image: Any, positions: list[Any], taps: tuple[int, ...], weight_of: Callable[[Any], Any], moved: Callable[[Any, int], Any]
+) -> Any:
+    """Sum over the taps around each position of weight times value."""
+    lows = [jnp.floor(lax.stop_gradient(x)) for x in positions]
+    total: Any = 0
+    for offsets in np.ndindex(*(len(taps),) * len(positions)):
+        corner = [low + taps[o] for low, o in zip(lows, offsets, strict=True)]
+        weight = math.prod([weight_of(x - c) for x, c in zip(positions, corner, strict=True)][1:], start=weight_of(positions[0] - corner[0]))
+        value = _pick(image, [moved(c, n) for c, n in zip(corner, image.shape[2:], strict=True)])
+        total = total + value * weight[:, None]
+    return total
+
+
+@lower("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+def grid_sampler_backward(
+    grad_output: Any, input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool, output_mask: Any
+) -> Any:
+    def sampled(image: Any, at: Any) -> Any:
+        return grid_sampler(image, at, interpolation_mode, padding_mode, align_corners)
+
+    of_image, of_grid = jax.vjp(sampled, wide(input), wide(grid))[1](wide(grad_output))
+    return of_image if output_mask[0] else None, of_grid if output_mask[1] else None
+
+
+@lower("im2col")
+def im2col(self: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """[N, C, H, W] to [N, C * kernel elements, blocks]: one strided slice per kernel element."""
+    if self.ndim == 3:
+        return im2col(self[None], kernel_size, dilation, padding, stride)[0]
+    (kh, kw), (dh, dw), (ph, pw), (sh, sw) = (tuple(v) * 2 if len(v) == 1 else v for v in (kernel_size, dilation, padding, stride))
+    n, c = self.shape[:2]
+    x = jnp.pad(self, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
+    rows, columns = (x.shape[2] - dh * (kh - 1) - 1) // sh + 1, (x.shape[3] - dw * (kw - 1) - 1) // sw + 1
+    if (kh, kw) == (sh, sw) and (dh, dw) == (1, 1):  # blocks side by side: only a transpose
+        x = x[:, :, : rows * kh, : columns * kw].reshape(n, c, rows, kh, columns, kw)
+        return jnp.transpose(x, (0, 1, 3, 5, 2, 4)).reshape(n, c * kh * kw, rows * columns)
+    blocks = [
+        x[:, :, i * dh : i * dh + (rows - 1) * sh + 1 : sh, j * dw : j * dw + (columns - 1) * sw + 1 : sw]
+        for i in range(kh)
+        for j in range(kw)
+    ]
+    return jnp.stack(blocks, 2).reshape(n, c * kh * kw, rows * columns)
+
+
+@lower("col2im")
+def col2im(self: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """The transpose of `im2col`: overlapping blocks add up."""
+    kernel = tuple(kernel_size) * 2 if len(kernel_size) == 1 else tuple(kernel_size)
+    size = (*self.shape[:-2], self.shape[-2] // math.prod(kernel), *output_size)
+    return _transposed(lambda x: im2col(x, kernel, dilation, padding, stride), size, self)

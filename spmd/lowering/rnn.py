@@ -1,0 +1,1 @@
+"""Recurrent networks, kept whole: per layer and direction one product over all steps and one `lax.scan`."""
