@@ -27,6 +27,7 @@ DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
 DEFAULT_DTYPES = "float32"
 ALL_DTYPES = "float32,float64,bfloat16,float16,int64,int32,int16,int8,uint8,bool,complex64"
 START_TIMEOUT_S = 180.0
+OPS_PER_WORKER = 100  # compiled programs pile up in its memory
 
 
 def work() -> None:
@@ -62,7 +63,12 @@ class Worker:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -126,12 +132,11 @@ def main() -> None:
     began = time.monotonic()
     for number, name in enumerate(names):
         found = worker.ask({"op": name, "dtypes": dtypes, "kinds": kinds}, chosen.timeout)
-        if isinstance(found, str):
-            results[name] = {dtypes[0]: {kinds[0]: found}}
+        is_lost = isinstance(found, str)
+        results[name] = {dtypes[0]: {kinds[0]: found}} if is_lost else found
+        if is_lost or number % OPS_PER_WORKER == OPS_PER_WORKER - 1:
             worker.stop()
             worker = Worker()
-        else:
-            results[name] = found
         if chosen.verbose or len(names) <= 60:
             show_failures(name, results[name])
         if sys.stderr.isatty() or number % 50 == 49:

@@ -8,6 +8,7 @@ from spmd import metrics as metrics
 from spmd._annotate import mark_sharding as mark_sharding
 from spmd._errors import DeviceSlotError as DeviceSlotError
 from spmd._errors import DroppedValueError as DroppedValueError
+from spmd._errors import NonFiniteError as NonFiniteError
 from spmd._errors import SpmdError as SpmdError
 from spmd._errors import TraceError as TraceError
 from spmd._errors import UnsupportedOpError as UnsupportedOpError
@@ -37,6 +38,7 @@ __all__ = [
     # errors
     "DeviceSlotError",
     "DroppedValueError",
+    "NonFiniteError",
     "SpmdError",
     "TraceError",
     "UnsupportedOpError",

@@ -4,6 +4,7 @@
     +-- UnsupportedOpError (NotImplementedError)   an ATen op without a lowering
     +-- TraceError (RuntimeError)                  Python wanted a value that only the compiled program will have
     +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
+    +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
     +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
 
 Specs and meshes raise `mesh.SpecError` and `mesh.DeviceError`, which live on the floor below.
@@ -35,6 +36,10 @@ class TraceError(SpmdError, RuntimeError):
 
 class DroppedValueError(SpmdError, RuntimeError):
     """A tensor was read whose value a compiled program computed but did not keep."""
+
+
+class NonFiniteError(SpmdError, FloatingPointError):
+    """A module computed an infinity or not-a-number, in a step compiled with `debug_nans=True`."""
 
 
 class DeviceSlotError(SpmdError, RuntimeError):

@@ -18,6 +18,7 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
+from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
@@ -79,6 +80,7 @@ class Plan:
         if self.lowering.updates:
             count = len(self.lowering.op._schema.returns)
             out, updated = out[0] if count == 1 else out[:count], tuple(out[count:])
+        _check_count(self.lowering, out)
         if self.results is None:
             return out, updated
         if isinstance(out, tuple | list):
@@ -95,6 +97,7 @@ class Adapter:
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
+        self.is_host = [name in lowering.host for name in self.names]
         self.dynamic_scalar = [scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)]
         self.accepts = {name: i for i, name in enumerate(self.names)}
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
@@ -113,6 +116,8 @@ class Adapter:
         if callable(needs_values):
             needs_values = needs_values(*args, **kwargs)
         if not is_tracing():
+            if needs_values:
+                _counters.count("host_reads")
             out, updated = (plan.run if needs_values else plan.jitted)(dynamic, key)
         else:
             try:
@@ -158,7 +163,9 @@ class Adapter:
 
     def _describe(self, index: int, arg: Any, dynamic: list[Any], key: list[Any]) -> None:
         """Append the argument's value to `dynamic` if it has one there, and what the plan depends on to `key`."""
-        if isinstance(arg, torch.Tensor):
+        if self.is_host[index] and arg is not None:
+            key.append(tuple(arg.reshape(-1).tolist()))
+        elif isinstance(arg, torch.Tensor):
             value, described = _tensor_value(arg)
             dynamic.append(value)
             key.append(described)
@@ -203,6 +210,8 @@ class Adapter:
 
     def _placed(self, index: int, arg: Any, counter: list[int]) -> Any:
         """The argument as the rule's template holds it: a placeholder where the value is dynamic."""
+        if self.is_host[index] and arg is not None:
+            return host_array(arg)
         if isinstance(arg, list | tuple):
             if any(isinstance(item, torch.Tensor | torch.SymFloat) for item in arg):
                 return [self._placed(index, item, counter) for item in arg]
@@ -224,7 +233,7 @@ class Adapter:
         result = (results[0] if results else None) or promoted
         if result.is_floating_point and not (promoted.is_floating_point or promoted.is_complex):
             promoted = result
-        if promoted in _HALF:
+        if promoted in _HALF and self.lowering.widened:
             promoted = torch.float32
         dtype = to_numpy_dtype(promoted)
         compute: list[np.dtype[Any] | None] = []
@@ -241,6 +250,14 @@ class Adapter:
         if isinstance(out, tuple | list):
             return type(out)(None if o is None else wrap(o) for o in out)
         return wrap(out)
+
+
+def _check_count(lowering: Lowering, out: Any) -> None:
+    """A rule that returns too few or too many results is our mistake; C++ would read past them."""
+    returns = lowering.op._schema.returns
+    if len(returns) > 1 or (len(returns) == 1 and str(returns[0].type) == "Tensor"):
+        count = len(out) if isinstance(out, tuple | list) else 1
+        assert count == len(returns), f"{lowering.op} has {len(returns)} results, its rule at {lowering.source} returned {count}"
 
 
 def _filled(arg: Any, values: list[Any]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ from torch.utils._foreach_utils import _foreach_supported_types as _in_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import mesh
-from spmd._errors import DeviceSlotError, message
+from spmd._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.device._kernels import Installed, install
 from spmd.device._random import default_stream
+from spmd.device._storage import recording
 
 NAME = "jax"
 _installed: list[Installed] = []
@@ -26,6 +28,8 @@ _installed: list[Installed] = []
 
 class DeviceModule:
     """What `torch.jax` is: the functions PyTorch looks up on a device's module."""
+
+    _initialized = True  # asked by torch.utils.checkpoint before it saves the random state
 
     def is_initialized(self) -> bool:
         return True
@@ -40,14 +44,24 @@ class DeviceModule:
         """One: a mesh of many chips is one device to PyTorch."""
         return 1
 
-    def device(self, index: Any) -> torch.device:
-        return torch.device(NAME)
+    def device(self, index: Any) -> AbstractContextManager[None]:
+        """A context in which device `index` is current; there is only one."""
+        return nullcontext()
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def manual_seed(self, seed: int) -> None:
         """Start the device's random stream anew from `seed`."""
+        if recording.get() is not None:
+            raise TraceError(
+                message(
+                    "the compiled function sets the random seed",
+                    *called_at(),
+                    "seed and number of draws are inputs of the program, so that each call draws anew",
+                    fix="call torch.manual_seed before the compiled function, not inside it",
+                )
+            )
         default_stream.seed, default_stream.draws = seed % 2**64, 0
 
     manual_seed_all = manual_seed

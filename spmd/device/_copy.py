@@ -158,6 +158,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor with the values of a device tensor."""
     buffer = buffer_of(tensor)
     if buffer.value is None and buffer.host is not None and recording.get() is None:
+        if tensor.numel() == 0:
+            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
         whole = host_tensor(buffer.host)
         if is_whole(tensor, buffer):
             return whole

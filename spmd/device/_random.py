@@ -82,6 +82,13 @@ def next_key(generator: Any = None) -> Any:
     return key
 
 
+def advanced(words: Any, draws: int) -> Any:
+    """The state `draws` draws later, as uint32[4], computed on the device."""
+    low = words[3] + np.uint32(draws)
+    high = words[2] + (low < words[3]).astype(np.uint32)
+    return words.at[2].set(high).at[3].set(low)
+
+
 def _key(seed: Any, draws: Any, ahead: int) -> Any:
     """fold_in of the draw's 64-bit number, `ahead` draws after the one whose two words are given."""
     low = draws[1] + np.uint32(ahead % 2**32)

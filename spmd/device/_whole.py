@@ -7,7 +7,7 @@ axes. Here the whole op stays one call. The vjp's residuals go through `save_for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class WholeOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
-        flat = list(_tensors(args, kwargs))
+        flat = [t for name, t in _tensors(self.adapter.names, args, kwargs) if name not in self.adapter.lowering.host]
         if torch._C._are_functorch_transforms_active() or any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat):
             return self.op.decompose(*args, **kwargs)
         if any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
@@ -128,9 +128,9 @@ class _Differentiable(torch.autograd.Function):
         return tuple(result)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from (item for item in arg if isinstance(item, torch.Tensor))
+def _tensors(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor among the arguments, also in lists, with its parameter's name."""
+    for name, arg in (*zip(names, args, strict=False), *kwargs.items()):
+        for item in arg if isinstance(arg, list | tuple) else (arg,):
+            if isinstance(item, torch.Tensor):
+                yield name, item

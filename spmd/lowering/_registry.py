@@ -33,7 +33,9 @@ class Lowering:
     Attributes:
         op: the overload, e.g. `torch.ops.aten.add.Tensor`.
         rule: the jax function.
-        pointwise: promote the tensors as torch promotes, compute 16-bit floats in float32, cast the result.
+        pointwise: promote the tensors as torch promotes, cast the result.
+        widened: with `pointwise`: 16-bit floats are computed in float32; not where rounding to 16 bits comes before a decision,
+            as in comparisons with a number.
         promoted: with `pointwise`: names of the tensor parameters that take part in promotion; empty means all.
         whole: a composite op kept as one jax call, its gradient by `jax.vjp` of the rule.
         random: the rule takes a PRNG key as first argument.
@@ -42,6 +44,8 @@ class Lowering:
             the rule then gets concrete arrays; in a trace, what jax cannot do without the values raises `TraceError`.
         updates: names of the tensor parameters that the op also writes (running statistics): after the op's results the rule
             returns their new values, None where the argument is None.
+        host: names of tensor parameters that torch keeps on the CPU (a packed sequence's batch sizes): the rule gets their
+            values as a numpy array, a constant of the program.
         source: `file:line` of the rule.
     """
 
@@ -54,6 +58,8 @@ class Lowering:
     static: frozenset[str] = field(default_factory=frozenset[str])
     data_dependent: bool | Callable[..., bool] = False
     updates: tuple[str, ...] = ()
+    widened: bool = True
+    host: tuple[str, ...] = ()
     source: str = ""
 
 
@@ -69,6 +75,8 @@ def lower(
     static: tuple[str, ...] = (),
     data_dependent: bool | Callable[..., bool] = False,
     updates: tuple[str, ...] = (),
+    widened: bool = True,
+    host: tuple[str, ...] = (),
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
 
@@ -86,7 +94,9 @@ def lower(
                 raise ValueError(f"{op} already has a lowering at {_table[op].source}; a second one stands at {source}")
             if is_composite(op) and not whole:
                 raise ValueError(f"{op} is a composite: register it with whole=True, or its gradient would be cut silently")
-            _table[op] = Lowering(op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, updates, source)
+            _table[op] = Lowering(
+                op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, updates, widened, host, source
+            )
         return rule
 
     return decorate

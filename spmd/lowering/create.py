@@ -27,7 +27,7 @@ def full_like(self: Any, fill_value: Any, *, dtype: Any = None) -> Any:
     return jnp.full(self.shape, fill_value, dtype)
 
 
-@lower("zeros")
+@lower("zeros", "_efficientzerotensor")
 def zeros(size: Any, *, dtype: Any = None) -> Any:
     return jnp.zeros(size, dtype)
 

@@ -6,6 +6,7 @@ a log_softmax; so it is not `jax.vjp` of the loss, and is written out.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -109,6 +110,23 @@ def _ctc_loss_backward(
     return out.reshape(log_probs.shape)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
+    """Negative log likelihoods with torch's gradient."""
+    return _alphas(log_probs, targets, input_lengths, target_lengths, blank)[0]
+
+
+def _loss_forward(log_probs: Any, targets: Any, inputs: Any, lengths: Any, blank: int, zero_infinity: bool) -> Any:
+    return _loss(log_probs, targets, inputs, lengths, blank, zero_infinity), (log_probs, targets, inputs, lengths)
+
+
+def _loss_backward(blank: int, zero_infinity: bool, saved: Any, grad: Any) -> Any:
+    return _gradient(grad, *saved, blank, zero_infinity), None, None, None
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
 @lower("ctc_loss.IntList", "ctc_loss.Tensor", whole=True)
 def ctc_loss(
     log_probs: Any,
@@ -124,18 +142,7 @@ def ctc_loss(
     inputs, lengths = _lengths(input_lengths).reshape(-1), _lengths(target_lengths).reshape(-1)
     padded = _padded_targets(targets, lengths, x.shape[1])
 
-    @jax.custom_vjp
-    def loss(x: Any) -> Any:
-        return _alphas(x, padded, inputs, lengths, blank)[0]
-
-    def forward(x: Any) -> Any:
-        return loss(x), x
-
-    def backward(x: Any, grad: Any) -> Any:
-        return (_gradient(grad, x, padded, inputs, lengths, blank, zero_infinity),)
-
-    loss.defvjp(forward, backward)
-    nll = loss(x)
+    nll = _loss(x, padded, jnp.asarray(inputs), jnp.asarray(lengths), blank, zero_infinity)
     if zero_infinity:
         nll = jnp.where(jnp.isinf(nll), jnp.zeros((), nll.dtype), nll)
     if reduction == _MEAN:

@@ -78,6 +78,26 @@ def _embedding_bag(
     return out, bags, sizes, jnp.zeros((0,), indices.dtype)
 
 
+@lower("_embedding_bag_backward")
+def _embedding_bag_backward(
+    grad: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    bag_size: Any,
+    maximum_indices: Any,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Any,
+    padding_idx: int = -1,
+) -> Any:
+    return _embedding_bag_dense_backward(
+        grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
+    )
+
+
 @lower("_embedding_bag_dense_backward")
 def _embedding_bag_dense_backward(
     grad: Any,

@@ -52,10 +52,8 @@ _TABLE: dict[str, Any] = {
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
     "div.Tensor div.Scalar": jnp.true_divide,
-    "eq.Tensor eq.Scalar": jnp.equal,
     "erf": lax.erf,
     "erfc": lax.erfc,
-    "erfinv": lax.erf_inv,
     "exp": jnp.exp,
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
@@ -66,33 +64,26 @@ _TABLE: dict[str, Any] = {
     "frac": lambda x: x - jnp.trunc(x),
     "frexp.Tensor": jnp.frexp,
     "gcd": jnp.gcd,
-    "ge.Tensor ge.Scalar": jnp.greater_equal,
-    "gt.Tensor gt.Scalar": jnp.greater,
     "hypot": jnp.hypot,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
     "isneginf": jnp.isneginf,
     "isposinf": jnp.isposinf,
     "lcm": jnp.lcm,
-    "le.Tensor le.Scalar": jnp.less_equal,
     "lgamma": lax.lgamma,
     "log": jnp.log,
     "log10": jnp.log10,
     "log1p": jnp.log1p,
     "log2": jnp.log2,
-    "logaddexp": jnp.logaddexp,
     "logaddexp2": jnp.logaddexp2,
     "logical_and": jnp.logical_and,
     "logical_not": jnp.logical_not,
     "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor,
-    "lt.Tensor lt.Scalar": jnp.less,
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
     "mul.Tensor mul.Scalar": jnp.multiply,
-    "ne.Tensor ne.Scalar": jnp.not_equal,
     "neg": jnp.negative,
-    "pow.Tensor_Tensor pow.Scalar": jnp.power,
     "rad2deg": jnp.rad2deg,
     "reciprocal": jnp.reciprocal,
     "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
@@ -108,8 +99,20 @@ _TABLE: dict[str, Any] = {
     "tanh": jnp.tanh,
     "trunc": _unless_integral(jnp.trunc),
 }
+# Decided after rounding to the promoted dtype: bfloat16(0.1) == 0.1 holds.
+_EXACT: dict[str, Any] = {
+    "eq.Tensor eq.Scalar": jnp.equal,
+    "ge.Tensor ge.Scalar": jnp.greater_equal,
+    "gt.Tensor gt.Scalar": jnp.greater,
+    "le.Tensor le.Scalar": jnp.less_equal,
+    "lt.Tensor lt.Scalar": jnp.less,
+    "ne.Tensor ne.Scalar": jnp.not_equal,
+    "nextafter": jnp.nextafter,
+}
 for _names, _fn in _TABLE.items():
     lower(*_names.split(), pointwise=True)(_fn)
+for _names, _fn in _EXACT.items():
+    lower(*_names.split(), pointwise=True, widened=False)(_fn)
 
 
 @lower("add.Tensor", "add.Scalar", pointwise=True)
@@ -127,15 +130,18 @@ def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
     return other - scaled(self, alpha)
 
 
-@lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True)
+@lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True, widened=False)
 def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
+    """A 16-bit quotient is rounded before it is truncated, as on the CPU, but not before the floor."""
     if rounding_mode is None:
         return jnp.true_divide(self, other)
-    if rounding_mode == "floor":
+    is_integral = jnp.issubdtype(jnp.result_type(self, other), jnp.integer)
+    if rounding_mode == "trunc":
+        return lax.div(*_integers(self, other)) if is_integral else jnp.trunc(jnp.true_divide(self, other))
+    if is_integral:
         return jnp.floor_divide(self, other)
-    if jnp.issubdtype(jnp.result_type(self, other), jnp.integer):
-        return lax.div(*_integers(self, other))
-    return jnp.trunc(jnp.true_divide(self, other))
+    wide = jnp.promote_types(jnp.result_type(self, other), jnp.float32)
+    return jnp.floor_divide(jnp.asarray(self, wide), jnp.asarray(other, wide))
 
 
 @lower("pow.Tensor_Scalar", pointwise=True, static=("exponent",))
@@ -146,6 +152,15 @@ def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
         if exponent == 0.5:
             return jnp.sqrt(self)
     return jnp.power(self, exponent)
+
+
+@lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)
+def pow_tensor(self: Any, exponent: Any) -> Any:
+    """A negative power of an integer is its reciprocal's integer part: 0, but for 1 and -1."""
+    if not jnp.issubdtype(exponent.dtype, jnp.signedinteger):
+        return jnp.power(self, exponent)
+    magnitude = jnp.power(self, jnp.abs(exponent))
+    return jnp.where((exponent < 0) & (jnp.abs(magnitude) != 1), 0, magnitude)
 
 
 @lower("where.self", pointwise=True, promoted=("self", "other"))
@@ -195,6 +210,18 @@ def round_decimals(self: Any, *, decimals: int) -> Any:
     return jnp.round(self * scale) / scale if decimals >= 0 else jnp.round(self / scale) * scale
 
 
+@lower("logaddexp", pointwise=True)
+def logaddexp(self: Any, other: Any) -> Any:
+    """Complex operands keep the phase of the larger one, unlike jax, which wraps it to (-pi, pi]."""
+    if not jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return jnp.logaddexp(self, other)
+    is_larger = jnp.real(self) >= jnp.real(other)
+    large, small = jnp.where(is_larger, self, other), jnp.where(is_larger, other, self)
+    gap = jnp.where(small == large, jnp.zeros((), small.dtype), small - large)
+    out = large + jnp.log1p(jnp.exp(gap))
+    return jnp.where(jnp.isneginf(jnp.real(large)), large, out)
+
+
 @lower("heaviside", pointwise=True)
 def heaviside(self: Any, values: Any) -> Any:
     return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
@@ -203,11 +230,6 @@ def heaviside(self: Any, values: Any) -> Any:
 @lower("nan_to_num")
 def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
     return jnp.nan_to_num(self, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
-
-
-@lower("nextafter")
-def nextafter(self: Any, other: Any) -> Any:
-    return jnp.nextafter(self, other)
 
 
 @lower("ldexp.Tensor", pointwise=True)

@@ -92,7 +92,7 @@ def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., M
 
     def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
         scale = float(_scale(size, count, align_corners, given, np.float64))
-        shift = 0.5 if align_corners else 0.0
+        shift = 0.0
         wide_scale = max(scale, 1.0)
         matrix = np.zeros((count, size), dtype)
         for i in range(count):

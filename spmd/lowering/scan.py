@@ -8,16 +8,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.lowering._registry import lower
+from spmd.lowering.pointwise import logaddexp
+
+
+def _accumulated_in(dtype: Any) -> Any:
+    """16-bit floats are accumulated in float32."""
+    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
 
 @lower("cumsum")
 def cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
-    return self.astype(dtype) if self.ndim == 0 else jnp.cumsum(self, dim, dtype=dtype)
+    x = self.astype(_accumulated_in(dtype))
+    return x if self.ndim == 0 else jnp.cumsum(x, dim)
 
 
 @lower("cumprod")
 def cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
-    return self.astype(dtype) if self.ndim == 0 else jnp.cumprod(self, dim, dtype=dtype)
+    x = self.astype(_accumulated_in(dtype))
+    return x if self.ndim == 0 else jnp.cumprod(x, dim)
 
 
 @lower("logcumsumexp")
@@ -25,10 +33,8 @@ def logcumsumexp(self: Any, dim: int) -> Any:
     if self.ndim == 0 or self.size == 0:
         return self
     dim %= self.ndim
-    if jnp.issubdtype(self.dtype, jnp.complexfloating):
-        return lax.associative_scan(jnp.logaddexp, self, axis=dim)
-    x = self.astype(jnp.float32) if self.dtype in (jnp.bfloat16, jnp.float16) else self
-    return lax.cumlogsumexp(x, dim)
+    x = self.astype(_accumulated_in(self.dtype))
+    return lax.associative_scan(logaddexp, x, axis=dim)
 
 
 @lower("cummax")

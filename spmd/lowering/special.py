@@ -59,6 +59,16 @@ def sinc(self: Any) -> Any:
     return jnp.where(self == 0, jnp.ones((), self.dtype), jnp.sin(product) / product)
 
 
+@lower("erfinv", pointwise=True)
+def erfinv(self: Any) -> Any:
+    """jax's approximation (six digits) and one Newton step on erfc, which is accurate where erf is flat."""
+    size = jnp.abs(self)
+    guess = jnp.abs(lax.erf_inv(self))
+    step = (lax.erfc(guess) - (1 - size)) * (math.sqrt(math.pi) / 2) * jnp.exp(guess * guess)
+    better = jnp.copysign(guess + step, self)
+    return jnp.where((size < 1) & (size > 0.5), better, lax.erf_inv(self))
+
+
 @lower("digamma", pointwise=True)
 def digamma(self: Any) -> Any:
     return jnp.where(self == 0, jnp.copysign(jnp.inf, -self), lax.digamma(self))
@@ -70,15 +80,29 @@ def polygamma(n: int, self: Any) -> Any:
         return digamma(self)
     order = jnp.full_like(self, n + 1)
     if n == 1:
-        reflected = -lax.zeta(order, 1 - self) + (math.pi / jnp.sin(math.pi * self)) ** 2
+        reflected = (math.pi / jnp.sin(math.pi * self)) ** 2 - lax.zeta(order, 1 - self)
         return jnp.where(self < 0.5, reflected, lax.zeta(order, self))
     sign = 1.0 if n % 2 else -1.0
-    return sign * math.exp(math.lgamma(n + 1.0)) * lax.zeta(order, self)
+    return sign * math.exp(math.lgamma(n + 1.0)) * _zeta(order, self)
+
+
+def _zeta(x: Any, q: Any) -> Any:
+    """Hurwitz zeta; for integer orders also at negative q that are no integers, where `lax.zeta` is wrong: steps up to q > 0."""
+    x, q = jnp.broadcast_arrays(x, q)
+    steps = (q < 0) & (q != jnp.floor(q)) & (x == jnp.floor(x)) & (x > 1)
+
+    def advance(state: Any) -> Any:
+        total, q = state
+        goes = steps & (q < 0)
+        return jnp.where(goes, total + jnp.power(q, -x), total), jnp.where(goes, q + 1, q)
+
+    total, q = lax.while_loop(lambda state: jnp.any(steps & (state[1] < 0)), advance, (jnp.zeros_like(q), q))
+    return total + lax.zeta(x, q)
 
 
 @lower("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar", pointwise=True)
 def special_zeta(self: Any, other: Any) -> Any:
-    return lax.zeta(*jnp.broadcast_arrays(*_floating(self, other)))
+    return _zeta(*_floating(self, other))
 
 
 def _incomplete_gamma(fn: Callable[[Any, Any], Any], a: Any, x: Any, at_a_zero: float) -> Any:

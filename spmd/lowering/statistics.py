@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd.lowering._registry import lower
@@ -168,3 +169,12 @@ def _histogramdd_from_bin_cts(self: Any, bins: Any, *, range: Any = None, weight
 @lower("_histogramdd_from_bin_tensors")
 def _histogramdd_from_bin_tensors(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
     return _counts(self.reshape(-1, self.shape[-1]), list(bins), weight, density)
+
+
+@lower("hash_tensor")
+def hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Any:
+    """Exclusive or of the elements' bits, as float64 or int64; torch has no other mode."""
+    wide = self.astype(jnp.float64 if jnp.issubdtype(self.dtype, jnp.floating) else jnp.int64)
+    axis = tuple(range(self.ndim)) if not dim else tuple(d % self.ndim for d in dim if self.ndim)
+    out = lax.reduce(lax.bitcast_convert_type(wide, jnp.uint64), np.uint64(0), lax.bitwise_xor, axis)
+    return jnp.expand_dims(out, axis) if keepdim else out

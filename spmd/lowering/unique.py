@@ -25,7 +25,12 @@ def nonzero_static(self: Any, *, size: int, fill_value: int = -1) -> Any:
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1).astype(jnp.int64)
 
 
-@lower("_unique2", "_unique", data_dependent=True)
+@lower("_unique", data_dependent=True)
+def _unique(self: Any, sorted: bool = True, return_inverse: bool = False) -> Any:
+    return _unique2(self, sorted, return_inverse)[:2]
+
+
+@lower("_unique2", data_dependent=True)
 def _unique2(self: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
     values, inverse, counts = jnp.unique(self, return_inverse=True, return_counts=True, equal_nan=False)
     return _asked(values, inverse.reshape(self.shape), counts, return_inverse, return_counts)
@@ -42,7 +47,7 @@ def unique_consecutive(self: Any, return_inverse: bool = False, return_counts: b
     """Runs of equal elements (of the flattened tensor) or of equal slices along `dim`, each once."""
     rows = self.reshape(-1) if dim is None else jnp.moveaxis(self, dim, 0)
     count = rows.shape[0]
-    differs = jnp.any((rows[1:] != rows[:-1]).reshape(max(count - 1, 0), -1), axis=1)
+    differs = jnp.any(rows[1:] != rows[:-1], axis=tuple(range(1, rows.ndim)))
     is_first = jnp.concatenate([jnp.ones((min(count, 1),), bool), differs])
     starts = jnp.nonzero(is_first)[0]
     values = rows[starts] if dim is None else jnp.moveaxis(rows[starts], 0, dim)

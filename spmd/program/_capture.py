@@ -29,6 +29,7 @@ from spmd.program import _guards
 from spmd.program._discover import Reachable
 from spmd.program._guards import Guard
 from spmd.program._optim import LiftedNumbers
+from spmd.program._remat import recomputing_for_real
 
 DROPPED_GRADIENT = (
     "this gradient was computed inside a compiled step and not kept\n"
@@ -84,6 +85,7 @@ class Captured:
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
     kept_gradients: list[torch.Tensor]
     host_tensors: int
+    finite: list[str]
 
 
 @dataclass
@@ -100,6 +102,7 @@ class Recorder:
     written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
     host_reads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     branches: list[tuple[Callable[[], bool], bool]] = field(default_factory=list[tuple[Callable[[], bool], bool]])
+    finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
 
     def born(self, buffer: Buffer) -> None:
@@ -144,13 +147,14 @@ class Recorder:
 
 
 def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable, *, keep_grads: bool, marked_grads: bool
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable, *, keep_grads: bool, marked_grads: bool, debug_nans: bool
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
         found: modules and optimizers that the function can reach, the optimizers prepared.
         keep_grads: gradients left on parameters become outputs of the program.
+        debug_nans: the program also says for each module that ran whether its outputs are finite.
         marked_grads: parameters without a gradient carry a marker that refuses to be read, as after an earlier call.
 
     Raises:
@@ -160,7 +164,7 @@ def capture(
     flat, tree = pytree.tree_flatten((args, kwargs))
     bound, arg_buffers, host_tensors = _bind(flat)
     numbers = LiftedNumbers(found.optimizers)
-    state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, keep_grads, marked_grads)
+    state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, keep_grads, marked_grads, debug_nans)
     arg_values = [b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
     with exact_dtypes(), _grads_put_back(found) as leaf_parameters:
         state.parameters = leaf_parameters
@@ -184,6 +188,7 @@ def capture(
         gradients=state.gradients,
         kept_gradients=[g for _, g in state.gradients if g is not None] if keep_grads else [],
         host_tensors=len(host_tensors),
+        finite=[name for name, _ in recorder.finite],
     )
 
 
@@ -252,6 +257,7 @@ class _Running:
     found: Reachable
     keep_grads: bool
     marked_grads: bool
+    debug_nans: bool
     parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     recorder: Recorder | None = None
     leaves: list[Leaf] = field(default_factory=list[Leaf])
@@ -274,10 +280,11 @@ class _Running:
             with ExitStack() as stack:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                stack.enter_context(_watching(recorder, self.found))
+                stack.enter_context(_watching(recorder, self.found, self.debug_nans))
+                stack.enter_context(recomputing_for_real())
                 args, kwargs = self.call
                 result = self.fn(*args, **kwargs)
-            outputs = self._outputs(result, recorder)
+            outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
             self.gradients = [
                 (p, p.grad)
                 for p in self.parameters
@@ -351,7 +358,7 @@ class _Running:
 
 
 @contextmanager
-def _watching(recorder: Recorder, found: Reachable) -> Generator[None]:
+def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
     """Note the modules that run, name their operations after them, and refuse optimizers that were not prepared."""
     names = module_names(found)
     scopes: list[tuple[str, Any]] = []
@@ -366,7 +373,10 @@ def _watching(recorder: Recorder, found: Reachable) -> Generator[None]:
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
         if scopes:
-            scopes.pop()[1].__exit__(None, None, None)
+            name, scope = scopes.pop()
+            scope.__exit__(None, None, None)
+            if debug_nans:
+                recorder.finite.extend((name, flag) for flag in _finite_flags(result))
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if all(optimizer is not known for known in found.optimizers):
@@ -384,6 +394,13 @@ def _watching(recorder: Recorder, found: Reachable) -> Generator[None]:
             scopes.pop()[1].__exit__(None, None, None)
         for handle in handles:
             handle.remove()
+
+
+def _finite_flags(result: Any) -> list[Any]:
+    """For each floating tensor in a module's result, whether all its elements are finite."""
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "jax"]
+    with exact_dtypes():
+        return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 def module_names(found: Reachable) -> dict[int, str]:

@@ -1,46 +1,64 @@
-"""Finds the modules and optimizers that a function can reach: its closure, the globals it names, its `self`, its arguments.
+"""Finds what a function can reach: its closure, the globals it names, its `self`, its arguments, and what these hold.
 
-Tensors need no finding, tracing sees them. Modules are found for their names and flags, optimizers because their numbers
-and state must be prepared before the trace; one that is missed here is met when it steps (see `_capture`).
+Modules are found for their names and flags, optimizers because their numbers and state must be prepared before the trace,
+leaf tensors for their gradients, and every place that holds a Python value so that a change of it is noticed (`_held`). Of
+an object only the attributes that some function in reach names count: a counter that nobody reads causes no retrace.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
+from spmd.program._held import MAX_ITEMS, PLAIN, Held, in_attributes, in_class, in_closure, in_dict, in_list
 
 _DEPTH = 4
-_LIBRARIES = ("torch", "jax", "numpy", "builtins", "mesh", "spmd", "typing", "collections")
+_LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
+    sys.stdlib_module_names - {"__main__", "types", "argparse", "dataclasses"}
+)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
+_OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 
 @dataclass
 class Reachable:
-    """What a function can reach: root modules with the name they were found under, and optimizers."""
+    """What a function can reach.
+
+    Attributes:
+        modules: root modules with the name they were found under.
+        optimizers: all optimizers.
+        tensors: tensors that no module holds.
+    """
 
     modules: dict[int, tuple[str, torch.nn.Module]] = field(default_factory=dict[int, tuple[str, torch.nn.Module]])
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
-    _seen: set[int] = field(default_factory=set[int])
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
+    _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
+    _held: list[Held] = field(default_factory=list[Held])
+    _objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+    _classes: dict[type, str] = field(default_factory=dict[type, str])
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Walk `value`: modules, optimizers, functions, containers, and plain objects a few levels deep."""
-        if depth > _DEPTH or id(value) in self._seen or isinstance(value, (str, int, float, torch.Tensor, type(None), types.ModuleType)):
+        if depth > _DEPTH or id(value) in self._seen or isinstance(value, (*PLAIN, types.ModuleType)):
             return
-        self._seen.add(id(value))
-        if isinstance(value, torch.nn.Module):
-            self.modules[id(value)] = (name, value)
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
+        elif isinstance(value, torch.nn.Module):
+            self._visit_module(value, name, depth)
         elif isinstance(value, torch.optim.Optimizer):
-            if all(value is not known for known in self.optimizers):
-                self.optimizers.append(value)
-        elif isinstance(value, (list, tuple, set)):
-            for i, item in enumerate(value):
-                self.visit(item, f"{name}[{i}]", depth + 1)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                self.visit(item, str(key), depth + 1)
+            self.optimizers.append(value)
+        elif isinstance(value, (list, tuple, set, dict)):
+            self._visit_container(value, name, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self.visit(part, name, depth + 1)
@@ -49,20 +67,93 @@ class Reachable:
             self.visit(value.__func__, name, depth)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
-        elif not isinstance(value, type) and not type(value).__module__.startswith(_LIBRARIES):
-            self.visit(getattr(value, "__dict__", None), name, depth + 1)
+        elif isinstance(getattr(value, "__wrapped__", None), types.FunctionType):  # another compiled function
+            self.visit(value.__wrapped__, name, depth)
+        elif isinstance(value, type):
+            self._note_class(value, value.__name__)
+        elif not _is_library(type(value).__module__):
+            self._visit_object(value, name, depth)
+
+    def places(self) -> list[Held]:
+        """Every place that holds a Python value; call it once everything is visited."""
+        self._visit_methods()
+        held = list(self._held)
+        for name, attributes in self._objects:
+            held.append(in_attributes(f"{name}.{{}}", attributes, self._named_attributes(attributes)))
+        for owner, name in self._classes.items():
+            keys = [k for k, v in vars(owner).items() if k in self._names and isinstance(v, PLAIN)]
+            held.append(in_class(f"{name}.{{}}", owner, keys))
+        return [h for h in held if h.keys]
+
+    def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Every module under the roots, once, with its qualified name."""
+        seen: set[int] = set()
+        for root_name, root in self.modules.values():
+            for name, module in root.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield name or root_name, module
+
+    def _visit_module(self, root: torch.nn.Module, name: str, depth: int) -> None:
+        self.modules[id(root)] = (name, root)
+        for module in root.modules():
+            self._note_class(type(module), type(module).__name__)
+            for key, value in module.__dict__.items():
+                if key not in _OF_EVERY_MODULE and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+                    self.visit(value, key, depth + 1)
+
+    def _visit_container(self, value: Any, name: str, depth: int) -> None:
+        items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        if type(value) is list and len(value) <= MAX_ITEMS:
+            self._held.append(in_list(f"{name}[{{}}]", value))
+        elif isinstance(value, dict) and len(value) <= MAX_ITEMS:
+            self._held.append(in_dict(f"{name}[{{!r}}]", value))
+        for key, item in items:
+            self.visit(item, str(key) if isinstance(key, str) else f"{name}[{key}]", depth + 1)
+
+    def _visit_object(self, value: Any, name: str, depth: int) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
+            return
+        self._objects.append((name or type(value).__name__, attributes))
+        self._note_class(type(value), type(value).__name__)
+        for key, item in attributes.items():
+            self.visit(item, key, depth + 1)
+
+    def _note_class(self, owner: type, name: str) -> None:
+        for base in owner.__mro__:
+            if not _is_library(base.__module__):
+                self._classes.setdefault(base, name)
+
+    def _visit_methods(self) -> None:
+        """The methods, of classes in reach, that a function in reach names; these name others."""
+        before = -1
+        while before != len(self._seen):
+            before = len(self._seen)
+            for owner in list(self._classes):
+                for name in self._names & vars(owner).keys():
+                    method = vars(owner)[name]
+                    method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+                    if isinstance(method, types.FunctionType) or hasattr(method, "__wrapped__"):
+                        self.visit(method, name, 1)
 
     def _visit_function(self, fn: types.FunctionType, depth: int) -> None:
-        if (fn.__module__ or "").split(".")[0] in _LIBRARIES[:6]:
+        if _is_library(fn.__module__ or ""):
             return
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        named = _names_in(fn.__code__)
+        self._names.update(named)
+        cells = fn.__closure__ or ()
+        if cells:
+            self._held.append(in_closure(fn.__code__.co_freevars, cells))
+        for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             try:
                 self.visit(cell.cell_contents, name, depth + 1)
             except ValueError:  # an empty cell: the name is bound later
                 continue
-        for name in _global_names(fn.__code__):
-            if name in fn.__globals__:
-                self.visit(fn.__globals__[name], name, depth + 1)
+        found = [name for name in dict.fromkeys(named) if name in fn.__globals__]
+        self._held.append(in_attributes("{}", fn.__globals__, [n for n in found if not isinstance(fn.__globals__[n], _CODE)]))
+        for name in found:
+            self.visit(fn.__globals__[name], name, depth + 1)
         self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
         self.visit(fn.__defaults__, "", depth + 1)
 
@@ -71,15 +162,22 @@ def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachab
     """Everything `fn(*args, **kwargs)` can name."""
     found = Reachable()
     found.visit(fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)) else fn.__call__, "fn")
-    found.visit(args, "args")
-    found.visit(kwargs, "kwargs")
+    names = fn.__code__.co_varnames if isinstance(fn, types.FunctionType) else ()
+    for i, value in enumerate((*args, *kwargs.values())):
+        for leaf in pytree.tree_leaves(value):  # containers and tensors are part of the signature
+            if not isinstance(leaf, torch.Tensor):
+                found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
     return found
 
 
-def _global_names(code: types.CodeType) -> list[str]:
-    """Names that the code, or a function defined inside it, may look up as globals."""
+def _is_library(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _LIBRARIES
+
+
+def _names_in(code: types.CodeType) -> Sequence[str]:
+    """Names that the code, or a function defined inside it, may look up as globals or attributes."""
     names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.extend(_global_names(constant))
+            names.extend(_names_in(constant))
     return names

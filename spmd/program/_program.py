@@ -19,12 +19,13 @@ from torch.utils import _pytree as pytree
 
 import mesh
 from spmd._convert import exact_dtypes, host_array
-from spmd._errors import SpmdError, message
+from spmd._errors import NonFiniteError, SpmdError, message
 from spmd._jax import eval_jaxpr
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._repeat import repeated
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class Timings:
     compile_s: float
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a step is compiled; `spmd.compile` documents each."""
+
+    keep_grads: bool = False
+    max_retraces: int = 8
+    steps_per_call: int = 1
+    check: bool = False
+    debug_nans: bool = False
+
+
 class Program:
     """One executable for one signature of a step.
 
@@ -45,8 +57,9 @@ class Program:
         compiled: jax's executable.
     """
 
-    def __init__(self, captured: Captured, name: str, trace_s: float) -> None:
+    def __init__(self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, trace_s: float) -> None:
         self.captured = captured
+        self.options = options
         buffers = [b for b in captured.const_buffers if b is not None]
         self.position = {id(b): i for i, b in enumerate(captured.arg_buffers)}
         written = [b for b in captured.written if id(b) not in self.position]
@@ -59,25 +72,27 @@ class Program:
         self.last: list[Any] = [None] * len(written)
         self._numbers: list[float] | None = None
         self._vector: Any = None
-        self._lower(name, trace_s)
+        self._lower(arg_buffers, name, trace_s)
 
-    def _lower(self, name: str, trace_s: float) -> None:
-        """Make the executable."""
-        for buffer in (*self.written, *self.read, *self.captured.arg_buffers):
+    def _lower(self, arg_buffers: list[Buffer], name: str, trace_s: float) -> None:
+        """Make the executable for arguments like those in `arg_buffers`."""
+        for buffer in (*self.written, *self.read, *arg_buffers):
             self._settle(buffer)
         run = self._function()
+        if self.options.steps_per_call > 1:
+            run = repeated(run, self.options.steps_per_call, self.captured.draws, bool(self.written_args))
         run.__name__ = run.__qualname__ = name
-        donated = [b.value for b in self.written], [self.captured.arg_buffers[i].value for i in self.written_args]
+        donated = [b.value for b in self.written], [arg_buffers[i].value for i in self.written_args]
         self.shardings = [b.value.sharding for b in self.written] if self.mesh is not None else None
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
             pinned = (None, self.shardings, [v.sharding for v in donated[1]], grads)
-        args = (donated, [b.value for b in self.read], *self._inputs(self.captured.arg_buffers, self._example_hosts()))
-        self.arg_shardings = [b.value.sharding for b in self.captured.arg_buffers]
+        args = (donated, [b.value for b in self.read], *self._inputs(arg_buffers, self._example_hosts()))
+        self.arg_shardings = [b.value.sharding for b in arg_buffers]
         start = time.perf_counter()
         with exact_dtypes():
-            jitted = jax.jit(run, donate_argnums=0, out_shardings=pinned)
+            jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
             lowered = jitted.lower(*args)
             middle = time.perf_counter()
             self.compiled = lowered.compile()
@@ -90,7 +105,7 @@ class Program:
         slot = {id(b): (0, i) for i, b in enumerate(self.written)} | {id(b): (1, i) for i, b in enumerate(self.read)}
         sources = [slot.get(id(b)) if b is not None else None for b in captured.const_buffers]
         written_slots = [(0, self.written.index(b)) if id(b) not in self.position else (2, self.position[id(b)]) for b in captured.written]
-        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves)
+        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite)
 
         def run(donated: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
             written, written_args = donated
@@ -158,15 +173,29 @@ class Program:
         inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
         with exact_dtypes():
             outputs, new_state, new_args, grads = self.compiled((state, [arg_buffers[i].value for i in self.written_args]), read, *inputs)
+        if self.captured.finite:
+            self._require_finite(outputs[-len(self.captured.finite) :])
         for buffer, value in zip(self.written, new_state, strict=True):
             buffer.value = value
             buffer.host = None
         self.last = new_state
         for i, value in zip(self.written_args, new_args, strict=True):
             arg_buffers[i].value = value
-        default_stream.draws += self.captured.draws
+        default_stream.draws += self.captured.draws * self.options.steps_per_call
         self._leave_gradients(grads)
         return self._result(outputs)
+
+    def _require_finite(self, flags: list[Any]) -> None:
+        """Raise, before state is written back, if a module's output was not finite."""
+        for name, flag in zip(self.captured.finite, flags, strict=True):
+            if not np.all(np.asarray(flag)):
+                raise NonFiniteError(
+                    message(
+                        f"the output of module '{name}' is not finite",
+                        "it is the first one in the order in which modules finished; model and optimizer are as before the step",
+                        fix="look at its inputs and parameters; lower the learning rate, clip gradients, or use a wider dtype",
+                    )
+                )
 
     def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
         """A state value that somebody else wrote since the last call, laid out as the program expects."""
@@ -201,7 +230,8 @@ class Program:
                 tensor = wrap(next(values))
                 flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
             elif leaf.kind == "number":
-                flat.append(float(next(values)))
+                number = np.asarray(next(values))
+                flat.append(number.item() if number.ndim == 0 else number.tolist())
             else:
                 flat.append(leaf.value)
         return pytree.tree_unflatten(flat, self.captured.tree)

@@ -14,7 +14,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 from spmd._errors import DroppedValueError, SpmdError, message
 from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.program import _guards, _hlo
-from spmd.program._capture import STALE_GRADIENT, UnknownOptimizer, capture, own_storage
-from spmd.program._discover import reachable
+from spmd.program._capture import STALE_GRADIENT, Captured, UnknownOptimizer, capture, own_storage
+from spmd.program._check import require_same
+from spmd.program._discover import Reachable, reachable
 from spmd.program._optim import prepare_state
-from spmd.program._program import Program, Timings
+from spmd.program._program import Options, Program, Timings
+from spmd.program._repeat import first_of_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,12 +41,11 @@ class Step(Generic[P, R]):
         num_traces: how often the function was traced.
     """
 
-    def __init__(self, fn: Callable[P, R], *, keep_grads: bool = False, max_retraces: int = 8) -> None:
+    def __init__(self, fn: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._name: str = getattr(fn, "__name__", type(fn).__name__)
-        self._keep_grads = keep_grads
-        self._max_retraces = max_retraces
+        self._options = options
         self._programs: dict[Any, list[Program]] = {}
         self._latest: Program | None = None
         self.retraces: list[str] = []
@@ -60,48 +61,54 @@ class Step(Generic[P, R]):
         for program in programs:
             reason = _guards.first_reason(program.captured.guards)
             if reason is None:
+                if self._options.check:
+                    require_same(self._name, program.captured, self._traced(args, kwargs))
                 self._latest = program
                 return program(buffers, hosts)
-        program = self._trace(args, kwargs, reason)
+        if reason is not None:
+            self._note_retrace(reason)
+        start = time.perf_counter()
+        captured = self._traced(args, kwargs)
+        self.num_traces += 1
+        program = Program(captured, buffers, self._options, self._name, time.perf_counter() - start)
         programs.insert(0, program)
         self._latest = program
-        buffers = program.captured.arg_buffers
         return program(buffers, hosts)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method, the step is bound to its object like any function."""
         return self if instance is None else functools.partial(self, instance)
 
-    def _trace(self, args: Any, kwargs: Any, reason: str | None) -> Program:
-        if reason is not None:
-            self._note_retrace(reason)
+    def _traced(self, args: Any, kwargs: Any) -> Captured:
+        """One trace of the function, with its optimizers prepared."""
+        if self._options.steps_per_call > 1:
+            args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs)
-        start = time.perf_counter()
         while True:
             for optimizer in found.optimizers:
                 prepare_state(optimizer)
             try:
-                captured = self._capture(args, kwargs, found)
-                break
+                return self._captured(args, kwargs, found)
             except UnknownOptimizer as unknown:
                 found.optimizers.append(unknown.optimizer)
-        self.num_traces += 1
-        return Program(captured, self._name, time.perf_counter() - start)
 
-    def _capture(self, args: Any, kwargs: Any, found: Any) -> Any:
+    def _captured(self, args: Any, kwargs: Any, found: Reachable) -> Captured:
+        trace = functools.partial(
+            capture, self._fn, args, kwargs, found, keep_grads=self._options.keep_grads, debug_nans=self._options.debug_nans
+        )
         try:
-            return capture(self._fn, args, kwargs, found, keep_grads=self._keep_grads, marked_grads=True)
+            return trace(marked_grads=True)
         except DroppedValueError as error:
             if STALE_GRADIENT not in str(error):
                 raise
-        return capture(self._fn, args, kwargs, found, keep_grads=self._keep_grads, marked_grads=False)
+        return trace(marked_grads=False)
 
     def _note_retrace(self, reason: str) -> None:
         self.retraces.append(reason)
-        if len(self.retraces) == self._max_retraces:
+        if len(self.retraces) == self._options.max_retraces:
             warnings.warn(
                 message(
-                    f"{self._name} was traced again {self._max_retraces} times; each costs a compilation",
+                    f"{self._name} was traced again {len(self.retraces)} times; each costs a compilation",
                     f"the last reason: {reason}",
                     fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
                 ),
@@ -149,10 +156,10 @@ class Step(Generic[P, R]):
 
 
 @overload
-def compile(fn: Callable[P, R], *, keep_grads: bool = False, max_retraces: int = 8) -> Step[P, R]: ...
+def compile(fn: Callable[P, R], **options: Unpack[CompileOptions]) -> Step[P, R]: ...
 @overload
-def compile(fn: None = None, *, keep_grads: bool = False, max_retraces: int = 8) -> Callable[[Callable[P, R]], Step[P, R]]: ...
-def compile(fn: Any = None, *, keep_grads: bool = False, max_retraces: int = 8) -> Any:
+def compile(fn: None = None, **options: Unpack[CompileOptions]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+def compile(fn: Any = None, **options: Unpack[CompileOptions]) -> Any:
     """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
 
     The tensors it reads and writes (parameters, buffers, optimizer state, random stream) are found while tracing; they
@@ -162,19 +169,32 @@ def compile(fn: Any = None, *, keep_grads: bool = False, max_retraces: int = 8) 
         fn: any function of tensors, containers of tensors and Python values; Python values are part of the signature.
         keep_grads: keep the gradients that the function leaves on `.grad`; otherwise reading one raises.
         max_retraces: warn when the function was traced again this often.
+        steps_per_call: run this many steps in one dispatch; tensor arguments and results gain a first dim of this size.
+        check: trace again on every call and raise if the program would have differed (slow; for finding stale constants).
+        debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
 
     Raises:
         TraceError: on a call, if Python needs a value that only the compiled program will have.
     """
     if fn is None:
-        return lambda real: Step(real, keep_grads=keep_grads, max_retraces=max_retraces)
-    return Step(fn, keep_grads=keep_grads, max_retraces=max_retraces)
+        return lambda real: Step(real, Options(**options))
+    return Step(fn, Options(**options))
+
+
+class CompileOptions(TypedDict, total=False):
+    """Keyword arguments of `compile`."""
+
+    keep_grads: bool
+    max_retraces: int
+    steps_per_call: int
+    check: bool
+    debug_nans: bool
 
 
 def _signature(args: Any, kwargs: Any) -> tuple[Any, list[Buffer], list[torch.Tensor], Any, Any]:
     """(key, argument buffers, CPU tensors, args, kwargs); views among the arguments become tensors of their own."""
     flat, tree = pytree.tree_flatten((args, kwargs))
-    key: list[Any] = [tree, torch.is_grad_enabled(), torch.get_default_dtype()]
+    key: list[Any] = [tree, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
     replaced = False
@@ -195,6 +215,10 @@ def _signature(args: Any, kwargs: Any) -> tuple[Any, list[Buffer], list[torch.Te
     if replaced:
         args, kwargs = pytree.tree_unflatten(flat, tree)
     return tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs
+
+
+def _autocast() -> tuple[Any, ...]:
+    return (torch.is_autocast_enabled("jax") and torch.get_autocast_dtype("jax"), torch.is_inference_mode_enabled())
 
 
 def _is_hashable(value: Any) -> bool:

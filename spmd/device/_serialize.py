@@ -1,0 +1,111 @@
+"""Pickling, loading and deep copies of device tensors. Files hold plain CPU tensors, which torch reads without this package.
+
+    torch.save(model.state_dict(), path)                 # gathers each tensor on the host
+    torch.load(path)                                     # CPU tensors, in any process
+    torch.load(path, map_location="jax")                 # device tensors, uploaded when they are used or marked
+
+Tensors that share a storage share it in a file and in a deep copy too. Whatever a device tensor's class, what is saved is
+a `torch.Tensor` or an `nn.Parameter`: a mesh is a matter of the program that reads the file, not of the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import sys
+import weakref
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from spmd._convert import exact_dtypes
+from spmd._errors import SpmdError, message
+from spmd.device._copy import to_host
+from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host
+
+_BEFORE_TORCHS_OWN = 9  # torch's packages have priorities from 10; its one for PrivateUse1 wants storages with memory
+# Note [One storage, one copy in the file]
+# torch.save tells shared storages by identity, and a pickler asks for one tensor at a time. So a buffer's host copy is
+# found again for as long as the pickler holds it; it is used only while the buffer still holds the value it came from.
+_host_storages: weakref.WeakKeyDictionary[Buffer, tuple[weakref.ref[Any], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def register() -> None:
+    """Teach pickle, `torch.save`, `torch.load` and `copy.deepcopy` about device tensors."""
+    copyreg.pickle(torch.Tensor, reduce_tensor)  # pyright: ignore[reportArgumentType]
+    torch.serialization.register_package(_BEFORE_TORCHS_OWN, _refuse_storage, _storage_on_device)
+    torch.UntypedStorage.clone = clone_storage
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Any:
+    """pickle's reduction of a tensor: that of its host copy if it is on device 'jax', else torch's own."""
+    if tensor.device.type != "jax" or sys._getframe(1).f_code is copy.copy.__code__:  # copy.copy asks the same table
+        return tensor.__reduce_ex__(2)
+    return host_copy(tensor).__reduce_ex__(2)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The device tensor as a CPU tensor with the same strides, flags and attributes, on its storage's one host copy."""
+    buffer = buffer_of(tensor)
+    host = torch.empty(0, dtype=tensor.dtype)
+    host.set_(_host_storage(buffer), tensor.storage_offset(), tensor.shape, tensor.stride())
+    torch._utils.set_tensor_metadata(host, torch._utils.get_tensor_metadata(tensor))  # pending conjugation and negation
+    vars(host).update(vars(tensor))
+    return host.requires_grad_(tensor.requires_grad)
+
+
+def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """`storage.clone()`, by which `copy.deepcopy` copies tensors: value and annotation; a dropped value stays dropped."""
+    if self.device.type != "jax":
+        return _torchs_clone(self)
+    buffer: Buffer = self.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    with exact_dtypes():
+        if buffer.value is not None:
+            new = wrap(jnp.copy(buffer.get()))
+        elif buffer.host is not None:
+            new = wrap_host(buffer.host.copy())
+        else:
+            new = wrap(jnp.zeros(buffer.shape))
+            buffer_of(new).value, buffer_of(new).dropped = None, buffer.dropped
+    buffer_of(new).annotation = buffer.annotation
+    return new.untyped_storage()
+
+
+_torchs_clone = torch.UntypedStorage.clone
+
+
+def _host_storage(buffer: Buffer) -> torch.UntypedStorage:
+    """A CPU storage with the buffer's value; the same one while somebody holds it. See Note [One storage, one copy in the file]."""
+    held: Any = buffer.host if buffer.value is None else buffer.value
+    storage_of, value_of = _host_storages.get(buffer, (_nothing, _nothing))
+    storage = storage_of()
+    if storage is None or held is None or value_of() is not held:
+        root = wrap_host(held) if buffer.value is None and held is not None else wrap(buffer.get())
+        storage = to_host(root).untyped_storage()
+        _host_storages[buffer] = weakref.ref(storage), weakref.ref(held)
+    return storage
+
+
+def _nothing() -> None:
+    return None
+
+
+def _refuse_storage(storage: torch.UntypedStorage) -> None:
+    """torch.save's question where a storage lives. One of ours gets here only under a tensor class that nobody taught it."""
+    if storage.device.type == "jax":
+        raise SpmdError(
+            message(
+                "a tensor on device 'jax' of a class of its own cannot be saved",
+                "its class decides how it is pickled, and its storage has no bytes",
+                fix="save tensor.cpu(), or tensor.as_subclass(torch.Tensor)",
+            )
+        )
+
+
+def _storage_on_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """`torch.load(..., map_location="jax")`: the bytes of a file as a root that is still on the host."""
+    if location.partition(":")[0] != "jax":
+        return None
+    octets = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return wrap_host(octets.numpy().copy()).untyped_storage()

@@ -1,0 +1,36 @@
+"""Distances between all pairs of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.lowering._registry import lower
+
+
+@lower("_cdist_forward")
+def _cdist_forward(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
+    """p-norm of every row of `x1` [..., P, M] minus every row of `x2` [..., R, M]: [..., P, R]."""
+    difference = jnp.abs(x1[..., :, None, :] - x2[..., None, :, :])
+    if p == 0:
+        return jnp.sum(difference != 0, axis=-1).astype(x1.dtype)
+    if p == 1:
+        return jnp.sum(difference, axis=-1)
+    if p == float("inf"):
+        return jnp.max(difference, axis=-1, initial=0)
+    if p == 2:
+        total = jnp.sum(difference * difference, axis=-1)
+        return jnp.where(total > 0, jnp.sqrt(jnp.where(total > 0, total, 1)), 0)
+    total = jnp.sum(jnp.where(difference > 0, difference, 1) ** p * (difference > 0), axis=-1)
+    return jnp.where(total > 0, jnp.where(total > 0, total, 1) ** (1 / p), 0)
+
+
+@lower("_cdist_backward")
+def _cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
+    """Gradient with respect to `x1`; a pair at distance zero has none."""
+    if p == 0:
+        return jnp.zeros_like(x1)
+    batch = jnp.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    return jax.vjp(lambda x: _cdist_forward(x, x2, p), jnp.broadcast_to(x1, (*batch, *x1.shape[-2:])))[1](grad)[0]

@@ -1,0 +1,91 @@
+"""`spmd.compile`'s options: several steps per call, stale constants found, the module with the first NaN named."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mesh
+import spmd
+
+
+def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.25), nn.GELU(), nn.Linear(16, 4)).to("jax")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, optimizer, step
+
+
+def test_n_steps_per_call_equal_n_calls(mesh_4x2: mesh.Mesh) -> None:
+    xs, ys = torch.randn(6, 8, 8), torch.randn(6, 8, 4)
+    results = []
+    for steps in (1, 3):
+        model, _, step = make()
+        spmd.mark_sharding(model[0].weight, mesh_4x2, ("model", None))
+        compiled = spmd.compile(step, steps_per_call=steps)
+        torch.manual_seed(7)
+        losses = []
+        for start in range(0, 6, steps):
+            x, y = xs[start : start + steps].to("jax"), ys[start : start + steps].to("jax")
+            if steps == 1:
+                x, y = x[0], y[0]
+            else:
+                x = spmd.mark_sharding(x, mesh_4x2, (None, "data", None))
+            losses += compiled(x, y).reshape(-1).tolist()
+        assert (compiled.num_executables, compiled.retraces) == (1, [])
+        results.append((losses, [p.detach().cpu() for p in model.parameters()]))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_steps_per_call_refuses_what_is_not_stacked(mesh_4x2: mesh.Mesh) -> None:
+    _, _, step = make()
+    compiled = spmd.compile(step, steps_per_call=4)
+    with pytest.raises(spmd.SpmdError, match="stacked along a first dim of 4"):
+        compiled(torch.randn(8, 8).to("jax"), torch.randn(8, 4).to("jax"))
+    stacked = spmd.mark_sharding(torch.randn(4, 8, 8).to("jax"), mesh_4x2, ("data", None, None))
+    with pytest.raises(spmd.SpmdError, match="is the step and cannot be sharded"):
+        compiled(stacked, torch.randn(4, 8, 4).to("jax"))
+
+
+def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
+    held = {"scale": 2.0}
+    weight = torch.ones(3).to("jax")
+
+    @spmd.compile(check=True)
+    def scaled() -> torch.Tensor:
+        weight.mul_(held["scale"])
+        return weight.sum()
+
+    assert scaled().item() == 6.0
+    assert scaled().item() == 12.0
+    held["scale"] = 5.0
+    with pytest.raises(spmd.TraceError, match=r"(?s)scaled would be another program today.*2\.0.*5\.0"):
+        scaled()
+    assert weight.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_debug_nans_names_the_first_module_and_keeps_the_state() -> None:
+    model, optimizer, step = make()
+    compiled = spmd.compile(step, debug_nans=True)
+    x, y = torch.randn(4, 8).to("jax"), torch.randn(4, 4).to("jax")
+    compiled(x, y)
+    before = [p.detach().cpu() for p in model.parameters()]
+    with torch.no_grad():
+        model[3].weight.fill_(float("inf"))
+    with pytest.raises(spmd.NonFiniteError, match="output of module '3' is not finite"):
+        compiled(x, y)
+    assert torch.isinf(model[3].weight.cpu()).all()
+    torch.testing.assert_close(model[0].weight.detach().cpu(), before[0])
+    assert optimizer.state[model[0].weight]["step"].item() == 1.0
