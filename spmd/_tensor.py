@@ -6,6 +6,7 @@ tensor's storage, so every alias of a marked tensor shares it. It knows no annot
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import mesh as mesh_
 from spmd import _counters
 from spmd._convert import host_tensor
 from spmd._jax import is_tracer
+from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load
 
 
@@ -94,6 +96,21 @@ class XLAShardedTensor(torch.Tensor):
         the array: keep a `jnp.copy` to use it afterwards."""
         return load(self)
 
+    def __copy__(self) -> XLAShardedTensor:
+        return become_sharded(copy.copy(self.global_tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
+        if id(self) not in memo:
+            plain = copy.deepcopy(self.global_tensor if not self.is_leaf else self.global_tensor.detach(), memo)
+            plain.requires_grad_(self.requires_grad)
+            plain.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = become_sharded(plain)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a CPU tensor without a mesh (see `spmd.device._serialize`)."""
+        return host_copy(self).__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = self.sharding_spec if buffer_of(self).dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
@@ -108,19 +125,17 @@ class XLAShardedTensor(torch.Tensor):
 class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
     """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedParameter:
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch.no_grad():
-            plain = self.detach().as_subclass(torch.Tensor).clone()
-        copy = torch.nn.Parameter(plain, self.requires_grad)
-        buffer_of(copy).annotation = buffer_of(self).annotation
-        copy.__class__ = XLAShardedParameter
-        memo[id(self)] = copy
-        return copy  # pyright: ignore[reportReturnType]
+    def __copy__(self) -> XLAShardedTensor:
+        return become_sharded(torch.nn.Parameter(self.global_tensor.detach(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
+        if id(self) not in memo:
+            data = copy.deepcopy(self.global_tensor.detach(), memo)
+            memo[id(self)] = become_sharded(torch.nn.Parameter(data, self.requires_grad))
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach().cpu(), self.requires_grad).__reduce_ex__(protocol)
+        return torch.nn.Parameter(host_copy(self), self.requires_grad).__reduce_ex__(protocol)
 
 
 def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
-from spmd.device._storage import META, strided_alias
+from spmd._convert import to_numpy_dtype
+from spmd.device._storage import META, Buffer, contiguous_stride, strided_alias
 
 _BY_REDISPATCH = (
     "view",
@@ -19,7 +21,6 @@ _BY_REDISPATCH = (
     "unfold",
     "view_as_real",
     "view_as_complex",
-    "set_.source_Storage_storage_offset",
 )
 
 
@@ -49,6 +50,22 @@ def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tenso
     return torch.ops.aten.set_.source_Storage_storage_offset(self, source, 0, (count,), (1,))
 
 
+def set_window(self: torch.Tensor, source: torch.UntypedStorage, offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
+    """`tensor.set_(storage, offset, size, stride)`. Raw bytes still on the host (from `torch.load`) become a root of the
+    tensor's own dtype and shape: windows of another dtype would be read by a bit cast each time."""
+    buffer: Buffer = source.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    size = tuple(size)
+    if buffer.host is not None and buffer.host.dtype == np.uint8 and buffer.host.ndim == 1 and self.dtype != torch.uint8:
+        buffer.host = buffer.host.view(to_numpy_dtype(self.dtype))
+        if math.prod(size) == buffer.host.size and tuple(stride) in ((), contiguous_stride(size)):
+            buffer.host = buffer.host.reshape(size)
+        buffer.shape = buffer.host.shape
+    return _set_window.redispatch(META, self, source, offset, size, stride)
+
+
+_set_window = torch.ops.aten.set_.source_Storage_storage_offset
+
+
 def set_empty(self: torch.Tensor) -> torch.Tensor:
     """`tensor.set_()`: an empty tensor on a storage of its own."""
     self.data = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -62,6 +79,7 @@ def view_kernels() -> dict[str, Any]:
         "as_strided_": as_strided_,
         "set_.source_Tensor": set_tensor,
         "set_.source_Storage": set_storage,
+        "set_.source_Storage_storage_offset": set_window,
         "set_": set_empty,
     }
     for name in _BY_REDISPATCH:

@@ -2,9 +2,9 @@
 
 A trace reads each Python value once: the flag of a trainer, an entry of a config, a number in a closure, the tensor that an
 attribute holds. A program may run again only while all of them are what they were when the trace began. What the trace
-itself changed (`self.calls += 1`, `model.train()`) is done again by every call, since it follows from the same values.
+changed (`self.calls += 1`, `model.train()`) every call changes again, since it follows from the same values.
 
-It knows where values are held, not how they are found (`_discover`).
+It knows how values are held, not how holders are found (`_discover`).
 """
 
 from __future__ import annotations
@@ -21,113 +21,122 @@ from spmd._errors import TraceError, message
 from spmd.device._storage import Buffer, buffer_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
-ABSENT: Any = type("absent", (), {"__repr__": lambda self: "absent"})()
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 MAX_ITEMS = 1000
 
+Action = Callable[[], None]
 
-@dataclass
+
+@dataclass(frozen=True)
 class Held:
     """Named values in one holder.
 
     Attributes:
-        title: how the key is written: "{}" alone, "self.{}", "config[{!r}]".
+        title: how a key is written: "{}" alone, "self.{}", "config[{!r}]".
         keys: what is read, in order.
         read: the values now, one per key; another number of them if the holder got or lost entries.
-        write: puts a value under a key.
-        restore: makes the holder hold these values again.
+        remember: remembers the holder as it is now and returns what makes it so again.
     """
 
     title: str
     keys: tuple[Any, ...]
     read: Callable[[], Sequence[Any]]
-    write: Callable[[Any, Any], None]
-    restore: Callable[[Sequence[Any]], None]
+    remember: Callable[[], Action]
 
-    def name(self, position: int) -> str:
-        """What a message calls the value at `position`."""
-        return self.title.format(self.keys[position])
-
-    def changed(self, values: Sequence[Any]) -> str | None:
-        """What differs from `values`, or None."""
+    def is_same(self, values: Sequence[Any]) -> bool:
+        """Whether the holder holds these very values."""
         now = self.read()
-        if len(now) == len(values) and all(map(is_, now, values)):
-            return None
+        return len(now) == len(values) and all(map(is_, now, values))
+
+    def difference(self, values: Sequence[Any]) -> str | None:
+        """What differs from `values`, in words; None if nothing does."""
+        now = self.read()
         if len(now) != len(values):
             return f"{self.title.partition('{')[0].rstrip('.[')} got or lost entries"
-        for i, (new, old) in enumerate(zip(now, values, strict=True)):
-            if not _same(new, old):
-                return f"{self.name(i)} changed from {_shown(old)} to {_shown(new)}"
+        for key, new, old in zip(self.keys, now, values, strict=True):
+            if not _is_equal(new, old):
+                return f"{self.title.format(key)} changed from {_shown(old)} to {_shown(new)}"
         return None
 
 
 def in_attributes(title: str, holder: dict[str, Any], keys: Sequence[str]) -> Held:
-    """Some entries of a dict, there or not: attributes of an object by name, globals."""
+    """Some entries of a dict, there or not: attributes of an object, globals."""
     names = tuple(keys)
 
-    def write(key: str, value: Any) -> None:
-        if value is ABSENT:
-            holder.pop(key, None)
-        else:
-            holder[key] = value
+    def remember() -> Action:
+        kept = read()
 
-    def restore(values: Sequence[Any]) -> None:
-        for key, value in zip(names, values, strict=True):
-            if holder.get(key, ABSENT) is not value:
-                write(key, value)
+        def put() -> None:
+            for name, value in zip(names, kept, strict=True):
+                if value is ABSENT:
+                    holder.pop(name, None)
+                elif holder.get(name, ABSENT) is not value:
+                    holder[name] = value
 
-    return Held(title, names, lambda: [holder.get(name, ABSENT) for name in names], write, restore)
+        return put
+
+    def read() -> list[Any]:
+        return [holder.get(name, ABSENT) for name in names]
+
+    return Held(title, names, read, remember)
 
 
 def in_dict(title: str, holder: dict[Any, Any]) -> Held:
     """All entries of a dict."""
-    keys = tuple(holder)
 
-    def restore(values: Sequence[Any]) -> None:
-        holder.clear()
-        holder.update(zip(keys, values, strict=True))
+    def remember() -> Action:
+        kept = dict(holder)
 
-    return Held(title, keys, lambda: tuple(holder.values()), holder.__setitem__, restore)
+        def put() -> None:
+            holder.clear()
+            holder.update(kept)
+
+        return put
+
+    return Held(title, tuple(holder), lambda: tuple(holder.values()), remember)
 
 
 def in_list(title: str, holder: list[Any]) -> Held:
     """All items of a list."""
-    return Held(
-        title,
-        tuple(range(len(holder))),
-        lambda: tuple(holder),
-        holder.__setitem__,
-        lambda values: holder.__setitem__(slice(None), list(values)),
-    )
+
+    def remember() -> Action:
+        kept = list(holder)
+        return lambda: holder.__setitem__(slice(None), kept)
+
+    return Held(title, tuple(range(len(holder))), lambda: tuple(holder), remember)
 
 
 def in_class(title: str, holder: type, keys: Sequence[str]) -> Held:
     """Some attributes of a class."""
     names, entries = tuple(keys), vars(holder)
 
-    def write(key: str, value: Any) -> None:
-        setattr(holder, key, value)
+    def remember() -> Action:
+        kept = read()
+        return lambda: [setattr(holder, n, v) for n, v in zip(names, kept, strict=True) if entries.get(n, ABSENT) is not v] and None
 
-    def restore(values: Sequence[Any]) -> None:
-        for key, value in zip(names, values, strict=True):
-            if entries.get(key, ABSENT) is not value:
-                write(key, value)
+    def read() -> list[Any]:
+        return [entries.get(name, ABSENT) for name in names]
 
-    return Held(title, names, lambda: [entries.get(name, ABSENT) for name in names], write, restore)
+    return Held(title, names, read, remember)
 
 
 def in_closure(names: Sequence[str], cells: Sequence[Any]) -> Held:
     """The variables of a closure."""
-    by_name = dict(zip(names, cells, strict=True))
 
-    def write(key: str, value: Any) -> None:
-        by_name[key].cell_contents = value
+    def remember() -> Action:
+        kept = read()
 
-    def restore(values: Sequence[Any]) -> None:
-        for cell, value in zip(cells, values, strict=True):
-            if _content(cell) is not value:
-                cell.cell_contents = value
+        def put() -> None:
+            for cell, value in zip(cells, kept, strict=True):
+                if value is not ABSENT:
+                    cell.cell_contents = value
 
-    return Held("{}", tuple(names), lambda: [_content(cell) for cell in cells], write, restore)
+        return put
+
+    def read() -> list[Any]:
+        return [_content(cell) for cell in cells]
+
+    return Held("{}", tuple(names), read, remember)
 
 
 def in_module(name: str, module: torch.nn.Module) -> list[Held]:
@@ -144,14 +153,18 @@ def in_module(name: str, module: torch.nn.Module) -> list[Held]:
                 pass
         return tuple(attributes.values())
 
-    def restore(values: Sequence[Any]) -> None:
-        for key in [k for k in attributes if k not in before]:
-            del attributes[key]
-        attributes.update(zip(keys, values, strict=True))
+    def remember() -> Action:
+        kept = dict(attributes)
 
-    before = frozenset(attributes)
-    own = Held(f"{name}.{{}}", keys, read, attributes.__setitem__, restore)
-    return [own, *(in_dict(f"{name}.{{}}", attributes[r]) for r in ("_parameters", "_buffers", "_modules") if attributes[r])]
+        def put() -> None:
+            for key in attributes.keys() - kept.keys():
+                del attributes[key]
+            attributes.update(kept)
+
+        return put
+
+    registries = [attributes[r] for r in ("_parameters", "_buffers", "_modules") if attributes[r]]
+    return [Held(f"{name}.{{}}", keys, read, remember), *(in_dict(f"{name}.{{}}", registry) for registry in registries)]
 
 
 def _content(cell: Any) -> Any:
@@ -161,52 +174,63 @@ def _content(cell: Any) -> Any:
         return ABSENT
 
 
-Effect = Callable[[], None]
+@dataclass
+class Assigned:
+    """A tensor made in the trace that a name holds now.
+
+    Attributes:
+        name: what holds it.
+        before: what the name held before.
+        tensor: the tensor.
+        accept: call it with what the name may hold when the program is used again.
+    """
+
+    name: str
+    before: Any
+    tensor: torch.Tensor
+    accept: Callable[[Any], None]
 
 
 class Snapshot:
-    """All held values as they are before a trace, and what has become of them."""
+    """Held values as they are before a trace, and what the trace made of them."""
 
     def __init__(self, places: Sequence[Held]) -> None:
-        self.places = [(held, list(held.read())) for held in places]
+        self._places = [(held, list(held.read()), held.remember()) for held in places]
 
     def put_back(self) -> None:
         """Undo what the trace changed."""
-        for held, values in self.places:
-            now = held.read()
-            if len(now) != len(values) or not all(map(is_, now, values)):
-                held.restore(values)
+        for held, values, put in self._places:
+            if not held.is_same(values):
+                put()
 
-    def assigned(self, is_newborn: Callable[[Buffer], bool]) -> Iterator[tuple[str, Any, torch.Tensor, Callable[[Any], None]]]:
-        """(name, what was held before, the tensor made in the trace that is held now, to accept it) of every such place."""
-        for held, values in self.places:
+    def assigned(self, is_newborn: Callable[[Buffer], bool]) -> Iterator[Assigned]:
+        """Every name that now holds a tensor made in the trace."""
+        for held, values, _ in self._places:
             now = held.read()
-            if len(now) != len(values) or all(map(is_, now, values)):
+            if held.is_same(values) or len(now) != len(values):
                 continue
             for i, (old, new) in enumerate(zip(values, now, strict=True)):
                 if new is not old and is_device_tensor(new) and is_newborn(buffer_of(new)):
-                    yield held.name(i), old, new, lambda value, values=values, i=i: values.__setitem__(i, value)
+                    yield Assigned(held.title.format(held.keys[i]), old, new, lambda value, v=values, i=i: v.__setitem__(i, value))
 
-    def effects(self) -> list[Effect]:
-        """For each value that the trace changed otherwise: to change it again."""
-        found: list[Effect] = []
-        for held, values in self.places:
-            now = held.read()
-            if len(now) == len(values) and not all(map(is_, now, values)):
-                changes = zip(held.keys, values, now, strict=True)
-                found.extend(lambda w=held.write, k=k, v=v: w(k, v) for k, old, v in changes if v is not old and not is_device_tensor(v))
-        return found
+    def effects(self) -> list[Action]:
+        """What makes the holders that the trace changed as they are now."""
+        return [held.remember() for held, values, _ in self._places if not held.is_same(values)]
 
     def guards(self) -> list[Callable[[], str | None]]:
-        """One for each holder: a reason to trace again, or None."""
-        return [lambda held=held, values=values: held.changed(values) for held, values in self.places]
+        """For each holder: a reason to trace again, or None."""
+        return [_guard(held, values) for held, values, _ in self._places]
 
 
-def refuse_lost_update(name: str) -> TraceError:
+def _guard(held: Held, values: list[Any]) -> Callable[[], str | None]:
+    return lambda: None if held.is_same(values) else held.difference(values)
+
+
+def lost_update(name: str) -> TraceError:
     """The error for a tensor that a function reads and then replaces by a new one."""
     return TraceError(
         message(
-            f"{name} is read and then assigned a new tensor inside the compiled function",
+            f"the compiled function reads {name} and then assigns a new tensor to it",
             "the next call would read the old tensor again",
             fix=f"update it in place: {name}.copy_(new)",
         )
@@ -218,12 +242,12 @@ def is_device_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "jax"
 
 
-def _same(new: Any, old: Any) -> bool:
+def _is_equal(new: Any, old: Any) -> bool:
     if new is old:
         return True
     if type(new) is not type(old) or not isinstance(new, PLAIN):
         return False
-    return bool(new == old) or (new != new and old != old)
+    return bool(new == old) or bool(new != new and old != old)
 
 
 def _shown(value: Any) -> str:

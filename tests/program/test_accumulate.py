@@ -1,0 +1,92 @@
+"""`spmd.accumulate(k)` means a loop over k micro-batches; compiled it is one scan."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mesh
+import spmd
+
+ROUNDS = 4
+
+
+def make(device: str, dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def micro(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y) / ROUNDS
+        loss.backward()
+        return loss
+
+    return model, optimizer, micro
+
+
+def scan_step(optimizer: Any, micro: Any) -> Any:
+    def step(xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = spmd.accumulate(ROUNDS)(micro)(xs, ys)
+        optimizer.step()
+        return losses
+
+    return step
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equals_a_python_loop_on_the_cpu(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    xs, ys = torch.randn(ROUNDS, 16, 8), torch.randn(ROUNDS, 16, 4)
+    host, host_optimizer, host_micro = make("cpu")
+    model, optimizer, micro = make("jax")
+    x, y = xs.to("jax"), ys.to("jax")
+    if compiled:
+        spmd.mark_sharding(model[0].weight, mesh_4x2, ("model", None))
+        x = spmd.mark_sharding(x, mesh_4x2, (None, "data", None))
+    step: Any = scan_step(optimizer, micro)
+    step = spmd.compile(step) if compiled else step
+    for _ in range(3):
+        host_optimizer.zero_grad()
+        expected = [host_micro(xs[i], ys[i]).item() for i in range(ROUNDS)]
+        host_optimizer.step()
+        assert step(x, y).tolist() == pytest.approx(expected, rel=1e-5)
+    for a, b in zip(model.state_dict().values(), host.state_dict().values(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+    if compiled:
+        assert (step.num_executables, step.retraces) == (1, [])
+
+
+def test_every_round_draws_its_own_dropout_mask_as_the_unrolled_loop_does() -> None:
+    xs, ys = torch.randn(ROUNDS, 16, 8).to("jax"), torch.randn(ROUNDS, 16, 4).to("jax")
+    losses = []
+    for unrolled in (False, True):
+        _, optimizer, micro = make("jax", dropout=0.5)
+
+        def loop(x: torch.Tensor, y: torch.Tensor, optimizer: Any = optimizer, micro: Any = micro) -> torch.Tensor:
+            optimizer.zero_grad()
+            each = [micro(x[i], y[i]) for i in range(ROUNDS)]
+            optimizer.step()
+            return torch.stack(each)
+
+        step = spmd.compile(loop if unrolled else scan_step(optimizer, micro))
+        torch.manual_seed(3)
+        losses.append([*step(xs, ys).tolist(), *step(xs, ys).tolist()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_program_does_not_grow_with_the_number_of_rounds() -> None:
+    sizes = []
+    for rounds in (4, 16):
+        model, _, micro = make("jax")
+        step = spmd.compile(lambda xs, ys, rounds=rounds, micro=micro: spmd.accumulate(rounds)(micro)(xs, ys))
+        step(torch.randn(rounds, 4, 8).to("jax"), torch.randn(rounds, 4, 4).to("jax"))
+        sizes.append(step.hlo().count(" dot("))
+        model.zero_grad()
+    assert sizes[0] == sizes[1]
+
+
+def test_arguments_must_be_stacked() -> None:
+    with pytest.raises(spmd.SpmdError, match=r"first dim of 4.*\n.*\(3, 8\)"):
+        spmd.accumulate(4)(lambda x: x)(torch.ones(3, 8).to("jax"))
