@@ -169,8 +169,8 @@ def hand_loss(params: list[Any], x_BD: jax.Array, y_BD: jax.Array) -> jax.Array:
     """Mean squared error of the blocks in JAX."""
     out_BD = x_BD
     for block in params:
-        h_BH = jax.nn.gelu(out_BD @ block["up"]["weight"] + block["up"]["bias"], approximate=False)
-        out_BD = h_BH @ block["down"]["weight"] + block["down"]["bias"]
+        h_BH = jax.nn.gelu(out_BD @ block["up"]["weight"].T + block["up"]["bias"], approximate=False)
+        out_BD = h_BH @ block["down"]["weight"].T + block["down"]["bias"]
     return jnp.mean((out_BD - y_BD) ** 2)
 
 
@@ -199,10 +199,11 @@ def hand_step() -> Callable[..., Any]:
 
 
 def by_hand(host: nn.Sequential, x: torch.Tensor, y: torch.Tensor, grid: mesh.Mesh) -> Contender:
-    """JAX as its users write it: pytrees, weights [in, out], state donated, every sharding pinned."""
+    """Pytrees, state donated, every sharding pinned; weights [out, in] as in torch, which XLA:CPU multiplies twice as fast as [in, out]."""
     data, model_axis = grid.axis_names[0], grid.axis_names[-1]
     place = lambda *spec: NamedSharding(grid.to_jax(), P(*spec))  # noqa: E731
-    block = {"up": {"weight": place(None, model_axis), "bias": place(model_axis)}, "down": {"weight": place(model_axis, None), "bias": place(None)}}
+    up, down = {"weight": place(model_axis, None), "bias": place(model_axis)}, {"weight": place(None, model_axis), "bias": place(None)}
+    block = {"up": up, "down": down}
     shardings = ([block] * len(host), [block] * len(host), [block] * len(host), place())
     zeros = jax.tree.map(np.zeros_like, params := [arrays_of(mlp) for mlp in host])
     state = jax.device_put((params, zeros, zeros, np.float32(0)), shardings)
@@ -233,11 +234,8 @@ def by_hand(host: nn.Sequential, x: torch.Tensor, y: torch.Tensor, grid: mesh.Me
 
 
 def arrays_of(mlp: nn.Module) -> dict[str, Any]:
-    """One block's parameters as JAX writes them: weights [in, out]."""
-    return {
-        name: {"weight": child.weight.detach().numpy().T.copy(), "bias": child.bias.detach().numpy().copy()}
-        for name, child in mlp.named_children()
-    }
+    """One block's parameters as a pytree."""
+    return {name: {key: p.detach().numpy().copy() for key, p in child.named_parameters()} for name, child in mlp.named_children()}
 
 
 def facts_of(text: str, collectives: _hlo.CollectiveReport, memory: _hlo.MemoryReport) -> dict[str, Any]:

@@ -62,6 +62,17 @@ def user_line() -> str:
     return ""
 
 
+def line_of(error: BaseException) -> str:
+    """`file:line in function` of the user's innermost frame that `error` passed through; empty if there is none."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not _is_library(code.co_filename):
+            found = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found
+
+
 def called_at() -> Iterable[str]:
     """The detail line that names the user's own call, or nothing when no user frame is on the stack."""
     line = user_line()

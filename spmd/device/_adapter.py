@@ -2,7 +2,7 @@
 
 One `Adapter` per ATen overload. For each new combination of dtypes and static arguments it makes a `Plan` (torch's meta
 kernel says the result dtypes, torch's promotion rules the dtype to compute in), then every further call is a dictionary
-look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, the rule is called inline.
+look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, what that call would record is recorded inline.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dty
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
 from spmd.device import _random
-from spmd.device._copy import like_placement
+from spmd.device._copy import host_value, like_placement
 from spmd.device._numbers import carried
-from spmd.device._storage import load, store, wrap
+from spmd.device._storage import load, once, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -46,7 +46,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("compute", "compute_dtypes", "jitted", "lowering", "results", "template")
+    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "template")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Plan:
         self.compute = compute
         self.results = results
         self.jitted = jax.jit(self.run)
+        self.bound: dict[Any, Any] = {}
 
     def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out.
@@ -86,6 +87,24 @@ class Plan:
         if isinstance(out, tuple | list):
             return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out)), updated
         return _cast(out, self.results[0]), updated
+
+    def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
+        """`run` inside a trace. The rule is traced once per shapes and Python numbers, and what it recorded is recorded again."""
+        values = [_cast_scalar(value, dtype) for value, dtype in zip(dynamic, self.compute, strict=True)]
+        if key is None and not any(getattr(value, "shape", None) for value in values):
+            return once(self, values, lambda: self.run(values))
+        is_array = [isinstance(value, jax.Array | np.ndarray) for value in values]
+        numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not is_array[i])  # repr: 0.0 == -0.0
+        bound = self.bound.get(numbers)
+        if bound is None:
+            held = [None if array else value for array, value in zip(is_array, values, strict=True)]
+
+            def run(arrays: list[Any], key: Any) -> Any:
+                rest = iter(arrays)
+                return self.run([next(rest) if value is None else value for value in held], key)
+
+            bound = self.bound[numbers] = jax.jit(run, inline=True)
+        return bound([value for array, value in zip(is_array, values, strict=True) if array], key)
 
 
 class Adapter:
@@ -121,7 +140,7 @@ class Adapter:
             out, updated = (plan.run if needs_values else plan.jitted)(dynamic, key)
         else:
             try:
-                out, updated = plan.run(dynamic, key)
+                out, updated = plan.run(dynamic, key) if needs_values else plan.traced(dynamic, key)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
                 if not needs_values:
                     raise
@@ -266,6 +285,13 @@ def _filled(arg: Any, values: list[Any]) -> Any:
     return [_filled(item, values) for item in arg] if isinstance(arg, list) else arg
 
 
+def _cast_scalar(value: Any, dtype: np.dtype[Any] | None) -> Any:
+    """A 0-dim value in the dtype to compute in, converted once for all ops that ask for it."""
+    if dtype is None or not isinstance(value, jax.Array) or value.shape or value.dtype == dtype:
+        return value
+    return once(dtype, (value,), lambda: value.astype(dtype))
+
+
 def _cast(value: Any, dtype: np.dtype[Any] | None) -> Any:
     if value is None or dtype is None:
         return value
@@ -285,7 +311,7 @@ def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
         if is_wrapped_number(tensor):
             value = tensor.item()
             return value, type(value)
-        return host_array(tensor), (tensor.dtype,)
+        return host_value(tensor), (tensor.dtype,)
     raise RuntimeError(
         message(
             f"expected all tensors on device 'jax', found one of shape {tuple(tensor.shape)} on {tensor.device}",

@@ -18,7 +18,7 @@ from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing
 from spmd.device._numbers import lifted
-from spmd.device._storage import buffer_of, is_whole, load, recording, store, strided_alias, wrap, wrap_host, wrap_strided
+from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,6 +47,9 @@ def new_empty_strided(self: torch.Tensor, size: Any, stride: Any, **kwargs: Any)
 
 def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
+    buffer = buffer_of(self)
+    if buffer.value is None and buffer.host is not None and is_whole(self, buffer) and recording.get() is None:
+        return wrap_host(buffer.host.copy())  # still on the host: so is the copy
     with exact_dtypes():
         value = load(self)
         if not is_tracing():
@@ -66,7 +69,11 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if device is not None and torch.device(device).type != "jax":
         return to_host(self).to(device=device, dtype=dtype)
     if self.device.type != "jax":
-        return from_host(self.to(dtype))
+        argument = _argument(self)
+        if argument is None:
+            return from_host(self.to(dtype))
+        with exact_dtypes():
+            return wrap(_converted(argument, to_numpy_dtype(dtype)))
     if dtype == self.dtype:
         return clone(self, memory_format=kwargs.get("memory_format"))
     with exact_dtypes():
@@ -79,6 +86,11 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
         dst.copy_(to_host(src))
         return dst
     if src.device.type != "jax":
+        argument = _argument(src)
+        if argument is not None:
+            with exact_dtypes():
+                store(dst, jnp.broadcast_to(_converted(argument, to_numpy_dtype(dst.dtype)), tuple(dst.shape)))
+            return dst
         _note_host_read(src)
         host = host_array(src.to(dst.dtype))
         buffer = buffer_of(dst)
@@ -112,15 +124,23 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 def local_scalar_dense(self: torch.Tensor) -> Any:
     """`tensor.item()`: a Python number eagerly, a lifted number in a traced program."""
     value = load(self)
-    if is_tracer(value):
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            value = value.astype(jnp.float64)
+    if is_tracer(value) or recording.get() is not None:
         with exact_dtypes():
-            return lifted(value.reshape(()).astype(jnp.float64))
-    if recording.get() is not None:
-        raise _host_read_while_tracing("item()")
+            return lifted(once("item", (value,), lambda: value.reshape(()).astype(jnp.float64)))
     _counters.count("host_reads")
     return np.asarray(value).reshape(()).item()
+
+
+def zero_(self: torch.Tensor) -> torch.Tensor:
+    """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
+    buffer = buffer_of(self)
+    with exact_dtypes():
+        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype))
+        if buffer.dropped is not None and self.shape == buffer.shape and self.is_contiguous() and not self.storage_offset():
+            buffer.set(zeros)
+        else:
+            store(self, like_placement(zeros, self))
+    return self
 
 
 def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
@@ -136,18 +156,17 @@ def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride:
     """A copy of `self`'s whole storage, in which the window (size, stride, offset) holds `src`."""
     with exact_dtypes():
         root = wrap(buffer_of(self).get())
-        offset = self.storage_offset()
+        offset = int(self.storage_offset())
         store(strided_alias(root, tuple(size), tuple(stride), offset if storage_offset is None else storage_offset), load(src))
     return strided_alias(root, tuple(self.shape), self.stride(), offset)
 
 
 def from_host(tensor: torch.Tensor) -> torch.Tensor:
     """A device tensor with the values of a CPU tensor; nothing is uploaded yet."""
-    _note_host_read(tensor)
-    recorder = recording.get()
-    argument = recorder.host_argument(tensor) if recorder is not None else None  # pyright: ignore[reportAttributeAccessIssue]
+    argument = _argument(tensor)
     if argument is not None:
         return wrap(argument)
+    _note_host_read(tensor)
     if tensor.is_contiguous() or not fills_block(tuple(tensor.shape), tensor.stride()):
         return wrap_host(host_array(tensor))
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
@@ -180,6 +199,21 @@ def _host_read_while_tracing(what: str) -> TraceError:
             fix="return the tensor from the compiled function and read it outside",
         )
     )
+
+
+def host_value(tensor: torch.Tensor) -> Any:
+    """The values of a CPU tensor that an op takes as it is: an input of the traced program if it is an argument of it."""
+    argument = _argument(tensor)
+    if argument is not None:
+        return argument
+    _note_host_read(tensor)
+    return host_array(tensor)
+
+
+def _argument(tensor: torch.Tensor) -> Any:
+    """The traced input that a CPU tensor stands for, or None."""
+    recorder = recording.get()
+    return None if recorder is None else recorder.host_argument(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _note_host_read(tensor: torch.Tensor) -> None:

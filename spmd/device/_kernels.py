@@ -15,15 +15,17 @@ import jax.numpy as jnp
 import torch
 from torch._decomp import decomposition_table
 
-from spmd._convert import exact_dtypes
+from spmd._convert import exact_dtypes, to_torch_dtype
 from spmd._errors import UnsupportedOpError, called_at, message
-from spmd.device import _aliases, _autocast, _copy
+from spmd.device import _aliases, _autocast, _copy, _linalg
 from spmd.device._adapter import Adapter
-from spmd.device._storage import Buffer, buffer_of, load, store, wrap
+from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import lowerings
 
 _SPECIAL = {
+    # asked by nn.TransformerEncoder whether padding may become a nested tensor, which this device does not have
+    "_nested_tensor_from_mask_left_aligned": lambda t, mask: False,
     "empty.memory_format": _copy.empty_memory_format,
     "empty_strided": _copy.empty_strided,
     "new_empty_strided": _copy.new_empty_strided,
@@ -32,6 +34,7 @@ _SPECIAL = {
     "_copy_from": _copy.copy_from,
     "_copy_from_and_resize": _copy.copy_from,
     "copy_": _copy.copy_,
+    "zero_": _copy.zero_,
     "_local_scalar_dense": _copy.local_scalar_dense,
     "equal": _copy.equal,
     "as_strided_scatter": _copy.as_strided_scatter,
@@ -60,7 +63,7 @@ class Installed:
 def install() -> Installed:
     """Register every kernel; called once by `_backend`."""
     installed = Installed()
-    for name, kernel in (*_SPECIAL.items(), *_aliases.view_kernels().items(), ("resize_", resize_)):
+    for name, kernel in (*_SPECIAL.items(), *_aliases.view_kernels().items(), *_linalg.linalg_kernels().items(), ("resize_", resize_)):
         installed.add(name, kernel)
     for op, lowering in lowerings().items():
         name = _short(op)
@@ -118,6 +121,8 @@ def _is_in_place(op: torch._ops.OpOverload) -> bool:
 
 def _in_place_kernel(adapter: Adapter) -> Any:
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if buffer_of(self).dropped is not None:  # what is added to an unknown value is unknown: reading it raises
+            return self
         with exact_dtypes():
             value = adapter.arrays((self, *args), kwargs)
             if value.shape != tuple(self.shape):
@@ -152,7 +157,7 @@ def _out_kernel(adapter: Adapter, names: list[str]) -> Any:
 
 
 def _check_castable(adapter: Adapter, value: Any, target: torch.Tensor) -> None:
-    computed = wrap(value).dtype if value.dtype.name != target.dtype else target.dtype
+    computed = to_torch_dtype(value.dtype)
     if not torch.can_cast(computed, target.dtype):
         raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target.dtype)}")
 

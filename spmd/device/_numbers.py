@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from spmd._convert import exact_dtypes
 from spmd._errors import TraceError, called_at, message
+from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
 
@@ -26,7 +28,7 @@ class NumberNode:
     """Node of a `torch.SymFloat` (the methods are the protocol that torch's C++ asks for).
 
     Attributes:
-        value: 0-dim jax array, usually a tracer.
+        value: 0-dim array, usually a tracer, or a function that makes it.
         evaluate: computes the number on the host from today's hyperparameters, or None for data.
         on_branch: told of (evaluate, outcome) of each comparison that Python branched on.
         boolean: the node is the outcome of a comparison (a `torch.SymBool`).
@@ -39,10 +41,15 @@ class NumberNode:
         on_branch: Callable[[Callable[[], bool], bool], None] | None = None,
         boolean: bool = False,
     ) -> None:
-        self.value = value
+        self._value = value
         self.evaluate = evaluate
         self.on_branch = on_branch
         self.boolean = boolean
+
+    @property
+    def value(self) -> Any:
+        """The 0-dim array; that of a comparison is made only if the program needs it."""
+        return self._value() if callable(self._value) else self._value
 
     def is_float(self) -> bool:
         return not self.boolean
@@ -63,23 +70,34 @@ class NumberNode:
     maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = nested_int = _none
 
     def str(self) -> str:
+        raise needs_value("string")
+
+    def trunc(self) -> NumberNode:
+        raise needs_value("int")
+
+    floor = ceil = trunc
+
+    def round(self, digits: Any = None) -> NumberNode:
+        raise needs_value("rounded number")
+
+    def __repr__(self) -> str:
         return "a number of the traced program"
 
-    __str__ = __repr__ = _graph_repr = str
+    _graph_repr = str  # print and f-strings come here
 
     def wrap_float(self, number: float) -> NumberNode:
-        return NumberNode(jnp.float64(number), lambda: number, self.on_branch)
+        return NumberNode(np.float64(number), lambda: number, self.on_branch)
 
     wrap_int = wrap_float
 
     def wrap_bool(self, number: bool) -> NumberNode:
-        return NumberNode(jnp.bool_(number), lambda: number, self.on_branch, boolean=True)
+        return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True)
 
     def guard_float(self, file: str, line: int) -> float:
-        raise _needs_value("float")
+        raise needs_value("float")
 
     def guard_int(self, file: str, line: int) -> int:
-        raise _needs_value("int")
+        raise needs_value("int")
 
     def guard_bool(self, file: str, line: int) -> bool:
         return self.bool_()
@@ -90,18 +108,19 @@ class NumberNode:
 
     def bool_(self) -> bool:
         if self.evaluate is None or self.on_branch is None:
-            raise _needs_value("bool (a branch)")
+            raise needs_value("bool (a branch)")
         evaluate = self.evaluate
         outcome = bool(evaluate())
         self.on_branch(lambda: bool(evaluate()), outcome)
         return outcome
 
 
-def _needs_value(kind: str) -> TraceError:
+def needs_value(kind: str, line: str = "") -> TraceError:
+    """The error for a number that Python wants now; `line` says where, if it is not where this is called."""
     return TraceError(
         message(
             f"a number of the traced program was needed as a Python {kind}",
-            *called_at(),
+            *([f"called at {line}"] if line else called_at()),
             "its value is known only when the compiled program runs",
             fix="return it from the step, or stay on the device with torch.where or torch.cond",
         )
@@ -110,8 +129,12 @@ def _needs_value(kind: str) -> TraceError:
 
 def _operator(name: str, fn: Callable[..., Any]) -> None:
     def method(self: NumberNode, *others: NumberNode) -> NumberNode:
-        with exact_dtypes():
-            value = fn(self.value, *(other.value for other in others))
+        def compute() -> Any:
+            operands = (self.value, *(other.value for other in others))
+            with exact_dtypes():
+                return once(name, operands, lambda: fn(*operands))
+
+        value = compute if name in _COMPARISONS else compute()
         parts = [node.evaluate for node in (self, *others)]
         known = [part for part in parts if part is not None]
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)

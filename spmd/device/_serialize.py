@@ -18,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from torch._utils import get_tensor_metadata, set_tensor_metadata
 
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
@@ -50,7 +51,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     buffer = buffer_of(tensor)
     host = torch.empty(0, dtype=tensor.dtype)
     host.set_(_host_storage(buffer), tensor.storage_offset(), tensor.shape, tensor.stride())
-    torch._utils.set_tensor_metadata(host, torch._utils.get_tensor_metadata(tensor))  # pending conjugation and negation
+    set_tensor_metadata(host, get_tensor_metadata(tensor))  # pending conjugation and negation
     vars(host).update(vars(tensor))
     return host.requires_grad_(tensor.requires_grad)
 
@@ -91,7 +92,7 @@ def _nothing() -> None:
     return None
 
 
-def _refuse_storage(storage: torch.UntypedStorage) -> None:
+def _refuse_storage(storage: Any) -> None:
     """torch.save's question where a storage lives. One of ours gets here only under a tensor class that nobody taught it."""
     if storage.device.type == "jax":
         raise SpmdError(
@@ -103,7 +104,7 @@ def _refuse_storage(storage: torch.UntypedStorage) -> None:
         )
 
 
-def _storage_on_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _storage_on_device(storage: Any, location: str) -> Any:
     """`torch.load(..., map_location="jax")`: the bytes of a file as a root that is still on the host."""
     if location.partition(":")[0] != "jax":
         return None

@@ -15,6 +15,7 @@ operator and no program.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ import mesh
 from spmd import _counters
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
+from spmd._jax import current_trace
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,6 +45,9 @@ class Recorder(Protocol):
     def read(self, buffer: Buffer) -> None: ...
 
     def will_write(self, buffer: Buffer) -> None: ...
+
+    @property
+    def scalars(self) -> dict[Any, Any]: ...
 
 
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
@@ -128,6 +133,21 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
     return array
 
 
+def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
+    """`compute()`, or its result for the same `what` and operands (0-dim arrays, numbers) earlier in this trace.
+
+    So a hundred parameters share one bias correction, in the program and in the time to trace it.
+    """
+    recorder = recording.get()
+    if recorder is None:
+        return compute()
+    key = (what, current_trace(), *(id(o) if isinstance(o, jax.Array) else (type(o), repr(o)) for o in operands))
+    found = recorder.scalars.get(key)
+    if found is None:  # the operands are held too: an id names nothing once its owner is gone
+        found = recorder.scalars[key] = (compute(), operands)
+    return found[0]
+
+
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """The buffer under a device tensor."""
     storage = tensor.untyped_storage()
@@ -143,12 +163,14 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
 
 
 def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
-    """True if the tensor shows the whole root in the root's own shape and dtype."""
+    """True if the tensor shows the whole root as it is: its shape and dtype, no pending conjugation or negation."""
     return (
         tensor.shape == buffer.shape
         and tensor.storage_offset() == 0
         and tensor.is_contiguous()
         and to_numpy_dtype(tensor.dtype) == buffer.dtype
+        and not tensor.is_conj()
+        and not tensor.is_neg()
     )
 
 
@@ -254,6 +276,7 @@ __all__ = [
     "contiguous_stride",
     "is_whole",
     "load",
+    "once",
     "recording",
     "store",
     "strided_alias",

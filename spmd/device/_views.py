@@ -86,9 +86,19 @@ class Window:
         if all(s == 1 for s in self.steps):
             fine = lax.dynamic_update_slice(fine, value, self.starts)
         else:
-            index = tuple(slice(a, b, s) for a, b, s in zip(self.starts, self.stops, self.steps, strict=True))
-            fine = fine.at[index].set(value)
+            fine = self._spread(fine, value)
         return _reshaped(fine, self.root_shape)
+
+    def _spread(self, fine: Any, value: Any) -> Any:
+        """`fine` with `value` at every step-th place: a pad and a select, which a partitioner splits where it would gather a scatter."""
+        sides = zip(self.starts, self.stops, self.steps, self.radix, strict=True)
+        spread = lax.pad(value, jnp.zeros((), value.dtype), [(start, n - stop, step - 1) for start, stop, step, n in sides])
+        is_written = jnp.ones((), bool)
+        for dim, (start, stop, step, n) in enumerate(zip(self.starts, self.stops, self.steps, self.radix, strict=True)):
+            if (start, stop, step) != (0, n, 1):
+                place = lax.broadcasted_iota(jnp.int32, self.radix, dim)
+                is_written = is_written & (place >= start) & (place < stop) & ((place - start) % step == 0)
+        return jnp.where(is_written, spread, fine)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import torch
 
 from spmd._convert import exact_dtypes
-from spmd._jax import is_tracing
 from spmd.device._adapter import Adapter
 from spmd.device._storage import load, wrap
 
@@ -57,7 +56,7 @@ class _Call:
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.fn = fn
         self.name = name
-        self.forward_jit = jax.jit(self.forward, static_argnums=2)
+        self.forward_jit = jax.jit(self.forward, static_argnums=2, inline=True)
         self._backward_call: dict[tuple[int, ...], _Call] = {}
 
     def forward(self, dynamic: list[Any], key: Any, wanted: tuple[int, ...]) -> Any:
@@ -79,14 +78,23 @@ class _Call:
             def gradient(dynamic: list[Any], key: Any) -> Any:
                 values, cotangents = dynamic[:-num_results], dynamic[-num_results:]
                 results, vjp, _ = self.forward(values, key, wanted)
-                out = vjp(type(results)(cotangents) if isinstance(results, tuple | list) else cotangents[0])
+                out = _pulled_back(vjp, type(results)(cotangents) if isinstance(results, tuple | list) else cotangents[0])
                 return (out[0] if len(out) == 1 else out), ()
 
             made = self._backward_call[wanted] = _Call(gradient, f"{self.name}_backward")
         return made
 
 
-_apply_vjp = jax.jit(lambda vjp, cotangent: vjp(cotangent))
+def _pulled_back(vjp: Any, cotangent: Any) -> Any:
+    """The vjp in torch's convention, where the gradient of a complex value is the conjugate of jax's."""
+
+    def conjugated(value: Any) -> Any:
+        return jnp.conj(value) if jnp.iscomplexobj(value) else value
+
+    return jax.tree.map(conjugated, vjp(jax.tree.map(conjugated, cotangent)))
+
+
+_apply_vjp = jax.jit(_pulled_back, inline=True)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -97,8 +105,7 @@ class _Differentiable(torch.autograd.Function):
         wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
-            run = call.forward_jit if not is_tracing() else call.forward
-            out, vjp, new_values = run(arrays, key, wanted)
+            out, vjp, new_values = call.forward_jit(arrays, key, wanted)
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
         ctx.call, ctx.wanted, ctx.key, ctx.count = call, wanted, key, len(tensors)
@@ -119,8 +126,7 @@ class _Differentiable(torch.autograd.Function):
             with exact_dtypes():
                 vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
                 cotangents: list[Any] = [load(g) for g in grads]
-                apply = _apply_vjp if not is_tracing() else (lambda vjp, cotangent: vjp(cotangent))
-                out = apply(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
+                out = _apply_vjp(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
                 wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
         result: list[Any] = [None] * (ctx.count + 3)
         for position, grad in zip(ctx.wanted, wanted_grads, strict=True):

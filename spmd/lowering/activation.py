@@ -168,13 +168,15 @@ def log_sigmoid_backward(grad_output: Any, self: Any, buffer: Any) -> Any:
 
 @lower("glu")
 def glu(self: Any, dim: int = -1) -> Any:
-    value, gate = jnp.split(self, 2, dim)
+    wide = jnp.promote_types(self.dtype, jnp.float32)
+    value, gate = jnp.split(self.astype(wide), 2, dim)
     return value * jax.nn.sigmoid(gate)
 
 
 @lower("glu_backward")
 def glu_backward(grad_output: Any, self: Any, dim: int) -> Any:
-    return jax.vjp(lambda x: glu(x, dim), self)[1](grad_output)[0]
+    wide = jnp.promote_types(self.dtype, jnp.float32)
+    return jax.vjp(lambda x: glu(x, dim), self)[1](grad_output.astype(wide))[0]
 
 
 @lower("_prelu_kernel", pointwise=True)

@@ -6,7 +6,6 @@ a log_softmax; so it is not `jax.vjp` of the loss, and is written out.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -37,6 +36,16 @@ def _lengths(lengths: Any) -> Any:
     return np.asarray(lengths, np.int64) if isinstance(lengths, tuple | list) else lengths.astype(jnp.int64)
 
 
+def _log_sum(terms: Any) -> Any:
+    """log of the sum of exp over the first dim; where every term is -inf so is the result, with gradient zero and not nan."""
+    x = jnp.stack(terms) if isinstance(terms, tuple) else terms
+    largest = lax.stop_gradient(jnp.max(x, 0))
+    shift = jnp.where(jnp.isneginf(largest), jnp.zeros((), x.dtype), largest)
+    total = jnp.sum(jnp.exp(x - shift), 0)
+    possible = total > 0
+    return jnp.where(possible, jnp.log(jnp.where(possible, total, jnp.ones((), x.dtype))) + shift, -jnp.inf)
+
+
 def _alphas(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int) -> tuple[Any, Any]:
     """(negative log likelihood [B], log alpha [B, T, 2 S + 1]) of log_probs [T, B, C] and targets [B, S]."""
     num_steps, batch, _ = log_probs.shape
@@ -54,14 +63,14 @@ def _alphas(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: An
         t, lp = now
         one = jnp.pad(alpha, ((0, 0), (1, 0)), constant_values=-jnp.inf)[:, :width]
         two = jnp.where(may_skip, jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=-jnp.inf)[:, :width], never)
-        moved = jnp.where(reachable, jnp.logaddexp(jnp.logaddexp(alpha, one), two) + lp, never)
+        moved = jnp.where(reachable, _log_sum((alpha, one, two)) + lp, never)
         alpha = jnp.where((t < jnp.asarray(input_lengths))[:, None], moved, alpha)
         return alpha, alpha
 
     times = jnp.arange(1, max(num_steps, 1), dtype=jnp.int64)
     last, rest = lax.scan(step, first, (times, of_labels[1:]))
     ends = (states == 2 * jnp.asarray(target_lengths)[:, None]) | (states == 2 * jnp.asarray(target_lengths)[:, None] - 1)
-    likelihood = jax.nn.logsumexp(jnp.where(ends, last, never), axis=1)
+    likelihood = _log_sum(jnp.moveaxis(jnp.where(ends, last, never), 1, 0))
     nothing = jnp.where(jnp.asarray(target_lengths) == 0, jnp.zeros((), log_probs.dtype), never)
     likelihood = jnp.where(jnp.asarray(input_lengths) == 0, nothing, likelihood)
     return -likelihood, jnp.swapaxes(jnp.concatenate([first[None], rest]), 0, 1)
@@ -83,9 +92,7 @@ def _gradient(grad: Any, log_probs: Any, targets: Any, input_lengths: Any, targe
 
 
 @lower("_ctc_loss", "_ctc_loss.Tensor")
-def _ctc_loss(
-    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False
-) -> Any:
+def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False) -> Any:
     x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
     inputs, lengths = _lengths(input_lengths), _lengths(target_lengths)
     nll, alpha = _alphas(x, _padded_targets(targets, lengths, x.shape[1]), inputs, lengths, blank)
@@ -110,20 +117,22 @@ def _ctc_loss_backward(
     return out.reshape(log_probs.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
-    """Negative log likelihoods with torch's gradient."""
+def _plain_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
+    """Negative log likelihoods; `_loss` is the same with torch's gradient."""
     return _alphas(log_probs, targets, input_lengths, target_lengths, blank)[0]
 
 
 def _loss_forward(log_probs: Any, targets: Any, inputs: Any, lengths: Any, blank: int, zero_infinity: bool) -> Any:
-    return _loss(log_probs, targets, inputs, lengths, blank, zero_infinity), (log_probs, targets, inputs, lengths)
+    loss = _plain_loss(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    return loss, (log_probs, targets, inputs, lengths)
 
 
 def _loss_backward(blank: int, zero_infinity: bool, saved: Any, grad: Any) -> Any:
-    return _gradient(grad, *saved, blank, zero_infinity), None, None, None
+    log_probs, targets, inputs, lengths = saved
+    return _gradient(grad, log_probs, targets, inputs, lengths, blank, zero_infinity), None, None, None
 
 
+_loss: Any = jax.custom_vjp(_plain_loss, nondiff_argnums=(4, 5))
 _loss.defvjp(_loss_forward, _loss_backward)
 
 

@@ -69,8 +69,17 @@ def index_put(self: Any, indices: Any, values: Any, accumulate: bool = False, un
     at = _mask_alone(indices)
     if at is not None and values.ndim <= self.ndim - indices[at].ndim + 1:
         return _put_masked(self, at, indices[at].astype(bool), values, accumulate)
-    target = self.at[_places(indices)]
-    return target.add(values, mode="drop") if accumulate else target.set(values, mode="drop")
+    return combined_at(self.at[_places(indices)], "add" if accumulate else "set", values)
+
+
+_OF_BOOL = {"add": "max", "multiply": "min"}
+
+
+def combined_at(target: Any, method: str, values: Any) -> Any:
+    """`target.method(values)` for a `target` of jax's `.at[...]`; a sum of bools is "or", a product "and"."""
+    if target.array.dtype == jnp.bool_:
+        method = _OF_BOOL.get(method, method)
+    return getattr(target, method)(values, mode="drop")
 
 
 def _put_masked(self: Any, at: int, mask: Any, values: Any, accumulate: bool) -> Any:
@@ -142,7 +151,7 @@ def _as_slices(self: Any, dim: int, index: Any, source: Any) -> Any:
 @lower("index_add")
 def index_add(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     added = scaled(_as_slices(self, dim, index, source), alpha).astype(self.dtype)
-    return slices(self, dim, index).add(added, mode="drop").reshape(self.shape)
+    return combined_at(slices(self, dim, index), "add", added).reshape(self.shape)
 
 
 @lower("index_copy")
@@ -174,4 +183,4 @@ def take(self: Any, index: Any) -> Any:
 @lower("put")
 def put(self: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     target, values = self.reshape(-1).at[index.reshape(-1)], source.reshape(-1)
-    return (target.add(values, mode="drop") if accumulate else target.set(values, mode="drop")).reshape(self.shape)
+    return combined_at(target, "add" if accumulate else "set", values).reshape(self.shape)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.lowering._registry import is_static, lower, scaled
+from spmd.lowering._registry import lower
+from spmd.lowering.matmul import combined
 
 
 def _adjoint(x: Any) -> Any:
@@ -56,19 +57,20 @@ def cholesky_inverse(self: Any, upper: bool = False) -> Any:
 @lower("linalg_solve_triangular")
 def linalg_solve_triangular(self: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
     batch = jnp.broadcast_shapes(self.shape[:-2], B.shape[:-2])
-    A, B = jnp.broadcast_to(self, batch + self.shape[-2:]), jnp.broadcast_to(B, batch + B.shape[-2:])
-    if B.size == 0:
-        return B
-    return lax.linalg.triangular_solve(A, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+    matrix, right = jnp.broadcast_to(self, batch + self.shape[-2:]), jnp.broadcast_to(B, batch + B.shape[-2:])
+    if right.size == 0:
+        return right
+    return lax.linalg.triangular_solve(matrix, right, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
 @lower("triangular_solve")
 def triangular_solve(self: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
     batch = jnp.broadcast_shapes(self.shape[:-2], A.shape[:-2])
     full = jnp.broadcast_to(A, batch + A.shape[-2:])
-    if transpose:
-        A, upper = jnp.swapaxes(A, -1, -2), not upper
-    return linalg_solve_triangular(A, self, upper=upper, unitriangular=unitriangular), full
+    solved = linalg_solve_triangular(
+        jnp.swapaxes(A, -1, -2) if transpose else A, self, upper=upper != transpose, unitriangular=unitriangular
+    )
+    return solved, full
 
 
 @lower("linalg_qr")
@@ -154,7 +156,8 @@ def _linalg_eigvals(self: Any) -> Any:
 def linalg_matrix_exp(self: Any) -> Any:
     if self.size == 0:
         return self
-    return jax.scipy.linalg.expm(self, max_squarings=64)
+    wide = self.astype(jnp.float32) if self.dtype in (jnp.bfloat16, jnp.float16) else self
+    return jax.scipy.linalg.expm(wide, max_squarings=64)
 
 
 @lower("linalg_lstsq")
@@ -185,10 +188,9 @@ def linalg_cross(self: Any, other: Any, *, dim: int = -1) -> Any:
     return jnp.cross(self, other, axis=dim)
 
 
-@lower("addbmm")
+@lower("addbmm", static=("beta", "alpha"))
 def addbmm(self: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    product = scaled(jnp.einsum("bij,bjk->ik", batch1, batch2), alpha)
-    return product if is_static(beta) and beta == 0 else scaled(self, beta) + product
+    return combined(self, jnp.einsum("bij,bjk->ik", batch1, batch2), beta, alpha)
 
 
 @lower("vdot")

@@ -79,9 +79,7 @@ def binary_cross_entropy_backward(grad_output: Any, self: Any, target: Any, weig
 
 
 @lower("binary_cross_entropy_with_logits")
-def binary_cross_entropy_with_logits(
-    self: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN
-) -> Any:
+def binary_cross_entropy_with_logits(self: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN) -> Any:
     x, y = wide(self), wide(target)
     if pos_weight is None:
         loss = (1 - y) * x - jax.nn.log_sigmoid(x)
@@ -167,9 +165,7 @@ def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore
 
 
 @lower("nll_loss_backward", "nll_loss2d_backward")
-def nll_loss_backward(
-    grad_output: Any, self: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
-) -> Any:
+def nll_loss_backward(grad_output: Any, self: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any) -> Any:
     g = wide(grad_output)
     if reduction == _MEAN:
         g = g / total_weight
@@ -182,9 +178,7 @@ def nll_loss_backward(
 
 
 @lower("multi_margin_loss", static=("p",))
-def multi_margin_loss(
-    self: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN
-) -> Any:
+def multi_margin_loss(self: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN) -> Any:
     return _reduced(_multi_margin(wide(self), target, p, margin, weight), reduction)
 
 

@@ -74,16 +74,16 @@ def linalg_lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint:
         return jnp.conj(jnp.swapaxes(turned, -1, -2))
     batch = jnp.broadcast_shapes(LU.shape[:-2], B.shape[:-2])
     rows = LU.shape[-1]
-    B = jnp.broadcast_to(B, (*batch, *B.shape[-2:]))
+    right = jnp.broadcast_to(B, (*batch, *B.shape[-2:]))
     order = jnp.broadcast_to(_order(pivots, rows), (*batch, rows))
-    if B.size == 0:
-        return B
+    if right.size == 0:
+        return right
     if adjoint:
         factors = jnp.conj(jnp.swapaxes(LU, -1, -2))
-        out = linalg_solve_triangular(factors, B, upper=False)
+        out = linalg_solve_triangular(factors, right, upper=False)
         out = linalg_solve_triangular(factors, out, upper=True, unitriangular=True)
         return jnp.take_along_axis(out, jnp.argsort(order, axis=-1)[..., None], axis=-2)
-    out = jnp.take_along_axis(B, order[..., None], axis=-2)
+    out = jnp.take_along_axis(right, order[..., None], axis=-2)
     return linalg_solve_triangular(LU, linalg_solve_triangular(LU, out, upper=False, unitriangular=True), upper=True)
 
 

@@ -33,7 +33,16 @@ def mm(self: Any, mat2: Any) -> Any:
     return jnp.matmul(self, mat2)
 
 
-@lower("addmm", "addmv", "baddbmm")
+@lower("addmm", "addmv", "baddbmm", static=("beta", "alpha"))
 def addmm(self: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    out = scaled(jnp.matmul(mat1, mat2), alpha)
-    return out if is_static(beta) and beta == 0 else scaled(self, beta) + out
+    return combined(self, jnp.matmul(mat1, mat2), beta, alpha)
+
+
+def combined(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
+    """`beta * self + alpha * product`; a beta of zero ignores what `self` holds, integers take whole factors, as in torch."""
+    if jnp.issubdtype(product.dtype, jnp.integer):
+        beta, alpha = (int(factor) if is_static(factor) else jnp.trunc(factor) for factor in (beta, alpha))
+    product = scaled(product, alpha)
+    if is_static(beta) and beta == 0:
+        return jnp.broadcast_to(product, jnp.broadcast_shapes(product.shape, self.shape))
+    return scaled(self, beta) + product

@@ -324,9 +324,7 @@ def _largest_in_plane(plane: Any, *taken: Any) -> tuple[Any, Any]:
     return jnp.take_along_axis(values, best, -1)[..., 0], jnp.take_along_axis(position, best, -1)[..., 0].astype(jnp.int64)
 
 
-def fractional_max_pool_backward(
-    grad_output: Any, self: Any, kernel_size: Any, output_size: Any, indices: Any, *, rank: int
-) -> Any:
+def fractional_max_pool_backward(grad_output: Any, self: Any, kernel_size: Any, output_size: Any, indices: Any, *, rank: int) -> Any:
     return _to_plane(grad_output, indices, self.shape, rank)
 
 

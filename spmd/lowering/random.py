@@ -56,9 +56,7 @@ def uniform(key: Any, self: Any, start: float = 0.0, to: float = 1.0) -> Any:
 @lower("random", random=True)
 def random_(key: Any, self: Any) -> Any:
     """Uniform over the integers that the dtype represents exactly, from zero."""
-    if jnp.issubdtype(self.dtype, jnp.floating):
-        return _integers(key, self, 0, 2 ** (jnp.finfo(self.dtype).nmant + 1) + 1)
-    return _integers(key, self, 0, 2 if self.dtype == jnp.bool_ else int(jnp.iinfo(self.dtype).max) + 1)
+    return _integers(key, self, 0, _end_of(self.dtype))
 
 
 @lower("random.to", random=True)
@@ -69,10 +67,14 @@ def random_to(key: Any, self: Any, to: int) -> Any:
 @lower("random.from", random=True)
 def random_from(key: Any, self: Any, start: int, to: int | None) -> Any:
     """Uniform over [from, to), up to the dtype's largest integer where `to` is None."""
-    if to is None:
-        is_float = jnp.issubdtype(self.dtype, jnp.floating)
-        to = 2 ** (jnp.finfo(self.dtype).nmant + 1) + 1 if is_float else int(jnp.iinfo(self.dtype).max) + 1
-    return _integers(key, self, start, to)
+    return _integers(key, self, start, _end_of(self.dtype) if to is None else to)
+
+
+def _end_of(dtype: Any) -> int:
+    """One past the largest integer up to which the dtype represents every integer."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return 2 ** (int(jnp.finfo(dtype).nmant) + 1) + 1
+    return 2 if dtype == jnp.bool_ else int(jnp.iinfo(dtype).max) + 1
 
 
 def _integers(key: Any, like: Any, start: int, stop: int) -> Any:
@@ -88,11 +90,16 @@ def _integers(key: Any, like: Any, start: int, stop: int) -> Any:
     return jax.random.randint(key, like.shape, start, stop, dtype).astype(like.dtype)
 
 
-@lower("bernoulli", "bernoulli.Tensor", "bernoulli.p", random=True)
-def bernoulli(key: Any, self: Any, p: Any = None) -> Any:
-    """Ones with probability `p`, or with the probabilities in `self`."""
-    probability = self if p is None else p
-    return (_uniform_of(key, self) < probability).astype(self.dtype)
+@lower("bernoulli", random=True)
+def bernoulli(key: Any, self: Any) -> Any:
+    """Ones with the probabilities in `self`."""
+    return bernoulli_p(key, self, self)
+
+
+@lower("bernoulli.Tensor", "bernoulli.p", random=True)
+def bernoulli_p(key: Any, self: Any, p: Any = 0.5) -> Any:
+    """Ones with probability `p`, in the shape and dtype of `self`."""
+    return (_uniform_of(key, self) < p).astype(self.dtype)
 
 
 @lower("exponential", random=True)
@@ -134,7 +141,8 @@ def _standard_gamma(key: Any, self: Any, generator: Any = None) -> Any:
 
 @lower("_standard_gamma_grad")
 def _standard_gamma_grad(self: Any, output: Any) -> Any:
-    return lax.random_gamma_grad(wide(self), wide(output))
+    gradient: Any = lax.random_gamma_grad  # its stub asks for a dtype that the function itself does not take
+    return gradient(wide(self), wide(output))
 
 
 @lower("_sample_dirichlet", random=True)
@@ -240,9 +248,7 @@ def rrelu_with_noise_functional(
 
 
 @lower("rrelu_with_noise_backward")
-def rrelu_with_noise_backward(
-    grad_output: Any, self: Any, noise: Any, lower: Any, upper: Any, training: bool, self_is_result: bool
-) -> Any:
+def rrelu_with_noise_backward(grad_output: Any, self: Any, noise: Any, lower: Any, upper: Any, training: bool, self_is_result: bool) -> Any:
     if training:
         return wide(grad_output) * wide(noise)
     return jnp.where(self > 0, wide(grad_output), wide(grad_output) * ((lower + upper) / 2))

@@ -6,7 +6,9 @@ neighbour that repeats or skips regularly is a broadcast or a strided slice. Bac
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -92,14 +94,13 @@ def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., M
 
     def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
         scale = float(_scale(size, count, align_corners, given, np.float64))
-        shift = 0.0
         wide_scale = max(scale, 1.0)
         matrix = np.zeros((count, size), dtype)
         for i in range(count):
-            centre = scale * (i + 0.5 - shift)
-            start = max(int(centre - radius * wide_scale + 0.5 + shift), 0)
-            end = min(int(centre + radius * wide_scale + 0.5 + shift), size)
-            weights = kernel((np.arange(start, end) - centre + 0.5 - shift) / wide_scale)
+            centre = scale * (i + 0.5)
+            start = max(int(centre - radius * wide_scale + 0.5), 0)
+            end = min(int(centre + radius * wide_scale + 0.5), size)
+            weights = kernel((np.arange(start, end) - centre + 0.5) / wide_scale)
             total = weights.sum()
             matrix[i, start:end] = weights / total if total != 0 else weights
         return matrix
@@ -237,7 +238,7 @@ def _weighted(
     total: Any = 0
     for offsets in np.ndindex(*(len(taps),) * len(positions)):
         corner = [low + taps[o] for low, o in zip(lows, offsets, strict=True)]
-        weight = math.prod([weight_of(x - c) for x, c in zip(positions, corner, strict=True)][1:], start=weight_of(positions[0] - corner[0]))
+        weight = functools.reduce(operator.mul, [weight_of(x - c) for x, c in zip(positions, corner, strict=True)])
         value = _pick(image, [moved(c, n) for c, n in zip(corner, image.shape[2:], strict=True)])
         total = total + value * weight[:, None]
     return total

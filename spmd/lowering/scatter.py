@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.lowering._registry import lower
-from spmd.lowering.index import slices
+from spmd.lowering.index import combined_at, slices
 
 Combine = Callable[[Any, str, Any], Any]  # (base, name of the method of `.at[...]`, values) -> base with the values combined in
 
@@ -34,7 +34,7 @@ def scattered(self: Any, dim: int, index: Any, source: Any, method: str) -> Any:
     if any(after for _, after in missing):  # batch dims must agree: what is missing goes to a place that is dropped
         index = jnp.pad(index, missing, constant_values=self.shape[dim])
         source = jnp.pad(source, missing)
-    along: Callable[..., Any] = lambda x, i, s: getattr(x.at[i], method)(s, mode="drop")  # noqa: E731
+    along: Callable[..., Any] = lambda x, i, s: combined_at(x.at[i], method, s)  # noqa: E731
     for _ in range(dim + 1, self.ndim):
         along = jax.vmap(along, in_axes=-1, out_axes=-1)
     for _ in range(dim):
@@ -69,7 +69,7 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, in
 def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
     def combine(base: Any, method: str, values: Any) -> Any:
         values = values.reshape(-1) if base.ndim == 0 else values
-        return getattr(slices(base, dim, index), method)(values, mode="drop").reshape(base.shape)
+        return combined_at(slices(base, dim, index), method, values).reshape(base.shape)
 
     return _reduced(self, source, combine, reduce, include_self)
 

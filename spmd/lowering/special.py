@@ -81,23 +81,27 @@ def polygamma(n: int, self: Any) -> Any:
     order = jnp.full_like(self, n + 1)
     if n == 1:
         reflected = (math.pi / jnp.sin(math.pi * self)) ** 2 - lax.zeta(order, 1 - self)
-        return jnp.where(self < 0.5, reflected, lax.zeta(order, self))
+        direct = jnp.where(self == jnp.inf, 0.0, lax.zeta(order, self))
+        return jnp.where(self < 0.5, reflected, direct)
     sign = 1.0 if n % 2 else -1.0
     return sign * math.exp(math.lgamma(n + 1.0)) * _zeta(order, self)
 
 
 def _zeta(x: Any, q: Any) -> Any:
-    """Hurwitz zeta; for integer orders also at negative q that are no integers, where `lax.zeta` is wrong: steps up to q > 0."""
+    """Hurwitz zeta. `lax.zeta` is wrong for q <= 0: the poles are infinite, between them an integer order steps up to
+    q >= 1, so that the terms on both sides of zero cancel.
+    """
     x, q = jnp.broadcast_arrays(x, q)
+    is_pole = (q <= 0) & (q == jnp.floor(q)) & (x > 1)
     steps = (q < 0) & (q != jnp.floor(q)) & (x == jnp.floor(x)) & (x > 1)
 
     def advance(state: Any) -> Any:
         total, q = state
-        goes = steps & (q < 0)
+        goes = steps & (q < 1)
         return jnp.where(goes, total + jnp.power(q, -x), total), jnp.where(goes, q + 1, q)
 
-    total, q = lax.while_loop(lambda state: jnp.any(steps & (state[1] < 0)), advance, (jnp.zeros_like(q), q))
-    return total + lax.zeta(x, q)
+    total, q = lax.while_loop(lambda state: jnp.any(steps & (state[1] < 1)), advance, (jnp.zeros_like(q), q))
+    return jnp.where(x < 1, jnp.nan, jnp.where(is_pole, jnp.inf, total + lax.zeta(x, q)))
 
 
 @lower("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar", pointwise=True)

@@ -19,40 +19,37 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from spmd._convert import exact_dtypes, host_array, to_numpy_dtype
-from spmd._errors import TraceError, message
+from spmd._convert import exact_dtypes, host_array
+from spmd._errors import DroppedValueError, TraceError, line_of, message
+from spmd._jax import eval_jaxpr
 from spmd._tensor import XLAShardedTensor
-from spmd.device._numbers import carried
+from spmd.device._numbers import carried, needs_value
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
 from spmd.program import _guards
 from spmd.program._discover import Reachable
+from spmd.program._gradients import STALE_GRADIENT, Gradients
 from spmd.program._guards import Guard
-from spmd.program._optim import LiftedNumbers
+from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
+from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random
+from spmd.program._jaxpr import constant_outputs, pruned
+from spmd.program._optim import LiftedNumbers, equal_counters, traceable
+from spmd.program._optim_state import TracedState
 from spmd.program._remat import recomputing_for_real
 
-DROPPED_GRADIENT = (
-    "this gradient was computed inside a compiled step and not kept\n"
-    "  a gradient that leaves the program costs a copy of the parameter\n"
-    "  fix: compile with @spmd.compile(keep_grads=True)"
-)
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
     "  only what the function returns leaves the program\n"
     "  fix: return the tensor from the function"
 )
-STALE_GRADIENT = (
-    "the compiled function adds to gradients of an earlier call, which were not kept\n"
-    "  fix: call optimizer.zero_grad() inside the function before backward, or compile with keep_grads=True"
-)
 
 
-class UnknownOptimizer(Exception):
-    """An optimizer stepped that `reachable` had not found: prepare it and trace again."""
+class Unreached(Exception):
+    """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
         super().__init__()
-        self.optimizer = optimizer
+        self.value = value
 
 
 @dataclass
@@ -71,7 +68,15 @@ class Leaf:
 
 @dataclass
 class Captured:
-    """What one trace found."""
+    """What one trace found.
+
+    Attributes:
+        gradients: (parameter or position of an argument, gradient made in the trace or None) for each one that it left.
+        born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
+        effects: the changes it made to Python values, for every call to make.
+        shared: arguments that the function also reaches without being passed them.
+        copies: state whose new value is that of other state. See Note [Equal counters].
+    """
 
     jaxpr: Any
     arg_buffers: list[Buffer]
@@ -82,10 +87,14 @@ class Captured:
     numbers: LiftedNumbers
     draws: int
     guards: list[Guard]
-    gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
+    gradients: list[tuple[torch.Tensor | int, torch.Tensor | None]]
     kept_gradients: list[torch.Tensor]
     host_tensors: int
     finite: list[str]
+    effects: list[Action]
+    born: list[tuple[torch.Tensor, torch.Tensor]]
+    shared: list[Buffer]
+    copies: dict[Buffer, Buffer]
 
 
 @dataclass
@@ -93,8 +102,12 @@ class Recorder:
     """The trace's ears: births, reads and writes of buffers, host reads, random draws."""
 
     words: Any
-    host_inputs: dict[int, Any]
+    host_inputs: dict[Any, Any]
     start_draws: int
+    counters: dict[Buffer, Any]
+    scalars: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    counter_of: dict[Any, Buffer] = field(default_factory=dict[Any, Buffer])
+    leaders: dict[Buffer, Buffer] = field(default_factory=dict[Buffer, Buffer])
     reads: dict[int, Buffer] = field(default_factory=dict[int, Buffer])
     touched: dict[Buffer, tuple[Any, Any]] = field(default_factory=dict[Buffer, tuple[Any, Any]])
     births: list[weakref.ref[Buffer]] = field(default_factory=list[weakref.ref[Buffer]])
@@ -113,7 +126,12 @@ class Recorder:
         if buffer not in self.touched and buffer not in self.newborn:
             buffer.reads.clear()
             self.touched[buffer] = (buffer.value, buffer.host)
-            self.reads[id(buffer.value)] = buffer
+            leader = self.counter_of.setdefault(self.counters.get(buffer, id(buffer)), buffer)
+            if leader is buffer:
+                self.reads[id(buffer.value)] = buffer
+            else:  # See Note [Equal counters]
+                self.leaders[buffer] = leader
+                buffer.value = self.touched[leader][0]
 
     def will_write(self, buffer: Buffer) -> None:
         if buffer in self.newborn:
@@ -122,10 +140,15 @@ class Recorder:
         self.written[buffer] = None
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
-        return self.host_inputs.get(id(tensor))
+        if not isinstance(tensor, HostArgument):
+            return None
+        found = self.host_inputs.get(identity_of(tensor))
+        if found is None:
+            raise computed_on_host(f"a tensor of shape {tuple(tensor.shape)} computed from it")
+        return found
 
     def host_read(self, tensor: torch.Tensor) -> None:
-        if id(tensor) not in self.host_inputs:
+        if not isinstance(tensor, HostArgument):
             self.host_reads.append(tensor)
 
     def random_state(self) -> tuple[Any, int]:
@@ -147,34 +170,50 @@ class Recorder:
 
 
 def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable, *, keep_grads: bool, marked_grads: bool, debug_nans: bool
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Reachable,
+    *,
+    keep_grads: bool,
+    unmarked: frozenset[int],
+    debug_nans: bool,
+    share_counters: bool = True,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
         found: modules and optimizers that the function can reach, the optimizers prepared.
-        keep_grads: gradients left on parameters become outputs of the program.
+        keep_grads: gradients left on leaf tensors become outputs of the program.
+        unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         debug_nans: the program also says for each module that ran whether its outputs are finite.
-        marked_grads: parameters without a gradient carry a marker that refuses to be read, as after an earlier call.
+        share_counters: read equal step counters of an optimizer as one.
 
     Raises:
-        UnknownOptimizer: the function stepped an optimizer that is not in `found`.
+        Unreached: the function stepped an optimizer or ran a module that is not in `found`.
+        StaleGradients: the function added to a missing gradient that is not in `unmarked`.
         TraceError: Python needed a value that only the program will have.
     """
     flat, tree = pytree.tree_flatten((args, kwargs))
     bound, arg_buffers, host_tensors = _bind(flat)
     numbers = LiftedNumbers(found.optimizers)
-    state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, keep_grads, marked_grads, debug_nans)
+    leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
+    python = PythonState(found.places(), found.all_modules())
     arg_values = [b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
-    with exact_dtypes(), _grads_put_back(found) as leaf_parameters:
-        state.parameters = leaf_parameters
+    counters = equal_counters(found.optimizers) if share_counters else {}
+    with exact_dtypes(), no_host_random(), python, TracedState(found.optimizers) as optim, Gradients(leaves, unmarked) as gradients:
+        state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
         jaxpr = jax.make_jaxpr(lambda values, vector, words: state.run(arg_buffers, host_tensors, values, vector, words))(
             arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
         )
     recorder = state.recorder
     assert recorder is not None
-    guards = state.guards(recorder)
-    _refuse_writes_to_copies(flat, bound, recorder)
+    copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
+    if any((b in recorder.written or its in recorder.written) and b not in copies for b, its in recorder.leaders.items()):
+        return capture(
+            fn, args, kwargs, found, keep_grads=keep_grads, unmarked=unmarked, debug_nans=debug_nans, share_counters=False
+        )
+    jaxpr = _without_assigned(jaxpr, state.assigned, recorder)
     return Captured(
         jaxpr=jaxpr,
         arg_buffers=arg_buffers,
@@ -184,24 +223,48 @@ def capture(
         tree=state.tree,
         numbers=numbers,
         draws=state.draws,
-        guards=guards,
-        gradients=state.gradients,
-        kept_gradients=[g for _, g in state.gradients if g is not None] if keep_grads else [],
+        guards=state.guards(recorder),
+        gradients=_placed_gradients(gradients, bound),
+        kept_gradients=[g for _, g in gradients.left if g is not None] if keep_grads else [],
         host_tensors=len(host_tensors),
         finite=[name for name, _ in recorder.finite],
+        effects=state.effects,
+        born=optim.born,
+        shared=[b for b in arg_buffers if b in {buffer_of(t) for t in found.device_tensors()}],
+        copies=copies,
     )
 
 
-def _refuse_writes_to_copies(flat: list[Any], bound: list[Any], recorder: Recorder) -> None:
-    for given, used in zip(flat, bound, strict=True):
-        if used is not given and isinstance(used, torch.Tensor) and buffer_of(used) in recorder.written:
-            raise TraceError(
-                message(
-                    f"the compiled function writes in place to an argument that is a view, of shape {tuple(given.shape)}",
-                    "only an argument that shows its whole storage is updated",
-                    fix="pass the tensor that it is a view of, or a clone",
-                )
-            )
+def _copies(recorder: Recorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Buffer]:
+    """Counters that were read as their leader, and whose new value is the leader's."""
+    results = dict(zip(recorder.written, jaxpr.outvars[num_outputs:], strict=False))
+    return {b: its for b, its in recorder.leaders.items() if b in results and results[b] is results.get(its)}
+
+
+def _placed_gradients(gradients: Gradients, bound: list[Any]) -> list[tuple[torch.Tensor | int, torch.Tensor | None]]:
+    """The gradients that were left, each with its parameter, or with the position of its argument."""
+    position = {id(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
+    return [(position.get(id(p), p), grad) for p, grad in gradients.left]
+
+
+def _without_assigned(closed: Any, assigned: list[Assigned], recorder: Recorder) -> Any:
+    """The jaxpr without the tensors that names were given in the trace. Those that depend on no input (a cache of positions,
+    a mask) get their value now, and the program may run again with them in place."""
+    if not assigned:
+        return closed
+    jaxpr = closed.jaxpr
+    constant = constant_outputs(jaxpr, [id(c) not in recorder.reads for c in closed.consts])[-len(assigned) :]
+    first = len(jaxpr.outvars) - len(assigned)
+    ready = [i for i, is_constant in enumerate(constant) if is_constant]
+    if ready:
+        with exact_dtypes():
+            made = pruned(jaxpr, [first + i for i in ready])
+            values = jax.jit(lambda: eval_jaxpr(made, closed.consts))()
+        for i, value in zip(ready, values, strict=True):
+            buffer = buffer_of(assigned[i].tensor)
+            buffer.value, buffer.dropped = value, None
+            assigned[i].accept(assigned[i].tensor)
+    return closed.replace(jaxpr=jaxpr.replace(outvars=jaxpr.outvars[:first]))
 
 
 def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
@@ -216,6 +279,7 @@ def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]
         else:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 hosts.append(value)
+                value = value.as_subclass(HostArgument)
             bound.append(value)
     return bound, list(dict.fromkeys(buffers)), hosts
 
@@ -230,23 +294,6 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
         return wrap(load(tensor)).requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def _grads_put_back(found: Reachable) -> Generator[list[torch.Tensor]]:
-    """The leaf parameters in reach; whatever happens to their gradients in the trace, the old ones are put back."""
-    parameters: dict[int, torch.Tensor] = {}
-    for _, module in found.modules.values():
-        parameters.update((id(p), p) for p in module.parameters())
-    for optimizer in found.optimizers:
-        parameters.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
-    leaves = [p for p in parameters.values() if p.requires_grad and p.is_leaf and p.device.type == "jax"]
-    kept = [p.grad for p in leaves]
-    try:
-        yield leaves
-    finally:
-        for p, grad in zip(leaves, kept, strict=True):
-            p.grad = grad
-
-
 @dataclass
 class _Running:
     """The body of one trace and what it leaves behind."""
@@ -255,64 +302,74 @@ class _Running:
     call: tuple[tuple[Any, ...], dict[str, Any]]
     numbers: LiftedNumbers
     found: Reachable
+    python: PythonState
+    optim: TracedState
+    gradients: Gradients
     keep_grads: bool
-    marked_grads: bool
     debug_nans: bool
-    parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    counters: dict[Buffer, Any]
     recorder: Recorder | None = None
+    arguments: frozenset[Buffer] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     tree: Any = None
     draws: int = 0
-    gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list[tuple[torch.Tensor, "torch.Tensor | None"]])
+    num_outputs: int = 0
+    effects: list[Action] = field(default_factory=list[Action])
+    assigned: list[Assigned] = field(default_factory=list[Assigned])
 
     def run(self, buffers: list[Buffer], hosts: list[torch.Tensor], values: list[Any], vector: Any, words: Any) -> Any:
         """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
-        inputs = dict(zip(map(id, hosts), values[len(buffers) :], strict=True))
-        recorder = self.recorder = Recorder(words, inputs, default_stream.draws)
+        inputs = dict(zip(map(identity_of, hosts), values[len(buffers) :], strict=True))
+        self.arguments = frozenset(buffers)
+        recorder = self.recorder = Recorder(words, inputs, default_stream.draws, self.counters)
         token = recording.set(recorder)
         try:
             for buffer, value in zip(buffers, values, strict=False):
                 recorder.touched[buffer] = (buffer.value, buffer.host)
                 buffer.value, buffer.host = value, None
                 buffer.reads.clear()
-            markers = self._mark_gradients() if self.marked_grads else []
-            before = {id(p): p.grad for p in self.parameters}
+            self.gradients.mark()
             with ExitStack() as stack:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_watching(recorder, self.found, self.debug_nans))
                 stack.enter_context(recomputing_for_real())
+                stack.enter_context(traceable(self.found.optimizers))
                 args, kwargs = self.call
                 result = self.fn(*args, **kwargs)
+                self.optim.note(recorder.newborn.__contains__)
             outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
-            self.gradients = [
-                (p, p.grad)
-                for p in self.parameters
-                if (p.grad is not before[id(p)] or _is_written(p.grad)) and (p.grad is None or buffer_of(p.grad) in recorder.newborn)
-            ]
-            del markers
-            kept = [load(g) for _, g in self.gradients if g is not None] if self.keep_grads else []
-            return outputs, [b.value for b in recorder.written], kept
+            self.num_outputs = len(outputs)
+            self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
+            kept = [load(g) for _, g in self.gradients.left if g is not None] if self.keep_grads else []
+            kept.extend(load(t) for _, t in self.optim.born)
+            self.effects = [*self.python.effects(), *self.optim.effects]
+            self._note_assigned(recorder)
+            return outputs, [b.value for b in recorder.written], kept, [load(a.tensor) for a in self.assigned]
+        except DroppedValueError as error:
+            if STALE_GRADIENT in str(error):
+                raise self.gradients.stale() from error
+            raise
+        except (TypeError, IndexError) as error:
+            if "SymFloat" in str(error):  # a place where Python takes nothing but its own numbers
+                raise needs_value("number (index, range, format)", line_of(error)) from error
+            raise
         finally:
             recording.reset(token)
             self.draws = default_stream.draws - recorder.start_draws
             default_stream.draws = recorder.start_draws
             recorder.put_back()
-            for _, grad in self.gradients:
-                if grad is not None:
-                    buffer_of(grad).dropped = DROPPED_GRADIENT
+            self.gradients.drop()
 
-    def _mark_gradients(self) -> list[torch.Tensor]:
-        """Parameters without a gradient, or with one that an earlier call did not keep, get one that refuses to be read:
-        so a step that adds to gradients of an earlier call is told apart from one that starts anew."""
-        markers: list[torch.Tensor] = []
-        for p in self.parameters:
-            if p.grad is None or buffer_of(p.grad).dropped is not None:
-                marker = wrap(jnp.zeros(p.shape, to_numpy_dtype(p.dtype)))
-                buffer_of(marker).value, buffer_of(marker).dropped = None, STALE_GRADIENT
-                p.grad = marker
-                markers.append(marker)
-        return markers
+    def _note_assigned(self, recorder: Recorder) -> None:
+        """Names that now hold a tensor made in the trace: refuse those whose old tensor it also read."""
+        for assigned in self.python.assigned(recorder.newborn.__contains__):
+            if not is_device_tensor(assigned.before):
+                self.assigned.append(assigned)
+            elif buffer_of(assigned.before) in recorder.touched:
+                raise lost_update(assigned.name)
+            else:
+                assigned.accept(assigned.tensor)
 
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
         flat, self.tree = pytree.tree_flatten(result)
@@ -320,7 +377,7 @@ class _Running:
         for value in flat:
             if isinstance(value, torch.Tensor) and value.device.type == "jax":
                 buffer = buffer_of(value)
-                if buffer not in recorder.newborn and value.is_leaf:
+                if buffer not in recorder.newborn and buffer not in self.arguments and value.is_leaf:
                     self.leaves.append(Leaf("same", value))
                     continue
                 arrays.append(load(value))
@@ -342,28 +399,29 @@ class _Running:
 
     def guards(self, recorder: Recorder) -> list[Guard]:
         """Everything the trace baked in."""
-        guards: list[Guard] = []
-        names = module_names(self.found)
-        for key, module in recorder.modules.items():
-            name = names.get(key, "")
-            guards.append(_guards.module_guard(name, module))
-            for kind in ("_parameters", "_buffers"):
-                held = module.__dict__[kind].items()
-                guards.extend(_guards.storage_guard(f"{name}.{k}", t) for k, t in held if t is not None and t.device.type == "jax")
+        ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
+        modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
+        guards: list[Guard] = [self.python.guard(frozenset(id(m) for _, m in modules))]
+        guards.append(_guards.modules_guard(modules))
+        guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
+        guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments]))
         guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers)
+        guards.append(_guards.equal_counters_guard(recorder.leaders))
         guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches)
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
-        closure = _guards.closure_guard(self.fn) if hasattr(self.fn, "__code__") else None  # pyright: ignore[reportArgumentType]
-        return guards if closure is None else [*guards, closure]
+        guards.extend(self.gradients.guards(recorder.touched.__contains__))
+        return guards
 
 
 @contextmanager
 def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
-    """Note the modules that run, name their operations after them, and refuse optimizers that were not prepared."""
-    names = module_names(found)
+    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
+    names = {id(module): name for name, module in found.all_modules()}
     scopes: list[tuple[str, Any]] = []
 
     def enter(module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
+            raise Unreached(module)
         recorder.modules[id(module)] = module
         name = names.get(id(module)) or type(module).__name__
         inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
@@ -380,7 +438,7 @@ def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generat
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if all(optimizer is not known for known in found.optimizers):
-            raise UnknownOptimizer(optimizer)
+            raise Unreached(optimizer)
 
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
@@ -401,17 +459,3 @@ def _finite_flags(result: Any) -> list[Any]:
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "jax"]
     with exact_dtypes():
         return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
-
-
-def module_names(found: Reachable) -> dict[int, str]:
-    """Qualified name of every module under the roots that were found, by identity."""
-    names: dict[int, str] = {}
-    for root_name, root in found.modules.values():
-        for name, module in root.named_modules():
-            names.setdefault(id(module), name or root_name)
-    return names
-
-
-def _is_written(grad: torch.Tensor | None) -> bool:
-    """True if a gradient marker got a value in place (`zero_grad(set_to_none=False)`)."""
-    return grad is not None and buffer_of(grad).value is not None

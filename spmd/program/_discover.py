@@ -7,6 +7,7 @@ an object only the attributes that some function in reach names count: a counter
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
@@ -74,12 +75,31 @@ class Reachable:
         elif not _is_library(type(value).__module__):
             self._visit_object(value, name, depth)
 
-    def places(self) -> list[Held]:
-        """Every place that holds a Python value; call it once everything is visited."""
+    def add(self, value: Any) -> None:
+        """Visit what the function turned out to reach."""
+        self.visit(value)
         self._visit_methods()
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Tensors that may get a gradient."""
+        return [t for t in self.device_tensors() if t.requires_grad and t.is_leaf]
+
+    def device_tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers and other tensors in reach that are on device 'jax'."""
+        return [t for _, t in self.named_tensors()]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor in reach that is on device 'jax', once, with a name for messages."""
+        named = [(f"{n}.{k}", t) for n, m in self.all_modules() for r in ("_parameters", "_buffers") for k, t in m.__dict__[r].items()]
+        named.extend(("a parameter of an optimizer", p) for o in self.optimizers for group in o.param_groups for p in group["params"])
+        named.extend(("a tensor that the function reads", t) for t in self.tensors.values())
+        yield from {id(t): (name, t) for name, t in reversed(named) if t is not None and t.device.type == "jax"}.values()
+
+    def places(self) -> list[Held]:
+        """Every place that holds a Python value."""
         held = list(self._held)
         for name, attributes in self._objects:
-            held.append(in_attributes(f"{name}.{{}}", attributes, self._named_attributes(attributes)))
+            held.append(in_attributes(f"{name}.{{}}", attributes, sorted(self._names)))
         for owner, name in self._classes.items():
             keys = [k for k, v in vars(owner).items() if k in self._names and isinstance(v, PLAIN)]
             held.append(in_class(f"{name}.{{}}", owner, keys))
@@ -150,7 +170,7 @@ class Reachable:
                 self.visit(cell.cell_contents, name, depth + 1)
             except ValueError:  # an empty cell: the name is bound later
                 continue
-        found = [name for name in dict.fromkeys(named) if name in fn.__globals__]
+        found = [name for name in dict.fromkeys(_globals_in(fn.__code__)) if name in fn.__globals__]
         self._held.append(in_attributes("{}", fn.__globals__, [n for n in found if not isinstance(fn.__globals__[n], _CODE)]))
         for name in found:
             self.visit(fn.__globals__[name], name, depth + 1)
@@ -167,11 +187,22 @@ def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachab
         for leaf in pytree.tree_leaves(value):  # containers and tensors are part of the signature
             if not isinstance(leaf, torch.Tensor):
                 found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
+    found._visit_methods()
     return found
 
 
 def _is_library(module_name: str) -> bool:
-    return module_name.partition(".")[0] in _LIBRARIES
+    return module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith("spmd.demo")  # the demo is a user's program
+
+
+def _globals_in(code: types.CodeType) -> list[str]:
+    """Names that the code, or a function defined inside it, looks up as globals: not the attribute of `optimizer.step()`,
+    or a loop variable `step` of the script would be taken for state of its function."""
+    names = [str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_globals_in(constant))
+    return names
 
 
 def _names_in(code: types.CodeType) -> Sequence[str]:

@@ -6,58 +6,60 @@ a call of a step with a hundred modules checks them in some tens of microseconds
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program._optim import LiftedNumbers, static_settings
 
 Guard = Callable[[], str | None]
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def module_guard(name: str, module: torch.nn.Module) -> Guard:
-    """The module's plain attributes (training, dropout's p, flags) and which parameters, buffers and children it holds."""
-    attributes = module.__dict__
-    names = tuple(k for k, v in attributes.items() if type(v) in _PLAIN)
-    read = itemgetter(*names)
-    values = read(attributes)
-    registries = [(attributes[r], tuple(attributes[r].items())) for r in ("_parameters", "_buffers", "_modules") if attributes[r]]
-    flags = [(p, p.requires_grad) for p in attributes["_parameters"].values() if p is not None]
-    hooks = [attributes[h] for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")]
-    hook_keys = [tuple(h) for h in hooks]
-    title = name or type(module).__name__
+def modules_guard(modules: list[tuple[str, torch.nn.Module]]) -> Guard:
+    """Which parameters of the modules require gradients, and the hooks of the modules and their parameters."""
+    parameters = [
+        (name, p, p.requires_grad, _hook_keys(p._backward_hooks), _hook_keys(p._post_accumulate_grad_hooks))  # pyright: ignore[reportAttributeAccessIssue]
+        for name, module in modules
+        for p in module.__dict__["_parameters"].values()
+        if p is not None
+    ]
+    hooks = [(name, module.__dict__[kind], tuple(module.__dict__[kind])) for name, module in modules for kind in _HOOKS]
 
     def check() -> str | None:
-        if read(attributes) != values:
-            now = zip(names, [attributes.get(n) for n in names], values if len(names) > 1 else (values,), strict=True)
-            return "; ".join(f"{title}.{n} changed from {old!r} to {new!r}" for n, new, old in now if new != old)
-        for registry, items in registries:
-            if len(registry) != len(items) or any(registry.get(k) is not v for k, v in items):
-                return f"{title} holds other parameters, buffers or modules than when it was traced"
-        for parameter, flag in flags:
-            if parameter.requires_grad != flag:
-                return f"requires_grad of a parameter of {title} changed from {flag} to {not flag}"
-        if any(tuple(h) != k for h, k in zip(hooks, hook_keys, strict=True)):
-            return f"{title} got or lost a hook"
+        for name, p, flag, before, after in parameters:
+            if p.requires_grad is not flag:
+                return f"requires_grad of a parameter of {name} changed from {flag} to {not flag}"
+            if (p._backward_hooks or before) and _hook_keys(p._backward_hooks) != before:
+                return f"a parameter of {name} got or lost a hook"
+            if (p._post_accumulate_grad_hooks or after) and _hook_keys(p._post_accumulate_grad_hooks) != after:
+                return f"a parameter of {name} got or lost a hook"
+        for name, registry, keys in hooks:
+            if (registry or keys) and tuple(registry) != keys:
+                return f"{name} got or lost a hook"
         return None
 
     return check
 
 
-def storage_guard(name: str, tensor: torch.Tensor) -> Guard:
-    """The tensor still shows the storage that the program updates (`p.data = ...` gives it another one)."""
-    buffer = buffer_of(tensor)
-    storage_of = tensor.untyped_storage
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hook_keys(hooks: Any) -> tuple[Any, ...]:
+    return tuple(hooks or ())
+
+
+def storages_guard(tensors: list[tuple[str, torch.Tensor]]) -> Guard:
+    """The tensors still show the storages that the program updates (`p.data = ...` gives one another)."""
+    shown = [(name, tensor.untyped_storage, buffer_of(tensor)) for name, tensor in tensors]
 
     def check() -> str | None:
-        if storage_of().spmd_buffer is not buffer:  # pyright: ignore[reportAttributeAccessIssue]
-            return f"{name} was given another storage"
+        for name, storage_of, buffer in shown:
+            if storage_of().spmd_buffer is not buffer:  # pyright: ignore[reportAttributeAccessIssue]
+                return f"{name} was given another storage"
         return None
 
     return check
@@ -69,7 +71,7 @@ def annotation_guard(buffers: list[Buffer]) -> Guard:
 
     def check() -> str | None:
         for buffer, annotation in zip(buffers, kept, strict=True):
-            if buffer.annotation is not annotation:
+            if buffer.annotation is not annotation and buffer.annotation != annotation:
                 return f"a state tensor of shape {list(buffer.shape)} was marked {buffer.annotation}, it was {annotation}"
         return None
 
@@ -77,14 +79,21 @@ def annotation_guard(buffers: list[Buffer]) -> Guard:
 
 
 def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) -> Guard:
-    """Same groups, flags and state tensors as traced; only the lifted numbers may differ."""
+    """Same groups, flags and state as traced; only the lifted numbers may differ."""
     state, groups, settings = optimizer.state, optimizer.param_groups, static_settings(optimizer)
-    entries = [(s, k, v) for s in state.values() if isinstance(s, dict) for k, v in s.items() if isinstance(v, torch.Tensor)]
+    lifted = {(id(holder), key) for holder, key, _ in numbers.slots}
+    held = [s for s in state.values() if isinstance(s, dict)]
+    sizes = [len(s) for s in held]
+    entries = [(s, k, v) for s in held for k, v in s.items() if (id(s), k) not in lifted]
     title = type(optimizer).__name__
 
     def check() -> str | None:
-        if optimizer.state is not state or (len(state) and any(s.get(k) is not v for s, k, v in entries)):
+        if optimizer.state is not state:
             return f"{title}'s state was replaced (load_state_dict)"
+        if len(state) != len(sizes) or [len(s) for s in held] != sizes:
+            return f"{title}'s state has other entries than when it was traced"
+        if any(s.get(k) is not v for s, k, v in entries):
+            return f"an entry of {title}'s state was replaced"
         if optimizer.param_groups is not groups or static_settings(optimizer) != settings:
             return f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"
         return None
@@ -101,9 +110,26 @@ def branch_guard(evaluate: Callable[[], bool], outcome: bool) -> Guard:
     return check
 
 
+def equal_counters_guard(leaders: dict[Buffer, Buffer]) -> Guard:
+    """State that the trace read as one value still is. See Note [Equal counters]."""
+    pairs = list(leaders.items())
+
+    def check() -> str | None:
+        for follower, leader in pairs:
+            if follower.value is not leader.value:
+                its, other = np.asarray(follower.get()), np.asarray(leader.get())
+                if its.tobytes() != other.tobytes():
+                    return f"step counters of an optimizer that were equal are now {other} and {its}"
+                follower.set(leader.value)  # so that the next call need not look
+        return None
+
+    return check
+
+
 def host_tensor_guard(tensor: torch.Tensor) -> Guard:
     """A CPU tensor whose values became constants of the program is unchanged."""
-    reference, version = weakref.ref(tensor), tensor._version
+    owner = tensor if tensor._base is None else tensor._base  # a view dies soon, its base has the same version counter
+    reference, version = weakref.ref(owner), owner._version
 
     def check() -> str | None:
         alive = reference()
@@ -112,34 +138,6 @@ def host_tensor_guard(tensor: torch.Tensor) -> Guard:
         return None
 
     return check
-
-
-def closure_guard(fn: types.FunctionType) -> Guard | None:
-    """Plain values that the function reads from its closure and its globals."""
-    cells = [(n, c) for n, c in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True) if type(_content(c)) in _PLAIN]
-    held = [c.cell_contents for _, c in cells]
-    names = [n for n in fn.__code__.co_names if type(fn.__globals__.get(n, fn)) in _PLAIN]
-    values = [fn.__globals__[n] for n in names]
-    if not cells and not names:
-        return None
-
-    def check() -> str | None:
-        for (name, cell), old in zip(cells, held, strict=True):
-            if _content(cell) != old:
-                return f"{name} changed from {old!r} to {_content(cell)!r}"
-        for name, old in zip(names, values, strict=True):
-            if fn.__globals__.get(name) != old:
-                return f"global {name} changed from {old!r} to {fn.__globals__.get(name)!r}"
-        return None
-
-    return check
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def first_reason(guards: list[Guard]) -> str | None:

@@ -9,7 +9,7 @@ It knows how values are held, not how holders are found (`_discover`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_, itemgetter
 from typing import Any
@@ -40,7 +40,7 @@ class Held:
 
     title: str
     keys: tuple[Any, ...]
-    read: Callable[[], Sequence[Any]]
+    read: Callable[[], Collection[Any]]
     remember: Callable[[], Action]
 
     def is_same(self, values: Sequence[Any]) -> bool:
@@ -93,7 +93,7 @@ def in_dict(title: str, holder: dict[Any, Any]) -> Held:
 
         return put
 
-    return Held(title, tuple(holder), lambda: tuple(holder.values()), remember)
+    return Held(title, tuple(holder), holder.values, remember)
 
 
 def in_list(title: str, holder: list[Any]) -> Held:
@@ -103,7 +103,7 @@ def in_list(title: str, holder: list[Any]) -> Held:
         kept = list(holder)
         return lambda: holder.__setitem__(slice(None), kept)
 
-    return Held(title, tuple(range(len(holder))), lambda: tuple(holder), remember)
+    return Held(title, tuple(range(len(holder))), lambda: holder, remember)
 
 
 def in_class(title: str, holder: type, keys: Sequence[str]) -> Held:
@@ -217,13 +217,51 @@ class Snapshot:
         """What makes the holders that the trace changed as they are now."""
         return [held.remember() for held, values, _ in self._places if not held.is_same(values)]
 
-    def guards(self) -> list[Callable[[], str | None]]:
-        """For each holder: a reason to trace again, or None."""
-        return [_guard(held, values) for held, values, _ in self._places]
+    def expected(self) -> list[tuple[Held, list[Any]]]:
+        """Each holder with the values under which the program may run again."""
+        return [(held, values) for held, values, _ in self._places]
 
 
-def _guard(held: Held, values: list[Any]) -> Callable[[], str | None]:
-    return lambda: None if held.is_same(values) else held.difference(values)
+class PythonState:
+    """Snapshots of all Python values that a function reaches. A context: on leaving, what the trace changed is undone."""
+
+    def __init__(self, places: Sequence[Held], modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        self._shared = Snapshot(places)
+        self._modules = {id(module): Snapshot(in_module(name, module)) for name, module in modules}
+
+    def __enter__(self) -> PythonState:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for snapshot in self._all():
+            snapshot.put_back()
+
+    def assigned(self, is_newborn: Callable[[Buffer], bool]) -> list[Assigned]:
+        """Every name that now holds a tensor made in the trace."""
+        return [assigned for snapshot in self._all() for assigned in snapshot.assigned(is_newborn)]
+
+    def effects(self) -> list[Action]:
+        """What repeats the changes that the trace made."""
+        return [action for snapshot in self._all() for action in snapshot.effects()]
+
+    def guard(self, modules: frozenset[int]) -> Callable[[], str | None]:
+        """Of everything but the attributes of modules whose id is not in `modules`: a reason to trace again, or None."""
+        kept = [self._shared, *(snapshot for key, snapshot in self._modules.items() if key in modules)]
+        expected = [(held.read, values, held) for snapshot in kept for held, values in snapshot.expected()]
+
+        def check() -> str | None:
+            for read, values, held in expected:
+                now = read()
+                if len(now) != len(values) or not all(map(is_, now, values)):
+                    difference = held.difference(values)
+                    if difference is not None:
+                        return difference
+            return None
+
+        return check
+
+    def _all(self) -> list[Snapshot]:
+        return [self._shared, *self._modules.values()]
 
 
 def lost_update(name: str) -> TraceError:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+import torch.optim._adafactor as adafactor_module
 
 from spmd._convert import exact_dtypes
 from spmd._errors import TraceError, message
@@ -22,15 +23,16 @@ from spmd._jax import eval_jaxpr
 from spmd.device._copy import from_host
 from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+from spmd.program._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
 
 
 class LiftedNumbers:
-    """The floats of some optimizers' `param_groups`, as one vector.
+    """The floats of some optimizers' `param_groups`, and the numbers in their state, as one vector.
 
     Attributes:
-        slots: (group, key, position in a tuple or None) of each number, in the vector's order.
+        slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -38,11 +40,15 @@ class LiftedNumbers:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 self.slots.extend(_float_slots(group))
+        self._num_settings = len(self.slots)
+        for optimizer in optimizers:
+            states = (s for s in optimizer.state.values() if isinstance(s, dict))
+            self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
         self.today = self.values()
 
     def values(self) -> list[float]:
         """The numbers now."""
-        return [group[key] if position is None else group[key][position] for group, key, position in self.slots]
+        return [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
 
     @contextmanager
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
@@ -58,7 +64,7 @@ class LiftedNumbers:
         placed = [(group, key, group[key]) for group, key, _ in self.slots]
         try:
             yield
-            for group, key, number in placed:
+            for group, key, number in placed[: self._num_settings]:
                 if group[key] is not number:
                     raise TraceError(
                         message(
@@ -76,9 +82,9 @@ def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, i
     for key, value in group.items():
         if key == "params":
             continue
-        if type(value) is float:
+        if _is_number(value):
             yield group, key, None
-        elif type(value) is tuple and value and all(type(v) is float for v in value):
+        elif type(value) is tuple and value and all(map(_is_number, value)):
             for position in range(len(value)):
                 yield group, key, position
 
@@ -87,9 +93,43 @@ def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
     """What of the groups the trace bakes in: which parameters, which flags, which keys are lifted."""
     settings: list[tuple[Any, ...]] = []
     for group in optimizer.param_groups:
-        flags = ((k, type(v) if type(v) in (float, tuple) else v) for k, v in group.items() if k != "params" and not torch.is_tensor(v))
+        flags = ((k, _kind(v)) for k, v in group.items() if k != "params")
         settings.append((*flags, *map(id, group["params"])))
     return settings
+
+
+def _is_number(value: Any) -> bool:
+    """A float (numpy's too: schedules compute with it), or a 0-dim CPU tensor of floats, as `lr` may be."""
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu")
+
+
+def _kind(value: Any) -> Any:
+    """Of a lifted number only that it is one, of a tensor which one it is; any other setting as it is."""
+    if _is_number(value):
+        return float
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    return tuple(map(_kind, value)) if type(value) is tuple else value
+
+
+@contextmanager
+def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
+    """While active, these optimizers take the paths that do not branch on the step counter's value.
+
+    RAdam and ASGD have one for graph capture; Adafactor only takes `min` and `max` of numbers.
+    """
+    groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
+    kept = [group["capturable"] for group in groups]
+    names: Any = vars(adafactor_module)
+    try:
+        for group in groups:
+            group["capturable"] = True
+        names.update(min=torch.sym_min, max=torch.sym_max)
+        yield
+    finally:
+        for group, flag in zip(groups, kept, strict=True):
+            group["capturable"] = flag
+        names.pop("min"), names.pop("max")
 
 
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:
@@ -117,6 +157,42 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
             _settle(parameter, state)
 
 
+class OptimizerStates:
+    """Optimizer states as they were, to be put back if making a program fails. A context."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.optim.Optimizer, dict[Any, Any]]] = {}
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the state of `optimizer`, the first time.
+
+        Raises:
+            TraceError: another optimizer of the same class holds the same parameters: each trace makes a new one.
+        """
+        if id(optimizer) in self._kept:
+            return
+        for other, _ in self._kept.values():
+            if type(other) is type(optimizer) and other.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]:
+                raise TraceError(
+                    message(
+                        f"the compiled function makes its own {type(optimizer).__name__}",
+                        "each call would start with an optimizer without state",
+                        fix="make the optimizer once, outside of the function",
+                    )
+                )
+        state = {p: dict(s) if isinstance(s, dict) else s for p, s in optimizer.state.items()}
+        self._kept[id(optimizer)] = optimizer, state
+
+    def __enter__(self) -> OptimizerStates:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is not None:
+            for optimizer, state in self._kept.values():
+                optimizer.state.clear()
+                optimizer.state.update(state)
+
+
 def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
     for group in optimizer.param_groups:
         if group["momentum"] != 0 and group["dampening"] == 0:
@@ -140,18 +216,43 @@ def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
                 buffer.annotation = annotation
 
 
+def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]:
+    """The 0-dim state of the optimizers, each with a key that it shares with the state of the same name, group and value.
+
+    Note [Equal counters]. torch's Adam keeps one step counter per parameter, jax's users keep one for all. Counters that are
+    equal when the trace begins are read as one: the bias corrections are computed once, and the program has one counter
+    among its inputs and outputs, whose array all of them hold afterwards (so 0-dim state is never donated). A guard looks
+    whether they are still equal; where a trace gave two of them different new values, it is made again without sharing.
+    """
+    found: dict[Buffer, tuple[Any, ...]] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.device.type == "jax" and value.dim() == 0:
+                        found[buffer_of(value)] = (id(optimizer), number, key, value.dtype)
+    values = jax.device_get([buffer.get() for buffer in found])
+    return {buffer: (*key, value.tobytes()) for (buffer, key), value in zip(found.items(), values, strict=True)}
+
+
 class _Births:
     """Recorder of a birth trace: the first value that each new buffer gets."""
 
     def __init__(self) -> None:
         self.first: dict[Buffer, Any] = {}
         self.before: dict[Buffer, Any] = {}
+        self.existing: set[int] = set()  # ids of the arrays that were read and not made here
+        self.scalars: dict[Any, Any] = {}
 
     def born(self, buffer: Buffer) -> None:
         self.first[buffer] = buffer.value
 
     def read(self, buffer: Buffer) -> None:
         buffer.reads.clear()
+        if buffer not in self.first:
+            self.existing.add(id(buffer.value))
+        elif self.first[buffer] is None:  # was born on the host
+            self.first[buffer] = buffer.value
 
     def will_write(self, buffer: Buffer) -> None:
         if buffer not in self.first:
@@ -179,7 +280,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
     def first_step() -> list[Any]:
         for p in missing:
             p.grad = wrap(jnp.zeros(p.shape, load(p).dtype))
-        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]):
             optimizer.step()
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and v.device.type == "jax")
@@ -211,12 +312,12 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
             elif not any(m[0] is p for m in made):
                 del optimizer.state[p]
     if jaxpr is not None:
-        _fill_births(optimizer, made, jaxpr)
+        _fill_births(optimizer, made, jaxpr, births.existing)
 
 
-def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any) -> None:
+def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any, existing: set[int]) -> None:
     """Give the new state tensors their first values, laid out like their parameter; forget state that depends on values."""
-    constant = _constant_outputs(closed.jaxpr)
+    constant = constant_outputs(closed.jaxpr, [id(c) not in existing for c in closed.consts])
     by_parameter: dict[int, list[int]] = {}
     for i, (p, _, _) in enumerate(made):
         by_parameter.setdefault(id(p), []).append(i)
@@ -224,6 +325,7 @@ def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor
     for entries in by_parameter.values():
         state = optimizer.state[made[entries[0]][0]]
         host_side = any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in state.values())
+        host_side = host_side or any(type(v) in (int, float) for v in state.values())  # already counted once
         if host_side or not all(constant[i] for i in entries):
             del optimizer.state[made[entries[0]][0]]
         else:
@@ -231,7 +333,7 @@ def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor
     if not ready:
         return
     annotations = [_inherited(made[i][0], made[i][2]) for i in ready]
-    jaxpr = _pruned(closed.jaxpr, ready)
+    jaxpr = pruned(closed.jaxpr, ready)
     placed = [None if a is None else a.to_jax() for a in annotations]
     with exact_dtypes():
         values = jax.jit(lambda: eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
@@ -247,25 +349,4 @@ def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:
     return buffer_of(parameter).annotation if state.shape == parameter.shape else None
 
 
-def _constant_outputs(jaxpr: Any) -> list[bool]:
-    """For each output of a jaxpr, whether it depends on no constant (that is, on no array that existed before)."""
-    depends = set(jaxpr.constvars) | set(jaxpr.invars)
-    for eqn in jaxpr.eqns:
-        if any(not hasattr(v, "val") and v in depends for v in eqn.invars):
-            depends.update(eqn.outvars)
-    return [hasattr(v, "val") or v not in depends for v in jaxpr.outvars]
-
-
-def _pruned(jaxpr: Any, outputs: list[int]) -> Any:
-    """The jaxpr with only the given outputs and the equations they need."""
-    outvars = [jaxpr.outvars[i] for i in outputs]
-    needed = {v for v in outvars if not hasattr(v, "val")}
-    kept: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(v for v in eqn.invars if not hasattr(v, "val"))
-    return jaxpr.replace(eqns=kept[::-1], outvars=outvars)
-
-
-__all__ = ["LiftedNumbers", "prepare_state", "static_settings"]
+__all__ = ["LiftedNumbers", "OptimizerStates", "equal_counters", "prepare_state", "static_settings"]

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 import mesh
 from spmd._convert import exact_dtypes, host_array
-from spmd._errors import NonFiniteError, SpmdError, message
-from spmd._jax import eval_jaxpr
+from spmd._errors import NonFiniteError, SpmdError, TraceError, message
+from spmd._jax import inline_jaxpr
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap
 from spmd.program import _hlo
@@ -62,7 +62,9 @@ class Program:
         self.options = options
         buffers = [b for b in captured.const_buffers if b is not None]
         self.position = {id(b): i for i, b in enumerate(captured.arg_buffers)}
-        written = [b for b in captured.written if id(b) not in self.position]
+        written = [b for b in captured.written if id(b) not in self.position and b not in captured.copies]
+        written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
+        self.num_donated = sum(b.shape != () for b in written)
         read = [b for b in dict.fromkeys(buffers) if b not in set(written)]
         self.written, self.read = written, read
         self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
@@ -70,6 +72,7 @@ class Program:
         self.mesh = common_mesh([*written, *read, *captured.arg_buffers])
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
         self.last: list[Any] = [None] * len(written)
+        self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
         self._lower(arg_buffers, name, trace_s)
@@ -80,15 +83,18 @@ class Program:
             self._settle(buffer)
         run = self._function()
         if self.options.steps_per_call > 1:
-            run = repeated(run, self.options.steps_per_call, self.captured.draws, bool(self.written_args))
+            run = repeated(run, self.options.steps_per_call, self.captured.draws, bool(self.written_args), bool(self.captured.born))
         run.__name__ = run.__qualname__ = name
-        donated = [b.value for b in self.written], [arg_buffers[i].value for i in self.written_args]
+        state = [b.value for b in self.written]
+        donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
         self.shardings = [b.value.sharding for b in self.written] if self.mesh is not None else None
+        self.read_shardings = [b.value.sharding for b in self.read] if self.mesh is not None else None
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            pinned = (None, self.shardings, [v.sharding for v in donated[1]], grads)
-        args = (donated, [b.value for b in self.read], *self._inputs(arg_buffers, self._example_hosts()))
+            grads.extend(buffer_of(p).value.sharding if p.shape == t.shape else None for p, t in self.captured.born)
+            pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
+        args = (donated, state[self.num_donated :], [b.value for b in self.read], *self._inputs(arg_buffers, self._example_hosts()))
         self.arg_shardings = [b.value.sharding for b in arg_buffers]
         start = time.perf_counter()
         with exact_dtypes():
@@ -99,27 +105,27 @@ class Program:
         self.timings = Timings(trace_s, middle - start, time.perf_counter() - middle)
 
     def _function(self) -> Any:
-        """The program as a function of (donated, read, args, hosts, numbers, random words)."""
+        """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
         captured = self.captured
         jaxpr, literal = captured.jaxpr.jaxpr, captured.jaxpr.consts
         slot = {id(b): (0, i) for i, b in enumerate(self.written)} | {id(b): (1, i) for i, b in enumerate(self.read)}
         sources = [slot.get(id(b)) if b is not None else None for b in captured.const_buffers]
-        written_slots = [(0, self.written.index(b)) if id(b) not in self.position else (2, self.position[id(b)]) for b in captured.written]
+        results = {b: i for i, b in enumerate(captured.written)}
+        state_results = [results[b] for b in self.written]
+        arg_results = [results[captured.arg_buffers[i]] for i in self.written_args]
         num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite)
 
-        def run(donated: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
+        def run(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
             written, written_args = donated
-            state = (written, read)
+            state = ([*written, *scalars], read)
             consts = [literal[i] if s is None else state[s[0]][s[1]] for i, s in enumerate(sources)]
             args: list[Any] = [None] * len(captured.arg_buffers)
             for i, value in (*zip(self.written_args, written_args, strict=True), *zip(self.kept_args, kept_args, strict=True)):
                 args[i] = value
-            flat = eval_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
+            flat = inline_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
             outputs, rest = flat[:num_outputs], flat[num_outputs:]
-            values, kept = rest[: len(written_slots)], rest[len(written_slots) :]
-            new_state = [v for v, s in zip(values, written_slots, strict=True) if s[0] == 0]
-            new_args = [v for v, s in zip(values, written_slots, strict=True) if s[0] == 2]
-            return outputs, new_state, new_args, kept
+            # State first: jax gives donated memory to the first result that fits it, which should be the state's own.
+            return [rest[i] for i in state_results], [rest[i] for i in arg_results], rest[len(results) :], outputs
 
         return run
 
@@ -137,7 +143,7 @@ class Program:
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
-            if its is grad:
+            if its is grad and isinstance(parameter, torch.Tensor):
                 return buffer_of(parameter).value.sharding
         return None
 
@@ -158,32 +164,51 @@ class Program:
         with exact_dtypes():
             return jax.device_put(host, self.replicated) if self.replicated is not None else jnp.asarray(host)
 
-    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor]) -> Any:
-        """Run once on today's state; returns what the traced function returned."""
+    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
+        """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         self.captured.numbers.today = self.captured.numbers.values()
         state = [b.value for b in self.written]
         for i, value in enumerate(state):
             if value is not self.last[i]:
                 state[i] = self._fitted(self.written[i], None if self.shardings is None else self.shardings[i])
-        read = [b.value if b.value is not None else self._fitted(b, None) for b in self.read]
+        read = [b.value for b in self.read]
+        for i, value in enumerate(read):
+            if value is not self.last_read[i]:
+                read[i] = self._fitted(self.read[i], None if self.read_shardings is None else self.read_shardings[i])
+        self.last_read = read
         for i, buffer in enumerate(arg_buffers):
             if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
-        self._refuse_shared(state)
+        donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
+        self._refuse_shared(donated[0])
         inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
         with exact_dtypes():
-            outputs, new_state, new_args, grads = self.compiled((state, [arg_buffers[i].value for i in self.written_args]), read, *inputs)
+            new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
         if self.captured.finite:
             self._require_finite(outputs[-len(self.captured.finite) :])
         for buffer, value in zip(self.written, new_state, strict=True):
             buffer.value = value
             buffer.host = None
         self.last = new_state
+        for follower, leader in self.captured.copies.items():
+            follower.value = leader.value
+            follower.host = None
         for i, value in zip(self.written_args, new_args, strict=True):
             arg_buffers[i].value = value
         default_stream.draws += self.captured.draws * self.options.steps_per_call
-        self._leave_gradients(grads)
+        self._leave_gradients(grads, given)
         return self._result(outputs)
+
+    def refuse_write_to_view(self, base: Buffer, position: int) -> None:
+        """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""
+        if position in self.written_args or any(b is base for b in (*self.written, *self.captured.written)):
+            raise TraceError(
+                message(
+                    "an argument is a view of a tensor, and the compiled function writes in place to one of the two",
+                    f"the tensor has shape {base.shape}; a view is passed as a copy, so the other would not see the write",
+                    fix="pass the whole tensor and slice it inside the function, or pass a clone",
+                )
+            )
 
     def _require_finite(self, flags: list[Any]) -> None:
         """Raise, before state is written back, if a module's output was not finite."""
@@ -214,13 +239,17 @@ class Program:
                 state[i] = jnp.copy(value)
             seen.add(id(value))
 
-    def _leave_gradients(self, grads: list[Any]) -> None:
-        for parameter, grad in self.captured.gradients:
-            if parameter.grad is not grad:
-                parameter.grad = grad
-        for grad, value in zip(self.captured.kept_gradients, grads, strict=True):
-            buffer = buffer_of(grad)
+    def _leave_gradients(self, grads: list[Any], given: Any) -> None:
+        values = iter(grads)
+        for owner, grad in self.captured.gradients:
+            left = wrap(next(values)) if grad is not None and self.options.keep_grads else grad
+            leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
+            if leaf.grad is not left:
+                leaf.grad = left
+        for (parameter, state), value in zip(self.captured.born, values, strict=True):
+            buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
+            buffer.annotation = buffer_of(parameter).annotation if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any]) -> Any:
         values = iter(outputs)

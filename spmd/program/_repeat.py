@@ -61,25 +61,34 @@ def _first(stack: torch.Tensor, steps: int) -> torch.Tensor:
     return first.requires_grad_(stack.requires_grad)
 
 
-def repeated(run: Callable[..., Any], steps: int, draws: int, writes_arguments: bool) -> Callable[..., Any]:
+def repeated(run: Callable[..., Any], steps: int, draws: int, writes_arguments: bool, creates_state: bool) -> Callable[..., Any]:
     """`run` of one step as a function of the same arguments whose per-step inputs and outputs are stacked.
 
     Raises:
         TraceError: the step writes to an argument in place: which of the n values would stay is not clear.
     """
+    if creates_state:
+        raise TraceError(
+            message(
+                "the first step of this optimizer creates its state from gradients, the following ones do not",
+                fix="run one step without steps_per_call first",
+            )
+        )
     if writes_arguments:
         raise TraceError(
             message("a step with steps_per_call > 1 writes in place to an argument", fix="return the new value, or keep it in the state")
         )
 
-    def many(donated: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
+    def many(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
+        num_donated = len(donated[0])
+
         def one(carry: Any, stacked: Any) -> Any:
             state, now = carry
             args, step_hosts = stacked
-            outputs, state, _, _ = run((state, []), read, args, step_hosts, vector, now)
+            state, _, _, outputs = run((state[:num_donated], []), state[num_donated:], read, args, step_hosts, vector, now)
             return (state, advanced(now, draws)), outputs
 
-        (state, _), outputs = jax.lax.scan(one, (donated[0], words), (kept_args, hosts), length=steps)
-        return outputs, state, [], []
+        (state, _), outputs = jax.lax.scan(one, ([*donated[0], *scalars], words), (kept_args, hosts), length=steps)
+        return state, [], [], outputs
 
     return many

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import functools
 import time
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-import torch
-from torch.utils import _pytree as pytree
-
-from spmd._errors import DroppedValueError, SpmdError, message
-from spmd.device._storage import Buffer, buffer_of, recording
+from spmd._errors import SpmdError, message
+from spmd.device._storage import Buffer, recording
 from spmd.program import _guards, _hlo
-from spmd.program._capture import STALE_GRADIENT, Captured, UnknownOptimizer, capture, own_storage
+from spmd.program._capture import Captured, Unreached, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
-from spmd.program._optim import prepare_state
+from spmd.program._gradients import StaleGradients
+from spmd.program._optim import OptimizerStates, prepare_state
 from spmd.program._program import Options, Program, Timings
 from spmd.program._repeat import first_of_stack
+from spmd.program._signature import Signature, changed_signature, signature
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +37,7 @@ class Step(Generic[P, R]):
     """A function that runs as compiled programs. Made by `spmd.compile`.
 
     Attributes:
-        retraces: for every trace after the first of a signature, what had changed.
+        retraces: for every trace after the first, what had changed.
         num_traces: how often the function was traced.
     """
 
@@ -48,6 +48,8 @@ class Step(Generic[P, R]):
         self._options = options
         self._programs: dict[Any, list[Program]] = {}
         self._latest: Program | None = None
+        self._latest_key: Any = None
+        self._state: dict[int, Buffer] = {}
         self.retraces: list[str] = []
         self.num_traces = 0
 
@@ -55,53 +57,65 @@ class Step(Generic[P, R]):
         """Run the function; its first call with a new signature traces and compiles it."""
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
-        key, buffers, hosts, args, kwargs = _signature(args, kwargs)
-        programs = self._programs.setdefault(key, [])
-        reason = None
-        for program in programs:
+        call = signature(args, kwargs, self._state)
+        reason = None if self._latest_key is None else changed_signature(self._latest_key, call.key)
+        for program in self._programs.get(call.key, ()):
             reason = _guards.first_reason(program.captured.guards)
             if reason is None:
                 if self._options.check:
-                    require_same(self._name, program.captured, self._traced(args, kwargs))
-                self._latest = program
-                return program(buffers, hosts)
+                    require_same(self._name, program.captured, self._traced(call.args, call.kwargs))
+                return self._run(program, call, (args, kwargs))
+        start = time.perf_counter()
+        captured = self._traced(call.args, call.kwargs)
+        program = Program(captured, call.buffers, self._options, self._name, time.perf_counter() - start)
+        self.num_traces += 1
         if reason is not None:
             self._note_retrace(reason)
-        start = time.perf_counter()
-        captured = self._traced(args, kwargs)
-        self.num_traces += 1
-        program = Program(captured, buffers, self._options, self._name, time.perf_counter() - start)
-        programs.insert(0, program)
-        self._latest = program
-        return program(buffers, hosts)
+        self._state.update((id(b), b) for b in (*captured.shared, *captured.const_buffers) if b is not None)
+        if captured.shared:  # known now to be state too: this program is for these very tensors
+            call = call._replace(key=signature(args, kwargs, self._state).key)
+        self._programs.setdefault(call.key, []).insert(0, program)
+        return self._run(program, call, (args, kwargs))
+
+    def _run(self, program: Program, call: Signature, given: Any) -> Any:
+        for base, position in call.copied:
+            program.refuse_write_to_view(base, position)
+        self._latest, self._latest_key = program, call.key
+        result = program(call.buffers, call.hosts, given)
+        for effect in program.captured.effects:
+            effect()
+        return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method, the step is bound to its object like any function."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def _traced(self, args: Any, kwargs: Any) -> Captured:
         """One trace of the function, with its optimizers prepared."""
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs)
-        while True:
-            for optimizer in found.optimizers:
-                prepare_state(optimizer)
-            try:
-                return self._captured(args, kwargs, found)
-            except UnknownOptimizer as unknown:
-                found.optimizers.append(unknown.optimizer)
+        with OptimizerStates() as states:
+            while True:
+                for optimizer in found.optimizers:
+                    states.keep(optimizer)
+                    prepare_state(optimizer)
+                try:
+                    return self._captured(args, kwargs, found)
+                except Unreached as unreached:
+                    found.add(unreached.value)
 
     def _captured(self, args: Any, kwargs: Any, found: Reachable) -> Captured:
-        trace = functools.partial(
-            capture, self._fn, args, kwargs, found, keep_grads=self._options.keep_grads, debug_nans=self._options.debug_nans
-        )
-        try:
-            return trace(marked_grads=True)
-        except DroppedValueError as error:
-            if STALE_GRADIENT not in str(error):
-                raise
-        return trace(marked_grads=False)
+        options, unmarked = self._options, frozenset[int]()
+        while True:
+            try:
+                return capture(
+                    self._fn, args, kwargs, found, keep_grads=options.keep_grads, unmarked=unmarked, debug_nans=options.debug_nans
+                )
+            except StaleGradients as stale:
+                if stale.unzeroed <= unmarked:
+                    raise
+                unmarked |= stale.unzeroed
 
     def _note_retrace(self, reason: str) -> None:
         self.retraces.append(reason)
@@ -189,41 +203,3 @@ class CompileOptions(TypedDict, total=False):
     steps_per_call: int
     check: bool
     debug_nans: bool
-
-
-def _signature(args: Any, kwargs: Any) -> tuple[Any, list[Buffer], list[torch.Tensor], Any, Any]:
-    """(key, argument buffers, CPU tensors, args, kwargs); views among the arguments become tensors of their own."""
-    flat, tree = pytree.tree_flatten((args, kwargs))
-    key: list[Any] = [tree, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()]
-    buffers: dict[int, tuple[int, Buffer]] = {}
-    hosts: list[torch.Tensor] = []
-    replaced = False
-    for index, value in enumerate(flat):
-        if not isinstance(value, torch.Tensor):
-            key.append((type(value), value) if _is_hashable(value) else (type(value), id(value)))
-            continue
-        if value.device.type != "jax":
-            hosts.append(value)
-            key.append((value.device, tuple(value.shape), value.dtype))
-            continue
-        own = own_storage(value)
-        if own is not value:
-            flat[index], replaced = own, True
-        buffer = buffer_of(own)
-        position, _ = buffers.setdefault(id(buffer), (len(buffers), buffer))
-        key.append((position, tuple(own.shape), own.dtype, own.requires_grad, buffer.annotation, type(value)))
-    if replaced:
-        args, kwargs = pytree.tree_unflatten(flat, tree)
-    return tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs
-
-
-def _autocast() -> tuple[Any, ...]:
-    return (torch.is_autocast_enabled("jax") and torch.get_autocast_dtype("jax"), torch.is_inference_mode_enabled())
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

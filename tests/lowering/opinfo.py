@@ -23,6 +23,7 @@ import spmd  # noqa: F401  (registers the device)
 
 KINDS = ("forward", "grad", "inplace", "out")
 MAX_SAMPLES = 8
+_HALF = (torch.bfloat16, torch.float16)
 # Not equal by value, whatever the device: drawn at random, or memory nobody wrote.
 # fmt: off
 VALUELESS = frozenset({
@@ -37,6 +38,8 @@ VALUELESS = frozenset({
 # (name, dtype or kind) -> (rtol, atol, reason), where torch's default is too narrow for two correct implementations.
 TOLERANCE: dict[tuple[str, str], tuple[float, float, str]] = {
     ("add", "float16"): (2e-3, 1e-5, "torch's CPU rounds alpha * other to float16 before it adds, its CUDA and we do not"),
+    ("__rpow__", "complex64"): (1e-5, 1e-5, "exp(y log x): the rounding of y log x is multiplied by its size, on both sides"),
+    ("pow", "complex64"): (1e-5, 1e-5, "as __rpow__"),
     ("logcumsumexp", "grad"): (5e-3, 1e-2, "torch's formula subtracts nearly equal logarithms: CPU float32 is 3e-3 from float64 too"),
 }
 
@@ -142,10 +145,37 @@ def check(op: OpInfo, dtype: torch.dtype, kind: str, limit: int = MAX_SAMPLES) -
                 continue
             num_run += 1
             try:
-                compare(op.name, run(op, sample, "jax"), expected, tolerance=_tolerance(op, dtype, kind))
+                actual = run(op, sample, "jax")
+                compare(op.name, actual, expected, tolerance=_tolerance(op, dtype, kind))
             except Exception as error:
-                return f"sample {number}: {first_line(error)}"
+                is_rounding = isinstance(error, AssertionError) and dtype in _HALF
+                if not (is_rounding and _equals_rounded_float32(op, sample, run, actual, expected)):
+                    return f"sample {number}: {first_line(error)}"
     return None if num_run else Skipped("no sample applies")
+
+
+def _equals_rounded_float32(op: OpInfo, sample: SampleInput, run: Callable[..., Any], actual: Any, expected: Any) -> bool:
+    """True if a 16-bit result equals the CPU's float32 result, rounded once.
+
+    Torch's CPU rounds intermediate values of some ops to 16 bits, which its CUDA and we do not: either answer is right.
+    """
+
+    def widened(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF:
+            return leaf.detach().to(torch.float32).requires_grad_(leaf.requires_grad)
+        return torch.float32 if leaf in _HALF else leaf
+
+    def rounded(leaf: Any, like: Any) -> Any:
+        return leaf.to(like.dtype) if isinstance(like, torch.Tensor) else leaf
+
+    first, args, kwargs = pytree.tree_map(widened, (sample.input, tuple(sample.args), dict(sample.kwargs)))
+    wide_sample = SampleInput(first, args=args, kwargs=kwargs, output_process_fn_grad=sample.output_process_fn_grad)
+    try:
+        wide = run(op, wide_sample, "cpu")
+        compare(op.name, actual, pytree.tree_map(rounded, wide, expected))
+    except (AssertionError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 def first_line(error: BaseException) -> str:
@@ -206,6 +236,12 @@ def _unique(op: OpInfo, sample: SampleInput, out: Any) -> Any:
     """Decompositions are unique only up to signs and phases: compare what is."""
     if op.name in ("linalg.svd", "svd", "linalg.eigh", "symeig"):
         return sample.output_process_fn_grad(out) if isinstance(out, tuple) else out
+    if op.name == "mode":  # of equal values torch's unstable sort may choose any position
+        dim = sample.kwargs.get("dim", sample.args[0] if sample.args else -1)
+        source, places = sample.input.detach(), out[1].cpu()
+        if source.dim() and places.dim() < source.dim():
+            places = places.unsqueeze(dim)
+        return out[0], (source.gather(dim, places) if source.dim() else places)
     if op.name in ("linalg.eig", "linalg.eigvals"):
         values = out[0] if isinstance(out, tuple) else out
         return torch.sum(values, -1), torch.sum(values * values, -1)

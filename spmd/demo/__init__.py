@@ -1,0 +1,12 @@
+"""`spmd demo`: a character-level GPT-2 trained on Python's own source files, sharded over a mesh.
+
+    spmd demo
+    spmd demo --mesh data=8 --steps 200 --out model.pt
+
+The files in reading order: `_train` is the program, `_gpt2` the model, `_text` the characters, `_views` what is printed.
+"""
+
+from spmd.demo._train import DemoArgs as DemoArgs
+from spmd.demo._train import main as main
+
+__all__ = ["DemoArgs", "main"]

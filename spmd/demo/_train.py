@@ -1,0 +1,272 @@
+"""The demo's program: an ordinary PyTorch training script whose parameters and batches are marked with a sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import rich.box
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from torch import Tensor
+
+import mesh
+import spmd
+from spmd.demo import _reader, _text, _views
+from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
+
+LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 30
+EVALUATIONS = 8  # of the held-out loss in one run
+EVALUATION_BATCHES = 4
+TEMPERATURE = 0.7
+TOLERANCE = 1e-4  # between the logits of the sharded model and of the checkpoint read on the CPU
+
+
+@dataclass(frozen=True)
+class DemoArgs:
+    """Train a character-level GPT-2 on Python's standard library, sharded over a mesh."""
+
+    steps: int = 500
+    """Number of training steps."""
+    mesh: str = "data=4,model=2"
+    """Mesh axes and their sizes; "data" splits batches, "model" splits the model, either may be left out."""
+    devices: int = 8
+    """Virtual CPU devices; 0 takes the machine's own devices."""
+    batch: int = 16
+    """Sequences per step, over all devices."""
+    seq: int = 64
+    """Characters per sequence."""
+    width: int = 128
+    """Width of the model."""
+    layers: int = 4
+    """Number of blocks."""
+    heads: int = 4
+    """Attention heads; divides the width."""
+    dropout: float = 0.05
+    """Probability that dropout drops a value."""
+    sample: int = 400
+    """Characters to generate."""
+    seed: int = 0
+    """Seed of the parameters, the batches, dropout and the sample."""
+    out: Path = Path("checkpoints/demo.pt")
+    """Where the model's state dict goes."""
+
+
+def main(args: DemoArgs) -> int:
+    """Run the demonstration; the exit code is 0 if the model learned and its checkpoint could be read."""
+    console = Console(highlight=False)
+    try:
+        return Demo(args, console).run()
+    except (mesh.MeshError, spmd.SpmdError) as error:
+        console.print(f"{error}", style="red", markup=False)
+        return 2
+
+
+@dataclass
+class _Losses:
+    """Loss by step: of each training batch, and of held-out text now and then."""
+
+    train: list[Tensor] = field(default_factory=list[Tensor])
+    held_out: dict[int, float] = field(default_factory=dict[int, float])
+
+
+class Demo:
+    """The training script's variables, which in a script of one's own would be globals."""
+
+    def __init__(self, args: DemoArgs, console: Console) -> None:
+        self.start = time.perf_counter()
+        self.args, self.console = args, console
+        if args.devices:
+            mesh.virtual_devices(args.devices)
+        self.grid = mesh.Mesh.from_string(args.mesh)
+        self.text = _text.standard_library()
+        self.host_rng = torch.Generator().manual_seed(args.seed)
+        torch.manual_seed(args.seed)
+        self.config = GPTConfig(len(self.text.characters), args.seq, args.width, args.layers, args.heads, args.dropout)
+        self.model = GPT(self.config).to("jax")
+        for name, parameter in self.model.named_parameters():
+            for pattern, spec in SHARDINGS.items():
+                if fnmatch.fnmatchcase(name, pattern):
+                    spmd.mark_sharding(parameter, self.grid, self.known(spec))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
+        self.train_step = spmd.compile(self._train_step)
+        self.held_out_loss = spmd.compile(self._held_out_loss)
+        self.logits = spmd.compile(self._logits)
+
+    # The three functions that become programs. Nothing in them knows of devices, meshes or compilation.
+
+    def _train_step(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x_BT).flatten(0, 1), y_BT.flatten())
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def _held_out_loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x_BT).flatten(0, 1), y_BT.flatten())
+
+    @torch.no_grad()
+    def _logits(self, tokens_BT: Tensor) -> Tensor:
+        return self.model(tokens_BT)
+
+    def learning_rate(self, step: int) -> float:
+        """Factor of the learning rate: linear warm-up, then half a cosine to a twentieth."""
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.args.steps)
+        return min((step + 1) / WARM_UP_STEPS, 0.05 + 0.95 * cosine)
+
+    def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        """The spec without the axes that this mesh has not."""
+        return tuple(axis if axis in self.grid.axis_names else None for axis in spec)
+
+    def batch(self, text_N: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch drawn on the host, each device's part of it sent to that device."""
+        x_BT, y_BT = _text.batch(text_N, self.args.batch, self.args.seq, self.host_rng)
+        spec = self.known(("data", None))
+        return spmd.mark_sharding(x_BT.to("jax"), self.grid, spec), spmd.mark_sharding(y_BT.to("jax"), self.grid, spec)
+
+    def run(self) -> int:
+        """Everything, in order."""
+        self.show_setting()
+        losses = self.train()
+        self.console.print(self.train_step.collectives())
+        self.show_curve(losses)
+        self.model.eval()
+        self.show_sample()
+        difference = self.save_and_read()
+        seconds = time.perf_counter() - self.start
+        first, last = losses.held_out[0], losses.held_out[self.args.steps]
+        is_good = last < first and difference <= TOLERANCE
+        self.console.print(f"\n[bold {'green' if is_good else 'red'}]held-out loss {first:.2f} → {last:.2f} in {seconds:.0f} s[/]")
+        return 0 if is_good else 1
+
+    def show_setting(self) -> None:
+        """Versions, devices, text, model; and how the model is split."""
+        devices, text = mesh.devices(), self.text
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = [
+            ("versions", f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}"),
+            ("devices", f"{len(devices)} × {devices[0].device_kind}{' (virtual)' if self.args.devices else ''}"),
+            ("mesh", " × ".join(f"[cyan]{name}[/] {axis_size}" for name, axis_size in self.grid.shape().items())),
+            ("text", f"{text.num_files} files of Python's standard library, {len(text.train) + len(text.held_out):,} characters"),
+            ("model", f"GPT-2, {self.args.layers} layers, width {self.args.width}, {parameters:,} parameters"),
+            ("batch", f"{self.args.batch} × {self.args.seq} characters of {len(text.characters)} kinds"),
+        ]
+        self.console.print(Panel(_views.facts(rows), title="[bold]spmd demo[/]", box=rich.box.ROUNDED, expand=False))
+        self.console.print(_views.sharding_table(self.model, self.grid))
+
+    def train(self) -> _Losses:
+        """The training loop, with a progress bar around it."""
+        losses = _Losses()
+        self.evaluate(losses)
+        with self.console.status("tracing and compiling the step"):
+            self.advance(losses)
+        timings = self.train_step.timings
+        self.console.print(
+            f"[bold]compiled the step[/] forward, backward and AdamW as one program: trace {timings.trace_s:.1f} s, "
+            f"lower {timings.lower_s:.1f} s, compile {timings.compile_s:.1f} s"
+        )
+        columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task("", total=self.args.steps, completed=1)
+            clock = _Clock(self.args.batch * self.args.seq)
+            for step in range(1, self.args.steps):
+                self.advance(losses)
+                if step % 10 == 0 or step == self.args.steps - 1:
+                    loss = losses.train[-1].item()  # waits for the devices
+                    progress.update(task, completed=step + 1, description=f"loss {loss:.3f}, {clock.tokens_per_s(step):,.0f} tokens/s")
+                if (step + 1) % math.ceil(self.args.steps / EVALUATIONS) == 0:
+                    self.evaluate(losses)
+        self.evaluate(losses)
+        executables, retraces = self.train_step.num_executables, self.train_step.retraces
+        memory = _views.size(self.train_step.memory().peak_bytes)
+        self.console.print(f"{executables} executable, {len(retraces)} retraces, {memory} of memory on each device\n", *retraces)
+        return losses
+
+    def advance(self, losses: _Losses) -> None:
+        """One step."""
+        losses.train.append(self.train_step(*self.batch(self.text.train)))
+        self.schedule.step()
+
+    def evaluate(self, losses: _Losses) -> None:
+        """The mean loss of a few held-out batches, without dropout."""
+        self.model.eval()
+        batches = [self.held_out_loss(*self.batch(self.text.held_out)) for _ in range(EVALUATION_BATCHES)]
+        losses.held_out[len(losses.train)] = sum(loss.item() for loss in batches) / EVALUATION_BATCHES
+        self.model.train()
+
+    def show_curve(self, losses: _Losses) -> None:
+        """Both losses over the steps."""
+        values = [loss.item() for loss in losses.train]
+        train = _views.Series("training", range(1, len(values) + 1), values, "blue")
+        held_out = _views.Series("held out, without dropout", list(losses.held_out), list(losses.held_out.values()), "bold yellow")
+        self.console.print("\n[bold]loss[/]")
+        self.console.print(_views.Curve([train, held_out], "step"), "")
+
+    def show_sample(self) -> None:
+        """Characters after a held-out beginning, each drawn on the host from the logits of a fixed window."""
+        window_T = self.text.held_out[: self.args.seq]
+        drawn: list[Tensor] = []
+        with self.console.status("generating"):
+            for _ in range(self.args.sample):
+                logits_V = self.logits(window_T[None].to("jax"))[0, -1].cpu()
+                drawn.append(torch.multinomial(torch.softmax(logits_V / TEMPERATURE, 0), 1, generator=self.host_rng))
+                window_T = torch.cat([window_T[1:], drawn[-1]])
+        sample = self.text.decode(torch.cat(drawn))
+        self.console.print(Panel(Syntax(sample, "python", word_wrap=True, background_color="default"), title="sample", width=100))
+
+    def save_and_read(self) -> float:
+        """Save the state dict, read it in a process that has only torch, and return how far its logits are from ours."""
+        path = self.args.out
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.model.state_dict(), path)
+        tokens_BT = self.text.held_out[: self.args.seq][None]
+        ours_BTV = self.logits(tokens_BT.to("jax")).cpu()
+        difference = (_read_without_spmd(self.config, path, tokens_BT) - ours_BTV).abs().max().item()
+        self.console.print(
+            f"saved [bold]{path}[/] ({_views.size(path.stat().st_size)}); a process with torch alone loads it on the CPU: "
+            f"its logits differ by {difference:.1e} (at most {TOLERANCE:g})"
+        )
+        return difference
+
+
+@dataclass
+class _Clock:
+    """Tokens per second since it was last asked."""
+
+    tokens_per_step: int
+    step: int = 0
+    seconds: float = field(default_factory=time.perf_counter)
+
+    def tokens_per_s(self, step: int) -> float:
+        now = time.perf_counter()
+        rate = (step - self.step) * self.tokens_per_step / (now - self.seconds)
+        self.step, self.seconds = step, now
+        return rate
+
+
+def _read_without_spmd(config: GPTConfig, checkpoint: Path, tokens_BT: Tensor) -> Tensor:
+    """Logits of the checkpoint in a process that never imports `spmd` (see `_reader`)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
+        torch.save(tokens_BT, folder / "tokens.pt")
+        files = (folder / "config.json", checkpoint, folder / "tokens.pt", folder / "logits.pt")
+        subprocess.run([sys.executable, _reader.__file__, *map(str, files)], check=True)
+        return torch.load(folder / "logits.pt")

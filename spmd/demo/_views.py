@@ -1,0 +1,124 @@
+"""What the demo shows, as rich renderables: tables of values and a curve. It computes nothing and prints nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import rich.box
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+import mesh
+from spmd import XLAShardedTensor
+
+_BRAILLE = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of each dot, by column and row of a character cell
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """Two columns without a frame."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def sharding_table(model: nn.Module, grid: mesh.Mesh) -> Table:
+    """Every parameter with its spec and what one device holds of it; the layers of a stack share a row."""
+    groups: dict[tuple[str, tuple[int, ...], mesh.ShardingSpec], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        spec = parameter.partition_spec if isinstance(parameter, XLAShardedTensor) else None
+        sharding = mesh.ShardingSpec(grid, (None,) * parameter.dim() if spec is None else spec)
+        groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), sharding), []).append(parameter)
+    rows: list[tuple[str, ...]] = []
+    whole = local = 0
+    for (name, shape, sharding), parameters in groups.items():
+        num_bytes = sum(parameter.nbytes for parameter in parameters)
+        whole, local = whole + num_bytes, local + num_bytes // sharding.num_shards
+        piece = "" if sharding.is_replicated else f"→ [cyan]{dims(sharding.shard_shape(shape))}[/]"
+        spec = "[dim]replicated[/]" if sharding.is_replicated else f"[cyan]({', '.join(map(str, sharding.partition_spec))})[/]"
+        rows.append((name.replace("*", f"0-{len(parameters) - 1}"), dims(shape), piece, spec, size(num_bytes // sharding.num_shards)))
+    table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("parameter", "total", no_wrap=True)
+    table.add_column("shape", justify="right", no_wrap=True)
+    table.add_column("shard", no_wrap=True)
+    table.add_column("spec", f"of {size(whole)}", justify="right", no_wrap=True)
+    table.add_column("bytes", size(local), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def dims(shape: Sequence[int]) -> str:
+    """`128×64`."""
+    return "×".join(map(str, shape))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one line, x ascending."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Series drawn with braille dots, two by four to a character; later ones lie on top."""
+
+    series: Sequence[Series]
+    x_name: str
+    height: int = 12
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment | Text]:
+        width = max(20, min(options.max_width, 100) - 10)
+        xs = [x for series in self.series for x in series.x]
+        ys = [y for series in self.series for y in series.y]
+        left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+        cells: dict[tuple[int, int], tuple[int, str]] = {}
+        for series in self.series:
+            for x, y in _joined(series, 4 * width):
+                column = round((x - left) / ((right - left) or 1) * (2 * width - 1))
+                row = round((high - y) / ((high - low) or 1) * (4 * self.height - 1))
+                bits, _ = cells.get((row // 4, column // 2), (0, ""))
+                cells[row // 4, column // 2] = bits | _DOTS[column % 2][row % 4], series.style
+        for line in range(self.height):
+            value = high - (high - low) * line / (self.height - 1)
+            yield Segment(f"{value:8.2f} ┤" if line % 3 == 0 or line == self.height - 1 else "         │", Style(dim=True))
+            for column in range(width):
+                bits, style = cells.get((line, column), (0, ""))
+                yield Segment(chr(_BRAILLE + bits) if bits else " ", Style.parse(style))
+            yield Segment.line()
+        yield Segment("         └" + "─" * width + "\n", Style(dim=True))
+        end = f"{self.x_name} {right:g}"
+        yield Segment(f"          {left:<{width - len(end)}g}{end}\n", Style(dim=True))
+        yield Text.assemble("          ", *((f"⣀⣀ {series.name}   ", series.style) for series in self.series))
+
+
+def _joined(series: Series, num_points: int) -> Iterator[tuple[float, float]]:
+    """The series' points and, between each two, as many as keep the line closed."""
+    points = list(zip(series.x, series.y, strict=True))
+    between = max(1, num_points // max(1, len(points) - 1))
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        for part in range(between):
+            yield x0 + (x1 - x0) * part / between, y0 + (y1 - y0) * part / between
+    yield from points[-1:]

@@ -1,0 +1,65 @@
+"""Moving a module to the device and back keeps its parameters the objects they are, as between CPU and CUDA.
+
+PyTorch moves a parameter in place only between devices that its C++ knows; to others, `module.to()` puts a new Parameter in
+the module: tied weights come apart, and an optimizer made before keeps the old ones. Here the new value is swapped into the
+old object, and a change of dtype keeps the annotation.
+
+    model = GPT().to("jax")
+    assert model.head.weight is model.tokens.weight
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.device._storage import buffer_of
+
+_torchs_apply = nn.Module._apply
+
+
+def register() -> None:
+    """Wrap the one function through which every move of a module goes."""
+    nn.Module._apply = apply
+
+
+@functools.wraps(_torchs_apply)
+def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    return _torchs_apply(self, fn if isinstance(fn, _Moved) else _Moved(fn), recurse)
+
+
+class _Moved:
+    """`fn`, except that a parameter which enters or leaves device 'jax' is changed in place and returned itself."""
+
+    def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._fn = fn
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        moved = self._fn(tensor)
+        ends = (tensor.device.type, moved.device.type)
+        if "jax" not in ends or moved is tensor:
+            return moved
+        if ends == ("jax", "jax"):
+            if moved.shape == tensor.shape and buffer_of(moved).annotation is None:
+                buffer_of(moved).annotation = buffer_of(tensor).annotation
+            return moved
+        if isinstance(tensor, nn.Parameter) and not nn.parameter.is_lazy(tensor):
+            return self._swapped(tensor, moved)
+        return moved
+
+    def _swapped(self, parameter: nn.Parameter, moved: torch.Tensor) -> torch.Tensor:
+        """The parameter object with the moved value; the value alone where torch refuses, as for one with weak references."""
+        new: Any = nn.Parameter(moved.detach(), parameter.requires_grad)
+        vars(new).update(vars(parameter))
+        grad, parameter.grad = parameter.grad, None  # held by the old value, it would keep torch from swapping
+        try:
+            torch.utils.swap_tensors(parameter, new)
+        except RuntimeError:
+            parameter.grad = grad
+            return moved
+        parameter.grad = None if grad is None else self._fn(grad)
+        return parameter

@@ -1,0 +1,31 @@
+"""Questions about a jaxpr: which outputs depend on nothing, and the part of it that some outputs need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
+    """For each output, whether it depends on no input and on no array that existed before.
+
+    Args:
+        is_new: for each constant of the jaxpr, whether it was made in the trace.
+    """
+    depends = {v for v, new in zip(jaxpr.constvars, is_new, strict=True) if not new} | set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if any(not hasattr(v, "val") and v in depends for v in eqn.invars):
+            depends.update(eqn.outvars)
+    return [hasattr(v, "val") or v not in depends for v in jaxpr.outvars]
+
+
+def pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
+    """The jaxpr with only the given outputs and the equations they need."""
+    outvars = [jaxpr.outvars[i] for i in outputs]
+    needed = {v for v in outvars if not hasattr(v, "val")}
+    kept: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not hasattr(v, "val"))
+    return jaxpr.replace(eqns=kept[::-1], outvars=outvars)

@@ -1,0 +1,88 @@
+"""A module that moves to the device and back keeps its parameters the objects they are."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import mesh
+import spmd
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.down = nn.Linear(4, 4, bias=False)
+        self.down.weight = self.up.weight
+
+
+def test_tied_weights_stay_tied_there_and_back() -> None:
+    model = Tied()
+    weight, value = model.up.weight, model.up.weight.detach().clone()
+    for device in ("jax", "cpu", "jax"):
+        model.to(device)
+        assert model.up.weight is model.down.weight is weight
+        assert weight.device.type == device
+        assert torch.equal(weight.cpu(), value)
+        assert len(list(model.parameters())) == 2
+
+
+def test_an_optimizer_made_before_the_move_updates_the_moved_parameters() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.to("jax")
+    before = model.weight.detach().cpu()
+    model(torch.ones(1, 3).to("jax")).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model.weight.detach().cpu(), before - 1)
+
+
+def test_gradients_attributes_and_flags_move_with_their_parameter() -> None:
+    model = nn.Linear(3, 3)
+    model.weight.note = "mine"  # pyright: ignore[reportAttributeAccessIssue]
+    model.bias.requires_grad_(False)
+    model(torch.ones(1, 3)).sum().backward()
+    model.to("jax")
+    assert model.weight.grad is not None
+    assert model.weight.grad.device.type == "jax"
+    assert torch.equal(model.weight.grad.cpu(), torch.ones(3, 3))
+    assert model.weight.note == "mine"  # pyright: ignore[reportAttributeAccessIssue]
+    assert not model.bias.requires_grad
+
+
+def test_a_parameter_that_torch_cannot_swap_is_replaced_as_torch_does() -> None:
+    model = nn.Linear(3, 3)
+    weight = model.weight
+    watched = weakref.ref(weight)  # torch.utils.swap_tensors refuses tensors with weak references
+    model.to("jax")
+    assert model.weight.device.type == "jax"
+    assert watched() is weight
+    assert weight.device.type == "cpu"
+
+
+def test_a_change_of_dtype_keeps_the_sharding(mesh_4x2: mesh.Mesh) -> None:
+    model = nn.Linear(8, 8).to("jax")
+    weight = spmd.mark_sharding(model.weight, mesh_4x2, ("model", None))
+    model.bfloat16()
+    assert model.weight is weight
+    assert weight.dtype == torch.bfloat16
+    assert weight.partition_spec == mesh.PartitionSpec("model", None)
+    assert {shard.data.shape for shard in weight.local_shards} == {(4, 8)}
+
+
+def test_a_marked_parameter_comes_back_as_an_ordinary_one(mesh_4x2: mesh.Mesh) -> None:
+    model = nn.Linear(8, 8).to("jax")
+    spmd.mark_sharding(model.weight, mesh_4x2, ("model", None))
+    model.cpu()
+    assert type(model.weight) is nn.Parameter
+    assert model.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("source", ["meta", "cpu"])
+def test_to_empty_moves_every_parameter(source: str) -> None:
+    model = nn.Linear(3, 3, device=source).to_empty(device="jax")
+    assert {p.device.type for p in model.parameters()} == {"jax"}
+    nn.init.ones_(model.weight)
+    assert torch.equal(model.weight.cpu(), torch.ones(3, 3))

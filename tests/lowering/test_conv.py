@@ -1,0 +1,130 @@
+"""Convolutions and pools equal the CPU's in value and gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lowering.against_cpu import check, normal
+
+SIZE = (9, 8, 7)
+CONVS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "strided": {"stride": 2, "padding": 1},
+    "dilated": {"dilation": 2, "padding": 2},
+    "grouped": {"groups": 2},
+    "depthwise": {"groups": 4},
+    "same": {"padding": "same", "dilation": 2},
+    "valid": {"padding": "valid"},
+}
+TRANSPOSED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "strided": {"stride": 2, "padding": 1, "output_padding": 1},
+    "grouped": {"groups": 2, "stride": 3, "output_padding": 2},
+    "dilated": {"dilation": 2, "padding": 3},
+}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("case", CONVS)
+def test_convolution_equals_cpu(case: str, rank: int) -> None:
+    conv = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+    weight = normal(8, 4 // CONVS[case].get("groups", 1), *(3, 2, 3)[:rank], seed=1)
+    check(conv, normal(2, 4, *SIZE[:rank]), weight, normal(8, seed=2), **CONVS[case])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_transposed_convolution_equals_cpu(case: str, rank: int) -> None:
+    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+    weight = normal(4, 6 // TRANSPOSED[case].get("groups", 1), *(3, 4, 3)[:rank], seed=1)
+    check(conv, normal(2, 4, *(4, 5, 3)[:rank]), weight, **TRANSPOSED[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_convolution_keeps_its_dtype(dtype: torch.dtype) -> None:
+    check(F.conv2d, normal(1, 2, 5, 5, dtype=dtype), normal(3, 2, 3, 3, seed=1, dtype=dtype))
+
+
+def test_input_without_batch_and_empty_batch_are_allowed() -> None:
+    check(F.conv2d, normal(4, 6, 6), normal(2, 4, 3, 3, seed=1), normal(2, seed=2))
+    check(F.conv2d, normal(0, 4, 6, 6), normal(2, 4, 3, 3, seed=1))
+
+
+def test_second_derivatives_of_a_convolution_equal_cpu() -> None:
+    def penalty(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        (g,) = torch.autograd.grad(F.conv2d(x, w, stride=2).pow(3).sum(), x, create_graph=True)
+        return g.pow(2).sum()
+
+    check(penalty, normal(1, 2, 5, 5, dtype=torch.float64), normal(3, 2, 3, 3, seed=1, dtype=torch.float64))
+
+
+def test_wrong_channels_are_named_as_torch_names_them() -> None:
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 2 channels instead"):
+        F.conv2d(normal(1, 2, 5, 5).to("jax"), normal(4, 3, 3, 3).to("jax"))
+
+
+POOLS: dict[str, Any] = {
+    "max": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max with indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "max dilated": lambda x: F.max_pool2d(x, 2, 1, dilation=2),
+    "max ceil": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "max 1d": lambda x: F.max_pool1d(x[:, :, 0], 2),
+    "max 3d": lambda x: F.max_pool3d(x, (1, 2, 3)),
+    "average": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "average without padding": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False, ceil_mode=True),
+    "average by a divisor": lambda x: F.avg_pool2d(x, 2, divisor_override=3),
+    "average 3d": lambda x: F.avg_pool3d(x, (1, 2, 2)),
+    "lp": lambda x: F.lp_pool2d(x.abs() + 0.1, 2.0, 2),
+    "adaptive average": lambda x: F.adaptive_avg_pool2d(x, (3, 1)),
+    "adaptive average of uneven windows": lambda x: F.adaptive_avg_pool2d(x, (4, 5)),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x, (3, 4), return_indices=True),
+    "adaptive max of uneven windows": lambda x: F.adaptive_max_pool2d(x, (4, 5), return_indices=True),
+    "fractional": lambda x: F.fractional_max_pool2d(x, 2, (4, 3), return_indices=True, _random_samples=SAMPLES.to(x.device)),
+    "unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape),
+}
+SAMPLES = torch.tensor([[[0.1, 0.7], [0.5, 0.3], [0.9, 0.2]]] * 2)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pool_equals_cpu(name: str) -> None:
+    check(POOLS[name], normal(2, 3, 9, 8))
+
+
+RESAMPLINGS: dict[str, Any] = {
+    **{
+        f"{mode}{' aligned' if aligned else ''} to {size}": lambda x, mode=mode, aligned=aligned, size=size: F.interpolate(
+            x, size, mode=mode, align_corners=aligned
+        )
+        for mode in ("bilinear", "bicubic")
+        for aligned in (False, True)
+        for size in ((12, 5), (6, 6))
+    },
+    "nearest, repeating": lambda x: F.interpolate(x, scale_factor=2),
+    "nearest, skipping": lambda x: F.interpolate(x, (3, 2)),
+    "nearest, uneven": lambda x: F.interpolate(x, (7, 11)),
+    "nearest-exact": lambda x: F.interpolate(x, (7, 11), mode="nearest-exact"),
+    "area": lambda x: F.interpolate(x, (4, 3), mode="area"),
+    "antialiased": lambda x: F.interpolate(x, (4, 3), mode="bicubic", antialias=True),
+    "by a factor": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+    "unfold": lambda x: F.unfold(x, 2, padding=1, stride=2),
+    "unfold of overlapping blocks": lambda x: F.unfold(x, (3, 2), dilation=(1, 2)),
+    "fold": lambda x: F.fold(x.reshape(2, 12, 9)[:, :, :6], (4, 3), 2),
+    "pixel_shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x.reshape(2, 4, 9, 3), 2), 2),
+    "affine_grid": lambda x: F.affine_grid(x[:, :2, :3, 0].repeat(1, 1, 1), [2, 3, 4, 5], align_corners=False),
+}
+
+
+@pytest.mark.parametrize("name", RESAMPLINGS)
+def test_resampling_equals_cpu(name: str) -> None:
+    check(RESAMPLINGS[name], normal(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding_mode"),
+    [*((m, p) for m in ("bilinear", "nearest") for p in ("zeros", "border", "reflection")), ("bicubic", "reflection")],
+)
+def test_grid_sample_equals_cpu(mode: str, padding_mode: str) -> None:
+    grid = normal(2, 4, 5, 2, seed=1)
+    check(F.grid_sample, normal(2, 3, 6, 7), grid, mode=mode, padding_mode=padding_mode, align_corners=False)

@@ -1,0 +1,68 @@
+"""The oracle of step and device tests: the same code on CPU torch and on device 'jax', and a comparison of what they give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils import _pytree as pytree
+
+# (rtol, atol) of two correct implementations of a few steps
+TOLERANCE = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (2e-5, 2e-6),
+    torch.bfloat16: (2e-2, 1e-2),
+    torch.float16: (2e-3, 1e-3),
+}
+
+
+class MLP(nn.Module):
+    """Two linear layers with dropout between them."""
+
+    def __init__(self, dim: int = 8, hidden: int = 16, p: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def twins(make: Callable[[], nn.Module] = MLP, seed: int = 0) -> tuple[Any, Any]:
+    """The same module with the same weights, on the CPU and on the device."""
+    torch.manual_seed(seed)
+    host = make()
+    return host, copy.deepcopy(host).to("jax")
+
+
+def batch(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Normal numbers on the CPU, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_device(tree: Any) -> Any:
+    """A container of CPU tensors as one of device tensors."""
+    return pytree.tree_map(lambda t: t.to("jax") if isinstance(t, torch.Tensor) else t, tree)
+
+
+def assert_same(got: Any, want: Any, tolerance: tuple[float, float] | None = None) -> None:
+    """Containers of tensors and values agree: structure, dtype, shape, value."""
+    got_flat, got_tree = pytree.tree_flatten(got)
+    want_flat, want_tree = pytree.tree_flatten(want)
+    assert got_tree == want_tree
+    for a, b in zip(got_flat, want_flat, strict=True):
+        if not isinstance(b, torch.Tensor):
+            assert type(a) is type(b)
+            assert a == b
+            continue
+        rtol, atol = tolerance or TOLERANCE.get(b.dtype, (0.0, 0.0))
+        torch.testing.assert_close(a.detach().cpu().as_subclass(torch.Tensor), b.detach().cpu(), rtol=rtol, atol=atol)
+
+
+def assert_same_model(device: nn.Module, host: nn.Module, tolerance: tuple[float, float] | None = None) -> None:
+    """Parameters and buffers agree."""
+    assert_same(dict(device.state_dict()), dict(host.state_dict()), tolerance)
