@@ -94,7 +94,7 @@ def _attention(rng: Any, query: Any, key: Any, value: Any, mask: Any, dropout_p:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask
     weights = jax.nn.softmax(scores, axis=-1) if mask is None else safe_softmax(scores, -1)
     if dropout_p > 0.0:
-        keep = jax.random.bernoulli(rng, 1.0 - dropout_p, weights.shape)
+        keep = jax.random.bernoulli(rng, jnp.float32(1.0 - dropout_p), weights.shape)
         dropped = weights / (1.0 - dropout_p) if dropout_p < 1.0 else jnp.zeros_like(weights)
         weights = jnp.where(keep, dropped, jnp.zeros((), weights.dtype))
     out = jnp.matmul(weights.astype(value.dtype), value)

@@ -173,7 +173,7 @@ def dropout(key: Any, input: Any, p: float, train: bool) -> Any:
         return input
     if p == 1.0:
         return jnp.zeros_like(input)
-    keep = jax.random.bernoulli(key, 1.0 - p, input.shape)
+    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), input.shape)
     return jnp.where(keep, input * (1.0 / (1.0 - p)), jnp.zeros((), input.dtype))
 
 
@@ -181,7 +181,7 @@ def dropout(key: Any, input: Any, p: float, train: bool) -> Any:
 def native_dropout(key: Any, input: Any, p: float, train: bool | None) -> Any:
     if train is False or p == 0.0:
         return input, jnp.ones(input.shape, bool)
-    keep = jax.random.bernoulli(key, 1.0 - p, input.shape)
+    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), input.shape)
     return jnp.where(keep, input * (1.0 / (1.0 - p)) if p < 1.0 else input, jnp.zeros((), input.dtype)), keep
 
 
@@ -197,7 +197,7 @@ def feature_dropout(key: Any, input: Any, p: float, train: bool) -> Any:
         return input
     if p == 1.0:
         return jnp.zeros_like(input)
-    keep = jax.random.bernoulli(key, 1.0 - p, input.shape[:2] + (1,) * (input.ndim - 2))
+    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), input.shape[:2] + (1,) * (input.ndim - 2))
     return jnp.where(keep, input * (1.0 / (1.0 - p)), jnp.zeros((), input.dtype))
 
 
@@ -220,7 +220,7 @@ def _alpha_dropout(key: Any, input: Any, p: float, train: bool, drawn: tuple[int
         return input
     if p == 1.0:
         return jnp.zeros_like(input)
-    keep = jax.random.bernoulli(key, 1.0 - p, drawn)
+    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), drawn)
     scale = 1.0 / ((_ALPHA * _ALPHA * p + 1) * (1 - p)) ** 0.5
     dropped = jnp.asarray(-_ALPHA * scale * (1 - p), input.dtype)
     return jnp.where(keep, input * scale + _ALPHA * scale * p, dropped)

@@ -93,7 +93,7 @@ def _layers(
             lasts.append(last)
         x = jnp.concatenate(outs, -1) if bidirectional else outs[0]
         if train and dropout > 0 and layer < num_layers - 1:
-            keep = jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - dropout, x.shape)
+            keep = jax.random.bernoulli(jax.random.fold_in(key, layer), jnp.float32(1 - dropout), x.shape)
             x = jnp.where(keep, x / (1 - dropout), jnp.zeros((), x.dtype)) if dropout < 1 else jnp.zeros_like(x)
     return x, tuple(jnp.stack(states) for states in zip(*lasts, strict=True))
 

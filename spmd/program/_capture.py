@@ -52,6 +52,10 @@ class Unreached(Exception):
         self.value = value
 
 
+class UnequalCounters(Exception):
+    """Equal step counters that were read as one have different new values: trace again with each on its own."""
+
+
 @dataclass
 class Leaf:
     """One leaf of the function's result.
@@ -178,7 +182,7 @@ def capture(
     keep_grads: bool,
     unmarked: frozenset[int],
     debug_nans: bool,
-    share_counters: bool = True,
+    share_counters: bool,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
@@ -187,11 +191,10 @@ def capture(
         keep_grads: gradients left on leaf tensors become outputs of the program.
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         debug_nans: the program also says for each module that ran whether its outputs are finite.
-        share_counters: read equal step counters of an optimizer as one.
+        share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
 
     Raises:
-        Unreached: the function stepped an optimizer or ran a module that is not in `found`.
-        StaleGradients: the function added to a missing gradient that is not in `unmarked`.
+        Unreached, StaleGradients, UnequalCounters: it must be traced again in another way, each says in which.
         TraceError: Python needed a value that only the program will have.
     """
     flat, tree = pytree.tree_flatten((args, kwargs))
@@ -209,10 +212,6 @@ def capture(
     recorder = state.recorder
     assert recorder is not None
     copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
-    if any((b in recorder.written or its in recorder.written) and b not in copies for b, its in recorder.leaders.items()):
-        return capture(
-            fn, args, kwargs, found, keep_grads=keep_grads, unmarked=unmarked, debug_nans=debug_nans, share_counters=False
-        )
     jaxpr = _without_assigned(jaxpr, state.assigned, recorder)
     return Captured(
         jaxpr=jaxpr,
@@ -236,9 +235,11 @@ def capture(
 
 
 def _copies(recorder: Recorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Buffer]:
-    """Counters that were read as their leader, and whose new value is the leader's."""
+    """Counters that were read as their leader, each with it: those that were written have the leader's new value."""
     results = dict(zip(recorder.written, jaxpr.outvars[num_outputs:], strict=False))
-    return {b: its for b, its in recorder.leaders.items() if b in results and results[b] is results.get(its)}
+    if any(results.get(b) is not results.get(its) for b, its in recorder.leaders.items()):
+        raise UnequalCounters
+    return {b: its for b, its in recorder.leaders.items() if b in results}
 
 
 def _placed_gradients(gradients: Gradients, bound: list[Any]) -> list[tuple[torch.Tensor | int, torch.Tensor | None]]:

@@ -20,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from spmd._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.program import _guards, _hlo
-from spmd.program._capture import Captured, Unreached, capture
+from spmd.program._capture import Captured, UnequalCounters, Unreached, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
 from spmd.program._gradients import StaleGradients
@@ -106,12 +106,21 @@ class Step(Generic[P, R]):
                     found.add(unreached.value)
 
     def _captured(self, args: Any, kwargs: Any, found: Reachable) -> Captured:
-        options, unmarked = self._options, frozenset[int]()
+        options, unmarked, share_counters = self._options, frozenset[int](), True
         while True:
             try:
                 return capture(
-                    self._fn, args, kwargs, found, keep_grads=options.keep_grads, unmarked=unmarked, debug_nans=options.debug_nans
+                    self._fn,
+                    args,
+                    kwargs,
+                    found,
+                    keep_grads=options.keep_grads,
+                    unmarked=unmarked,
+                    debug_nans=options.debug_nans,
+                    share_counters=share_counters,
                 )
+            except UnequalCounters:
+                share_counters = False
             except StaleGradients as stale:
                 if stale.unzeroed <= unmarked:
                     raise
