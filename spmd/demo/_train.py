@@ -29,11 +29,12 @@ import spmd
 from spmd.demo import _reader, _text, _views
 from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
 
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 30
 EVALUATIONS = 8  # of the held-out loss in one run
-EVALUATION_BATCHES = 4
-TEMPERATURE = 0.7
+EVALUATION_BATCHES = 8
+TEMPERATURE = 0.6
+SAMPLE_START = "\n    def "
 TOLERANCE = 1e-4  # between the logits of the sharded model and of the checkpoint read on the CPU
 
 
@@ -41,7 +42,7 @@ TOLERANCE = 1e-4  # between the logits of the sharded model and of the checkpoin
 class DemoArgs:
     """Train a character-level GPT-2 on Python's standard library, sharded over a mesh."""
 
-    steps: int = 500
+    steps: int = 1000
     """Number of training steps."""
     mesh: str = "data=4,model=2"
     """Mesh axes and their sizes; "data" splits batches, "model" splits the model, either may be left out."""
@@ -53,7 +54,7 @@ class DemoArgs:
     """Characters per sequence."""
     width: int = 128
     """Width of the model."""
-    layers: int = 4
+    layers: int = 3
     """Number of blocks."""
     heads: int = 4
     """Attention heads; divides the width."""
@@ -68,7 +69,10 @@ class DemoArgs:
 
 
 def main(args: DemoArgs) -> int:
-    """Run the demonstration; the exit code is 0 if the model learned and its checkpoint could be read."""
+    """Train a character-level GPT-2 on Python's standard library, sharded over a mesh, and save it for plain PyTorch.
+
+    The exit code is 0 if the model learned and a process without this package could read it.
+    """
     console = Console(highlight=False)
     try:
         return Demo(args, console).run()
@@ -145,7 +149,7 @@ class Demo:
         """Everything, in order."""
         self.show_setting()
         losses = self.train()
-        self.console.print(self.train_step.collectives())
+        self.show_collectives()
         self.show_curve(losses)
         self.model.eval()
         self.show_sample()
@@ -179,8 +183,8 @@ class Demo:
             self.advance(losses)
         timings = self.train_step.timings
         self.console.print(
-            f"[bold]compiled the step[/] forward, backward and AdamW as one program: trace {timings.trace_s:.1f} s, "
-            f"lower {timings.lower_s:.1f} s, compile {timings.compile_s:.1f} s"
+            "\n[bold]compiled the step[/]: forward, backward and AdamW are one program\n"
+            f"trace {timings.trace_s:.1f} s, lower {timings.lower_s:.1f} s, compile {timings.compile_s:.1f} s"
         )
         columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         with Progress(*columns, console=self.console) as progress:
@@ -196,7 +200,7 @@ class Demo:
         self.evaluate(losses)
         executables, retraces = self.train_step.num_executables, self.train_step.retraces
         memory = _views.size(self.train_step.memory().peak_bytes)
-        self.console.print(f"{executables} executable, {len(retraces)} retraces, {memory} of memory on each device\n", *retraces)
+        self.console.print(f"{executables} executable, {len(retraces)} retraces, {memory} of memory on each device", *retraces)
         return losses
 
     def advance(self, losses: _Losses) -> None:
@@ -211,25 +215,35 @@ class Demo:
         losses.held_out[len(losses.train)] = sum(loss.item() for loss in batches) / EVALUATION_BATCHES
         self.model.train()
 
+    def show_collectives(self) -> None:
+        """What the devices send each other in one step, read from the compiled program."""
+        report = self.train_step.collectives()
+        others = report.counts().keys() - {"all-reduce"}
+        self.console.print("\n[bold]collectives of one step[/]")
+        self.console.print(report)
+        self.console.print("no all-gather, no all-to-all: no device needs another one's part of the model" if not others else "")
+
     def show_curve(self, losses: _Losses) -> None:
         """Both losses over the steps."""
         values = [loss.item() for loss in losses.train]
         train = _views.Series("training", range(1, len(values) + 1), values, "blue")
         held_out = _views.Series("held out, without dropout", list(losses.held_out), list(losses.held_out.values()), "bold yellow")
         self.console.print("\n[bold]loss[/]")
-        self.console.print(_views.Curve([train, held_out], "step"), "")
+        self.console.print(_views.Curve([train, held_out], "step"))
 
     def show_sample(self) -> None:
-        """Characters after a held-out beginning, each drawn on the host from the logits of a fixed window."""
-        window_T = self.text.held_out[: self.args.seq]
+        """Characters after held-out text that ends in `def`, each drawn on the host from the logits of a fixed window."""
+        past = self.text.decode(self.text.held_out)
+        end = past.index(SAMPLE_START, self.args.seq) + len(SAMPLE_START)
+        window_T = self.text.held_out[end - self.args.seq : end]
         drawn: list[Tensor] = []
         with self.console.status("generating"):
             for _ in range(self.args.sample):
                 logits_V = self.logits(window_T[None].to("jax"))[0, -1].cpu()
                 drawn.append(torch.multinomial(torch.softmax(logits_V / TEMPERATURE, 0), 1, generator=self.host_rng))
                 window_T = torch.cat([window_T[1:], drawn[-1]])
-        sample = self.text.decode(torch.cat(drawn))
-        self.console.print(Panel(Syntax(sample, "python", word_wrap=True, background_color="default"), title="sample", width=100))
+        sample = (SAMPLE_START.lstrip("\n") + self.text.decode(torch.cat(drawn))).rstrip()
+        self.console.print("\n", Panel(Syntax(sample, "python", word_wrap=True, background_color="default"), title="sample"), sep="")
 
     def save_and_read(self) -> float:
         """Save the state dict, read it in a process that has only torch, and return how far its logits are from ours."""
@@ -240,8 +254,9 @@ class Demo:
         ours_BTV = self.logits(tokens_BT.to("jax")).cpu()
         difference = (_read_without_spmd(self.config, path, tokens_BT) - ours_BTV).abs().max().item()
         self.console.print(
-            f"saved [bold]{path}[/] ({_views.size(path.stat().st_size)}); a process with torch alone loads it on the CPU: "
-            f"its logits differ by {difference:.1e} (at most {TOLERANCE:g})"
+            f"saved [bold]{path}[/], {_views.size(path.stat().st_size)}\n"
+            f"loaded on the CPU by a process with torch alone: logits differ by {difference:.1e} (at most {TOLERANCE:g})",
+            soft_wrap=True,
         )
         return difference
 

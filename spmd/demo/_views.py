@@ -83,7 +83,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Curve:
-    """Series drawn with braille dots, two by four to a character; later ones lie on top."""
+    """Series drawn with braille dots, two by four to a character; a later one hides what it crosses."""
 
     series: Sequence[Series]
     x_name: str
@@ -99,7 +99,8 @@ class Curve:
             for x, y in _joined(series, 4 * width):
                 column = round((x - left) / ((right - left) or 1) * (2 * width - 1))
                 row = round((high - y) / ((high - low) or 1) * (4 * self.height - 1))
-                bits, _ = cells.get((row // 4, column // 2), (0, ""))
+                bits, owner = cells.get((row // 4, column // 2), (0, series.style))
+                bits = bits if owner == series.style else 0
                 cells[row // 4, column // 2] = bits | _DOTS[column % 2][row % 4], series.style
         for line in range(self.height):
             value = high - (high - low) * line / (self.height - 1)

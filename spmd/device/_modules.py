@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spmd.device._storage import buffer_of
 
@@ -47,13 +48,14 @@ class _Moved:
             if moved.shape == tensor.shape and buffer_of(moved).annotation is None:
                 buffer_of(moved).annotation = buffer_of(tensor).annotation
             return moved
-        if isinstance(tensor, nn.Parameter) and not nn.parameter.is_lazy(tensor):
-            return self._swapped(tensor, moved)
-        return moved
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):  # a lazy module's: without a shape there too
+            kind: Any = type(tensor)
+            moved = kind(requires_grad=tensor.requires_grad, device=moved.device, dtype=moved.dtype)
+        return self._swapped(tensor, moved) if isinstance(tensor, nn.Parameter) else moved
 
     def _swapped(self, parameter: nn.Parameter, moved: torch.Tensor) -> torch.Tensor:
         """The parameter object with the moved value; the value alone where torch refuses, as for one with weak references."""
-        new: Any = nn.Parameter(moved.detach(), parameter.requires_grad)
+        new: Any = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), parameter.requires_grad)
         vars(new).update(vars(parameter))
         grad, parameter.grad = parameter.grad, None  # held by the old value, it would keep torch from swapping
         try:

@@ -75,8 +75,6 @@ class NumberNode:
     def trunc(self) -> NumberNode:
         raise needs_value("int")
 
-    floor = ceil = trunc
-
     def round(self, digits: Any = None) -> NumberNode:
         raise needs_value("rounded number")
 
@@ -157,6 +155,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "pow": lambda a, b: a**b,
     "float_pow": lambda a, b: a**b,
     "pow_by_natural": lambda a, b: a**b,
+    "floor": lambda a: jnp.floor(a),
+    "ceil": lambda a: jnp.ceil(a),
     "neg": lambda a: -a,
     "pos": lambda a: a,
     "abs": abs,

@@ -198,8 +198,8 @@ def clamp_max(self: Any, max: Any) -> Any:
 @lower("lerp.Scalar", "lerp.Tensor", pointwise=True)
 def lerp(self: Any, end: Any, weight: Any) -> Any:
     """From the nearer end, so that weight 1 gives `end` exactly."""
-    gap = end - self
-    return jnp.where(jnp.abs(weight) < 0.5, self + weight * gap, end - gap * (1 - weight))
+    is_near = jnp.abs(weight) < 0.5
+    return jnp.where(is_near, self, end) + (end - self) * jnp.where(is_near, weight, weight - 1)
 
 
 @lower("round.decimals", pointwise=True)

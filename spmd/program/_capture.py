@@ -31,7 +31,7 @@ from spmd.program._discover import Reachable
 from spmd.program._gradients import STALE_GRADIENT, Gradients
 from spmd.program._guards import Guard
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
-from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random
+from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program._jaxpr import constant_outputs, pruned
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
@@ -121,6 +121,7 @@ class Recorder:
     branches: list[tuple[Callable[[], bool], bool]] = field(default_factory=list[tuple[Callable[[], bool], bool]])
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -202,9 +203,10 @@ def capture(
     numbers = LiftedNumbers(found.optimizers)
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
     python = PythonState(found.places(), found.all_modules())
+    cpu_tensors = found.cpu_tensors()
     arg_values = [b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
     counters = equal_counters(found.optimizers) if share_counters else {}
-    with exact_dtypes(), no_host_random(), python, TracedState(found.optimizers) as optim, Gradients(leaves, unmarked) as gradients:
+    with exact_dtypes(), no_host_random(), no_host_writes(cpu_tensors), python, TracedState(found.optimizers) as optim, Gradients(leaves, unmarked) as gradients:
         state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
         jaxpr = jax.make_jaxpr(lambda values, vector, words: state.run(arg_buffers, host_tensors, values, vector, words))(
             arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
@@ -406,8 +408,9 @@ class _Running:
         guards.append(_guards.modules_guard(modules))
         guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
         guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments]))
-        guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers)
+        guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers if any(o is s for s in recorder.stepped))
         guards.append(_guards.equal_counters_guard(recorder.leaders))
+        guards.append(_guards.numbers_guard(self.numbers))
         guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches)
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
         guards.extend(self.gradients.guards(recorder.touched.__contains__))
@@ -440,6 +443,7 @@ def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generat
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if all(optimizer is not known for known in found.optimizers):
             raise Unreached(optimizer)
+        recorder.stepped.append(optimizer)
 
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),

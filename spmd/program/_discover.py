@@ -45,6 +45,7 @@ class Reachable:
     _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
     _held: list[Held] = field(default_factory=list[Held])
     _objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+    _owners: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     _classes: dict[type, str] = field(default_factory=dict[type, str])
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
@@ -57,7 +58,8 @@ class Reachable:
         elif isinstance(value, torch.nn.Module):
             self._visit_module(value, name, depth)
         elif isinstance(value, torch.optim.Optimizer):
-            self.optimizers.append(value)
+            if any(p.device.type == "jax" for group in value.param_groups for p in group["params"]):
+                self.optimizers.append(value)
         elif isinstance(value, (list, tuple, set, dict)):
             self._visit_container(value, name, depth)
         elif isinstance(value, functools.partial):
@@ -78,7 +80,7 @@ class Reachable:
     def add(self, value: Any) -> None:
         """Visit what the function turned out to reach."""
         self.visit(value)
-        self._visit_methods()
+        self._visit_named()
 
     def leaves(self) -> list[torch.Tensor]:
         """Tensors that may get a gradient."""
@@ -90,10 +92,17 @@ class Reachable:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor in reach that is on device 'jax', once, with a name for messages."""
+        yield from ((name, t) for name, t in self._named() if t.device.type == "jax")
+
+    def cpu_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Each tensor in reach that is on the CPU, with a name for messages."""
+        return [(name, t) for name, t in self._named() if t.device.type == "cpu"]
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         named = [(f"{n}.{k}", t) for n, m in self.all_modules() for r in ("_parameters", "_buffers") for k, t in m.__dict__[r].items()]
         named.extend(("a parameter of an optimizer", p) for o in self.optimizers for group in o.param_groups for p in group["params"])
         named.extend(("a tensor that the function reads", t) for t in self.tensors.values())
-        yield from {id(t): (name, t) for name, t in reversed(named) if t is not None and t.device.type == "jax"}.values()
+        yield from {id(t): (name, t) for name, t in reversed(named) if t is not None}.values()
 
     def places(self) -> list[Held]:
         """Every place that holds a Python value."""
@@ -118,9 +127,7 @@ class Reachable:
         self.modules[id(root)] = (name, root)
         for module in root.modules():
             self._note_class(type(module), type(module).__name__)
-            for key, value in module.__dict__.items():
-                if key not in _OF_EVERY_MODULE and not isinstance(value, (torch.Tensor, torch.nn.Module)):
-                    self.visit(value, key, depth + 1)
+            self._owners.append((depth + 1, {k: v for k, v in module.__dict__.items() if k not in _OF_EVERY_MODULE}))
 
     def _visit_container(self, value: Any, name: str, depth: int) -> None:
         items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
@@ -137,19 +144,21 @@ class Reachable:
             return
         self._objects.append((name or type(value).__name__, attributes))
         self._note_class(type(value), type(value).__name__)
-        for key, item in attributes.items():
-            self.visit(item, key, depth + 1)
+        self._owners.append((depth + 1, attributes))
 
     def _note_class(self, owner: type, name: str) -> None:
         for base in owner.__mro__:
             if not _is_library(base.__module__):
                 self._classes.setdefault(base, name)
 
-    def _visit_methods(self) -> None:
-        """The methods, of classes in reach, that a function in reach names; these name others."""
+    def _visit_named(self) -> None:
+        """The attributes of objects, and the methods of classes in reach, that a function in reach names; these name others."""
         before = -1
         while before != len(self._seen):
             before = len(self._seen)
+            for depth, attributes in list(self._owners):
+                for name in self._names & attributes.keys():
+                    self.visit(attributes[name], name, depth)
             for owner in list(self._classes):
                 for name in self._names & vars(owner).keys():
                     method = vars(owner)[name]
@@ -187,7 +196,7 @@ def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachab
         for leaf in pytree.tree_leaves(value):  # containers and tensors are part of the signature
             if not isinstance(leaf, torch.Tensor):
                 found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
-    found._visit_methods()
+    found._visit_named()
     return found
 
 

@@ -101,6 +101,19 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     return check
 
 
+def numbers_guard(numbers: LiftedNumbers) -> Guard:
+    """The lifted numbers are still there; takes their values of today, on which the branch guards decide."""
+
+    def check() -> str | None:
+        try:
+            numbers.today = numbers.values()
+        except (KeyError, IndexError, TypeError, ValueError):
+            return "an optimizer's param_groups or state lost a number"
+        return None
+
+    return check
+
+
 def branch_guard(evaluate: Callable[[], bool], outcome: bool) -> Guard:
     """A comparison of a hyperparameter that Python branched on still goes the same way."""
 

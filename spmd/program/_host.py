@@ -8,7 +8,7 @@ generator or torch's CPU generator.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,32 @@ def no_host_random() -> Generator[None]:
             )
 
 
+@contextmanager
+def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[None]:
+    """Raise at the end if one of these CPU tensors was updated in place; small ones, counters and flags, are put back."""
+    before = [(name, t, t._version, t.detach().clone() if t.numel() <= _SMALL else None) for name, t in tensors]
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        written = [(name, t, copy) for name, t, version, copy in before if t._version != version]
+        with torch.no_grad():
+            for _, t, copy in written:
+                if copy is not None and not t.is_inference():
+                    t.copy_(copy)
+        if written and not failed:
+            name, tensor, _ = written[0]
+            raise TraceError(
+                message(
+                    f"the compiled function updates {name} in place, which is on the CPU (shape {tuple(tensor.shape)})",
+                    "it would be updated by the trace alone, not by every call",
+                    fix="move it to the device: .to('jax'), or update it outside of the function",
+                )
+            )
+
+
+_SMALL = 64
 _GENERATORS = ("Python's random", "numpy.random", "torch's CPU generator")
 
 

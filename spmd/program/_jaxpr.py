@@ -20,7 +20,7 @@ def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
 
 
 def pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
-    """The jaxpr with only the given outputs and the equations they need."""
+    """The jaxpr with only the given outputs, and the equations and inputs they need."""
     outvars = [jaxpr.outvars[i] for i in outputs]
     needed = {v for v in outvars if not hasattr(v, "val")}
     kept: list[Any] = []
@@ -28,4 +28,5 @@ def pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
         if any(v in needed for v in eqn.outvars):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not hasattr(v, "val"))
-    return jaxpr.replace(eqns=kept[::-1], outvars=outvars)
+    invars = [v for v in jaxpr.invars if v in needed]
+    return jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())

@@ -272,12 +272,15 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
     """Trace one `optimizer.step()` alone with zero gradients, and keep the first value of each state tensor it makes."""
     births = _Births()
     made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
-    kept_grads = [p.grad for p in missing]
+    others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not m for m in missing)]
+    kept_grads = [p.grad for p in (*missing, *others)]
     groups = optimizer.param_groups
     kept_flags = [group.get("capturable") for group in groups]
     kept_state = {p: dict(s) for p, s in optimizer.state.items()}
 
     def first_step() -> list[Any]:
+        for p in others:
+            p.grad = None
         for p in missing:
             p.grad = wrap(jnp.zeros(p.shape, load(p).dtype))
         with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]):
@@ -301,7 +304,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
         for group, flag in zip(groups, kept_flags, strict=True):
             if flag is not None:
                 group["capturable"] = flag
-        for p, grad in zip(missing, kept_grads, strict=True):
+        for p, grad in zip((*missing, *others), kept_grads, strict=True):
             p.grad = grad
         for buffer, value in births.before.items():
             buffer.value = value
@@ -332,16 +335,18 @@ def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor
             ready.extend(entries)
     if not ready:
         return
-    annotations = [_inherited(made[i][0], made[i][2]) for i in ready]
-    jaxpr = pruned(closed.jaxpr, ready)
-    placed = [None if a is None else a.to_jax() for a in annotations]
-    with exact_dtypes():
-        values = jax.jit(lambda: eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
-    for i, value, annotation in zip(ready, values, annotations, strict=True):
-        parameter, key, _ = made[i]
-        state = wrap(value)
-        buffer_of(state).annotation = annotation
-        optimizer.state[parameter][key] = state
+    # Two programs: the trace reads the counters and must not wait for the moments. See Note [Equal counters].
+    for chosen in ([i for i in ready if not made[i][2].dim()], [i for i in ready if made[i][2].dim()]):
+        annotations = [_inherited(made[i][0], made[i][2]) for i in chosen]
+        jaxpr = pruned(closed.jaxpr, chosen)
+        placed = [None if a is None else a.to_jax() for a in annotations]
+        with exact_dtypes():
+            values = jax.jit(lambda jaxpr=jaxpr: eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
+        for i, value, annotation in zip(chosen, values, annotations, strict=True):
+            parameter, key, _ = made[i]
+            state = wrap(value)
+            buffer_of(state).annotation = annotation
+            optimizer.state[parameter][key] = state
 
 
 def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:

@@ -30,8 +30,9 @@ from spmd.program._repeat import repeated
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds spent making one program."""
+    """Seconds spent making one program; `prepare_s`: on the state that optimizers did not have yet."""
 
+    prepare_s: float
     trace_s: float
     lower_s: float
     compile_s: float
@@ -57,7 +58,8 @@ class Program:
         compiled: jax's executable.
     """
 
-    def __init__(self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, trace_s: float) -> None:
+    def __init__(self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, spent: tuple[float, float]) -> None:
+        """`spent`: seconds to prepare and to trace."""
         self.captured = captured
         self.options = options
         buffers = [b for b in captured.const_buffers if b is not None]
@@ -71,13 +73,17 @@ class Program:
         self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]
         self.mesh = common_mesh([*written, *read, *captured.arg_buffers])
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
+        # Note [One program at a time]. XLA:CPU runs a program's devices on one pool of threads, where each waits in a thread for
+        # the others at a collective. Devices that are already in the next program can hold all the threads that the last one
+        # still needs; XLA then aborts the process after 40 s (so it does to jax's own loop). So there a call waits for its inputs.
+        self.waits = self.replicated is not None and self.replicated.num_devices > 1 and _platform(self.replicated) == "cpu"
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
-        self._lower(arg_buffers, name, trace_s)
+        self._lower(arg_buffers, name, spent)
 
-    def _lower(self, arg_buffers: list[Buffer], name: str, trace_s: float) -> None:
+    def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
         """Make the executable for arguments like those in `arg_buffers`."""
         for buffer in (*self.written, *self.read, *arg_buffers):
             self._settle(buffer)
@@ -102,7 +108,7 @@ class Program:
             lowered = jitted.lower(*args)
             middle = time.perf_counter()
             self.compiled = lowered.compile()
-        self.timings = Timings(trace_s, middle - start, time.perf_counter() - middle)
+        self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
 
     def _function(self) -> Any:
         """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
@@ -182,6 +188,8 @@ class Program:
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
         self._refuse_shared(donated[0])
         inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
+        if self.waits:
+            jax.block_until_ready((donated, state, read, inputs))
         with exact_dtypes():
             new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
         if self.captured.finite:
@@ -296,6 +304,10 @@ def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
                 )
             )
     return found
+
+
+def _platform(sharding: jax.sharding.Sharding) -> str:
+    return next(iter(sharding.device_set)).platform
 
 
 def _lies_on(value: Any, grid: mesh.Mesh) -> bool:

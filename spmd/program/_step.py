@@ -58,19 +58,23 @@ class Step(Generic[P, R]):
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
         call = signature(args, kwargs, self._state)
-        reason = None if self._latest_key is None else changed_signature(self._latest_key, call.key)
+        failed: str | None = None  # why the newest program of this signature does not hold any more
         for program in self._programs.get(call.key, ()):
             reason = _guards.first_reason(program.captured.guards)
+            failed = failed or reason
             if reason is None:
                 if self._options.check:
-                    require_same(self._name, program.captured, self._traced(call.args, call.kwargs))
+                    require_same(self._name, program.captured, self._traced(call.args, call.kwargs)[0])
                 return self._run(program, call, (args, kwargs))
         start = time.perf_counter()
-        captured = self._traced(call.args, call.kwargs)
-        program = Program(captured, call.buffers, self._options, self._name, time.perf_counter() - start)
+        captured, prepare_s = self._traced(call.args, call.kwargs)
+        trace_s = time.perf_counter() - start - prepare_s
+        program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
         self.num_traces += 1
-        if reason is not None:
-            self._note_retrace(reason)
+        if failed is None and self._latest_key is not None:
+            failed = changed_signature(self._latest_key, call.key)
+        if failed is not None:
+            self._note_retrace(failed)
         self._state.update((id(b), b) for b in (*captured.shared, *captured.const_buffers) if b is not None)
         if captured.shared:  # known now to be state too: this program is for these very tensors
             call = call._replace(key=signature(args, kwargs, self._state).key)
@@ -90,18 +94,21 @@ class Step(Generic[P, R]):
         """As a method, the step is bound to its object like any function."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _traced(self, args: Any, kwargs: Any) -> Captured:
-        """One trace of the function, with its optimizers prepared."""
+    def _traced(self, args: Any, kwargs: Any) -> tuple[Captured, float]:
+        """One trace of the function, with its optimizers prepared, and the seconds that this took."""
+        prepare_s = 0.0
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs)
         with OptimizerStates() as states:
             while True:
+                start = time.perf_counter()
                 for optimizer in found.optimizers:
                     states.keep(optimizer)
                     prepare_state(optimizer)
+                prepare_s += time.perf_counter() - start
                 try:
-                    return self._captured(args, kwargs, found)
+                    return self._captured(args, kwargs, found), prepare_s
                 except Unreached as unreached:
                     found.add(unreached.value)
 
@@ -145,7 +152,7 @@ class Step(Generic[P, R]):
 
     @property
     def timings(self) -> Timings:
-        """Seconds to trace, lower and compile the latest program."""
+        """Seconds to prepare optimizers, to trace, to lower and to compile the latest program."""
         return self._program.timings
 
     @property

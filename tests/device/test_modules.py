@@ -86,3 +86,10 @@ def test_to_empty_moves_every_parameter(source: str) -> None:
     assert {p.device.type for p in model.parameters()} == {"jax"}
     nn.init.ones_(model.weight)
     assert torch.equal(model.weight.cpu(), torch.ones(3, 3))
+
+
+def test_lazy_modules_get_their_shapes_on_the_device() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()).to("jax")
+    assert model(torch.ones(2, 4).to("jax")).shape == (2, 3)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"jax"}
+    assert type(model[0].weight) is nn.Parameter

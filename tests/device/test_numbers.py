@@ -1,0 +1,107 @@
+"""Numbers of a traced program: `item()` works in arithmetic, and making a Python value of one is an error at the user's line."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spmd
+from tests.oracle import assert_same, batch
+
+WORKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "arithmetic": lambda x: x * x.sum().item() + 1 / x.abs().max().item() - 2,
+    "unary": lambda x: x * -x.sum().item() + abs(x[0].item()),
+    "floor_and_mod": lambda x: x * (x.abs().sum().item() // 0.7) + x.abs().sum().item() % 0.7,
+    "floor": lambda x: x * math.floor(x.sum().item()) + math.ceil(x.sum().item()),
+    "power": lambda x: x * x.abs().sum().item() ** 2 + 2.0 ** x.sum().item(),
+    "exponent": lambda x: x.abs() ** x.abs().mean().item(),
+    "alpha": lambda x: x.add(x, alpha=x.mean().item()),
+    "clamp": lambda x: x.clamp(max=x.mean().item()),
+    "fill": lambda x: torch.full((3,), x.sum().item(), device=x.device),
+    "set_item": lambda x: (y := x.clone(), y.__setitem__(0, x.sum().item()))[0],
+    "sym_max": lambda x: x * torch.sym_max(x.sum().item(), 0.5),
+    "returned": lambda x: (x.sum().item(), x),
+    "where": lambda x: torch.where(x > x.mean().item(), x, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", list(WORKS))
+def test_item_works_where_an_op_or_arithmetic_takes_a_number(name: str) -> None:
+    step = spmd.compile(WORKS[name])
+    for seed in (1, 2):
+        x = batch(5, seed=seed)
+        got, want = step(x.to("jax")), WORKS[name](x)
+        if name == "returned":
+            assert got[0] == pytest.approx(want[0], rel=1e-5)
+        else:
+            assert_same(got, want)
+    assert step.num_traces == 1
+
+
+def test_item_of_a_state_tensor_is_read_in_every_call() -> None:
+    weight = torch.tensor(3.0).to("jax")
+    step = spmd.compile(lambda x: x * weight.item())
+    x = torch.ones(1).to("jax")
+    first = step(x).item()
+    weight.fill_(7.0)
+    assert (first, step(x).item(), step.num_traces) == (3.0, 7.0, 1)
+
+
+def test_item_of_an_integer_is_an_integer() -> None:
+    got = spmd.compile(lambda x: (x > 0).sum().item())(torch.ones(3).to("jax"))
+    assert got == 3
+
+
+@pytest.mark.xfail(strict=True, reason="a lifted number is a torch.SymFloat whatever the tensor's dtype, so the product is promoted")
+def test_item_of_an_integer_keeps_an_integer_tensor_integer() -> None:
+    step = spmd.compile(lambda x: x * x.sum().item())
+    x = torch.arange(3)
+    assert_same(step(x.to("jax")), x * x.sum().item())
+
+
+NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "bool": lambda x: bool(x.sum() > 3),
+    "branch": lambda x: x if x.sum() > 3 else -x,
+    "branch_on_item": lambda x: x if x.sum().item() > 3 else -x,
+    "int_of_item": lambda x: int(x.sum().item()),
+    "round": lambda x: round(x.sum().item()),
+    "str": lambda x: str(x.sum().item()),
+    "format": lambda x: f"{x.sum().item():.3f}",
+    "format_of_tensor": lambda x: f"{x.sum():.3f}",
+    "print": lambda x: print(x),
+    "print_item": lambda x: print(x.sum().item()),
+    "repr": lambda x: repr(x),
+    "tolist": lambda x: x.tolist(),
+    "cpu_numpy": lambda x: x.cpu().numpy(),
+    "math": lambda x: math.sqrt(x.sum().item()),
+    "numpy_number": lambda x: np.float32(x.sum().item()),
+    "range": lambda x: list(range(x.long().sum().item())),
+    "index": lambda x: x[x.argmax().item()],
+    "list_index": lambda x: [1, 2, 3][x.long()[0]],
+    "python_max": lambda x: max(x.sum().item(), 1.0),
+    "contains": lambda x: 2 in x,
+    "torch_tensor": lambda x: torch.tensor(x.sum().item(), device=x.device),
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 1],
+}
+
+
+@pytest.mark.parametrize("name", list(NEEDS_VALUE))
+def test_a_python_value_of_a_traced_number_is_an_error_at_the_users_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = NEEDS_VALUE[name].__code__.co_firstlineno
+    with pytest.raises(spmd.TraceError) as raised:
+        spmd.compile(NEEDS_VALUE[name])(torch.ones(3).to("jax"))
+    assert f"called at test_numbers.py:{line} in <lambda>" in str(raised.value)
+    assert "fix: " in str(raised.value)
+    assert not capsys.readouterr().out
+
+
+def test_numpy_of_a_device_tensor_is_torchs_own_error() -> None:
+    with pytest.raises(TypeError, match="can't convert jax:0 device type tensor to numpy"):
+        spmd.compile(lambda x: x.numpy())(torch.ones(3).to("jax"))

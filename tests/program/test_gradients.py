@@ -1,0 +1,254 @@
+"""`.grad` around a compiled step: kept, dropped, accumulated exactly as torch does, or refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import spmd
+from tests.oracle import assert_same, assert_same_model, batch, on_device, twins
+
+
+def zero_before(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def zero_after(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def zero_in_place(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad(set_to_none=False)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def never_zero(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def micro_batches(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    losses = []
+    for part in x.chunk(4):
+        loss = model(part).square().mean() / 4
+        loss.backward()
+        losses.append(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return torch.stack(losses).sum()
+
+
+def clipped_value(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.step()
+    return norm
+
+
+STEPS = [zero_before, zero_after, zero_in_place, micro_batches, clipped_value]
+Between = Callable[[Any, int], None]
+
+
+def run_both(fn: Callable[..., torch.Tensor], calls: int, between: Between = lambda o, i: None, **options: Any) -> tuple[Any, Any, Any]:
+    """(host model, device model, step) after `calls` calls of both, losses compared."""
+    host, device = twins()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (host, device)]
+    step = spmd.compile(lambda x: fn(device, optimizers[1], x), **options)
+    for i in range(calls):
+        x = batch(8, 8, seed=i)
+        assert_same(step(x.to("jax")), fn(host, optimizers[0], x))
+        for optimizer in optimizers:
+            between(optimizer, i)
+    return host, device, step
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("fn", STEPS, ids=[f.__name__ for f in STEPS])
+def test_one_program_whatever_way_gradients_are_zeroed(fn: Callable[..., torch.Tensor], keep_grads: bool) -> None:
+    host, device, step = run_both(fn, 4, keep_grads=keep_grads)
+    assert_same_model(device, host)
+    assert (step.num_executables, step.retraces) == (1, [])
+    for p, want in zip(device.parameters(), host.parameters(), strict=True):
+        if keep_grads or want.grad is None:
+            assert_same([p.grad], [want.grad])
+        else:
+            with pytest.raises(spmd.DroppedValueError, match=r"computed inside a compiled step and not kept(?s:.*)keep_grads=True"):
+                p.grad.sum().item()
+
+
+def test_kept_gradients_are_new_tensors_each_call() -> None:
+    _, device = twins()
+    optimizer = torch.optim.SGD(device.parameters(), lr=0.1)
+    step = spmd.compile(lambda x: zero_before(device, optimizer, x), keep_grads=True)
+    step(batch(8, 8).to("jax"))
+    first = device.up.weight.grad
+    value = first.tolist()
+    step(batch(8, 8, seed=2).to("jax"))
+    assert first.tolist() == value
+    assert device.up.weight.grad.tolist() != value
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroing_between_calls_is_honoured(set_to_none: bool) -> None:
+    host, device, step = run_both(never_zero, 4, lambda optimizer, i: optimizer.zero_grad(set_to_none=set_to_none))
+    assert_same_model(device, host)
+    assert step.num_executables == (1 if set_to_none else 2)
+
+
+def test_gradients_that_are_never_zeroed_add_up_if_kept() -> None:
+    host, device, step = run_both(never_zero, 4, keep_grads=True)
+    assert_same_model(device, host)
+    assert_same([p.grad for p in device.parameters()], [p.grad for p in host.parameters()])
+    assert step.num_executables == 2
+    assert "to which the function adds, was missing and is there" in step.retraces[0]
+
+
+def test_gradients_zeroed_now_and_then_add_up_if_kept() -> None:
+    host, device, _ = run_both(never_zero, 6, lambda optimizer, i: optimizer.zero_grad() if i % 3 == 2 else None, keep_grads=True)
+    assert_same_model(device, host)
+
+
+def test_gradients_that_are_never_zeroed_are_refused_if_dropped() -> None:
+    host, device, step = run_both(never_zero, 1)
+    before = [p.tolist() for p in device.parameters()]
+    for _ in range(2):
+        with pytest.raises(spmd.DroppedValueError, match=r"adds to gradients of an earlier call(?s:.*)fix: call optimizer.zero_grad\(\) inside"):
+            step(batch(8, 8).to("jax"))
+    assert [p.tolist() for p in device.parameters()] == before
+    assert_same_model(device, host)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_compiled_backward_with_an_eager_step(kept: bool) -> None:
+    host, device = twins()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (host, device)]
+    step = spmd.compile(lambda x: device(x).square().mean().backward(), keep_grads=kept)
+    for i in range(3):
+        x = batch(8, 8, seed=i)
+        host(x).square().mean().backward()
+        step(x.to("jax"))
+        if not kept:
+            with pytest.raises(spmd.DroppedValueError, match="not kept"):
+                optimizers[1].step()
+            return
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_model(device, host)
+    assert step.num_executables == 1
+
+
+def test_parameters_that_no_optimizer_zeroes_do_not_stop_the_others() -> None:
+    host, device = twins()
+    optimizers = [torch.optim.SGD(m.down.parameters(), lr=0.05) for m in (host, device)]
+    step = spmd.compile(lambda x: zero_before(device, optimizers[1], x))
+    for i in range(3):
+        x = batch(8, 8, seed=i)
+        assert_same(step(x.to("jax")), zero_before(host, optimizers[0], x))
+    assert (step.num_executables, step.retraces) == (1, [])
+    assert_same_model(device, host)
+    with pytest.raises(spmd.DroppedValueError, match="not kept"):
+        device.up.weight.grad.sum().item()
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_leaf_tensors_outside_of_modules(keep_grads: bool) -> None:
+    def make(weight: torch.Tensor, zeroes: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            loss = (x * weight).square().sum()
+            loss.backward()
+            assert weight.grad is not None
+            with torch.no_grad():
+                weight.sub_(0.1 * weight.grad)
+            if zeroes:
+                weight.grad = None
+            return loss
+
+        return run
+
+    x = torch.ones(3)
+    for zeroes in (True, False):
+        host, device = torch.ones(3, requires_grad=True), torch.ones(3, device="jax", requires_grad=True)
+        plain, step = make(host, zeroes), spmd.compile(make(device, zeroes), keep_grads=keep_grads)
+        for i in range(3):
+            if not zeroes and not keep_grads and i:
+                with pytest.raises(spmd.DroppedValueError, match="adds to gradients of an earlier call"):
+                    step(x.to("jax"))
+                break
+            assert_same(step(x.to("jax")), plain(x))
+            assert_same(device, host)
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_the_gradient_of_an_argument_is_left_on_the_argument_of_the_call(keep_grads: bool) -> None:
+    step = spmd.compile(lambda x: x.square().sum().backward(), keep_grads=keep_grads)
+    for value in (1.0, 2.0):
+        x = torch.full((3,), value).to("jax").requires_grad_()
+        step(x)
+        assert x.grad is not None
+        if keep_grads:
+            assert x.grad.tolist() == [2 * value] * 3
+            step(x)
+            assert x.grad.tolist() == [4 * value] * 3
+        else:
+            with pytest.raises(spmd.DroppedValueError, match="keep_grads=True"):
+                x.grad.tolist()
+            with pytest.raises(spmd.DroppedValueError, match="adds to gradients of an earlier call|not kept"):
+                step(x)
+                x.grad.tolist()
+
+
+def test_a_step_on_a_model_that_no_discovery_finds() -> None:
+    class Hidden:
+        __slots__ = ("model", "optimizer")
+
+    host, device = twins()
+    box = Hidden()
+    box.model, box.optimizer = device, torch.optim.Adam(device.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(host.parameters(), lr=0.01)
+    step = spmd.compile(lambda x: zero_before(box.model, box.optimizer, x))
+    for i in range(4):
+        x = batch(8, 8, seed=i)
+        assert_same(step(x.to("jax")), zero_before(host, optimizer, x))
+        for o in (optimizer, box.optimizer):
+            o.param_groups[0]["lr"] *= 0.5
+    assert_same_model(device, host)
+    assert (step.num_executables, step.retraces) == (1, [])
+
+
+@pytest.mark.xfail(strict=True, reason="set_to_none=False zeroes a marker: an unused parameter gets weight decay, in torch it is skipped")
+def test_zeroing_in_place_leaves_unused_parameters_alone() -> None:
+    host, device = twins()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.5) for m in (host, device)]
+
+    def run(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.linear(x, model.up.weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = spmd.compile(lambda x: run(device, optimizers[1], x))
+    for i in range(2):
+        x = batch(8, 8, seed=i)
+        assert_same(step(on_device(x)), run(host, optimizers[0], x))
+    assert_same_model(device, host)

@@ -1,0 +1,302 @@
+"""Python values that a compiled function reads: a change of one is noticed, and the changes it makes itself happen in every call."""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import spmd
+from tests.oracle import assert_same, batch, twins
+
+SCALE = 2.0
+
+
+def scaled_by_global(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+@dataclass
+class Config:
+    scale: float = 2.0
+    unread: float = 0.0
+
+
+class Base:
+    scale = 2.0
+    factor = 2.0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self._by_helper(x)
+
+    def _by_helper(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.config = Config()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class ConfiguredLayer(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config.scale
+
+
+def in_global(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    return lambda x: scaled_by_global(x), lambda v: monkeypatch.setitem(globals(), "SCALE", v)
+
+
+def in_closure(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    scale = 2.0
+
+    def write(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return lambda x: x * scale, write
+
+
+def in_dict(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    config = {"model": {"scale": 2.0}}
+    return lambda x: x * config["model"]["scale"], lambda v: config["model"].update(scale=v)
+
+
+def in_list(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    scales = [1.0, 2.0]
+    return lambda x: x * scales[1], lambda v: scales.__setitem__(1, v)
+
+
+def in_dataclass(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    config = Config()
+    return lambda x: x * config.scale, lambda v: setattr(config, "scale", v)
+
+
+def in_namespace(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    config = types.SimpleNamespace(model=types.SimpleNamespace(scale=2.0))
+    return lambda x: x * config.model.scale, lambda v: setattr(config.model, "scale", v)
+
+
+def in_class(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    return lambda x: x * Base.factor, lambda v: monkeypatch.setattr(Base, "factor", v)
+
+
+def in_method(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    held = Base()
+    return lambda x: held.scaled(x), lambda v: setattr(held, "scale", v)
+
+
+def in_module(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    layer = nn.Sequential(Layer(), nn.ReLU())
+    return lambda x: layer(x), lambda v: setattr(layer[0], "scale", v)
+
+
+def in_module_method(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    layer = Layer()
+    return lambda x: layer.encode(x), lambda v: setattr(layer, "scale", v)
+
+
+def in_module_config(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    layer = ConfiguredLayer()
+    return lambda x: layer(x), lambda v: setattr(layer.config, "scale", v)
+
+
+def in_a_decorated_helper(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[float], None]]:
+    config = Config()
+    inner = spmd.compile(lambda x: x * config.scale)
+    return lambda x: inner(x), lambda v: setattr(config, "scale", v)
+
+
+PLACES = [
+    in_global,
+    in_closure,
+    in_dict,
+    in_list,
+    in_dataclass,
+    in_namespace,
+    in_class,
+    in_method,
+    in_module,
+    in_module_method,
+    in_module_config,
+    in_a_decorated_helper,
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=[p.__name__ for p in PLACES])
+def test_a_changed_value_is_used_with_one_retrace(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, write = place(monkeypatch)
+    step = spmd.compile(fn)
+    x = torch.ones(2).to("jax")
+    write(2.0)
+    got = [step(x)[0].item(), step(x)[0].item()]
+    write(3.0)
+    got += [step(x)[0].item(), step(x)[0].item()]
+    write(2.0)
+    got.append(step(x)[0].item())
+    assert got == [2.0, 2.0, 3.0, 3.0, 2.0]
+    assert step.num_traces == 2
+    assert "changed from 2.0 to 3.0" in step.retraces[0]
+
+
+def test_a_value_that_the_function_does_not_read_costs_nothing() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.epoch, self.history = 0, [0.0]
+            self.weight = torch.ones(2).to("jax")
+
+        @spmd.compile
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x
+
+    trainer = Trainer()
+    for _ in range(3):
+        trainer.history.append(trainer.step(torch.ones(2).to("jax")).sum().item())
+        trainer.epoch += 1
+    assert trainer.step.num_traces == 1
+
+
+def test_a_tensor_that_an_attribute_holds_is_read_anew() -> None:
+    class Batches:
+        current = torch.ones(2)
+
+    held = Batches()
+    step = spmd.compile(lambda: held.current * 2)
+    for value in (1.0, 3.0, 3.0):
+        if value != getattr(held, "value", None):
+            held.current, held.value = torch.full((2,), value).to("jax"), value
+        assert step().tolist() == [2 * value] * 2
+    assert step.num_traces == 2
+
+
+def test_a_counter_in_the_function_counts_every_call() -> None:
+    counter, log = types.SimpleNamespace(calls=0), []
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counter.calls += 1
+        log.append(counter.calls)
+        return x * counter.calls
+
+    x = torch.ones(1).to("jax")
+    assert [step(x).item() for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert log == [1, 2, 3, 4]
+    assert "counter.calls changed from 0 to 1" in step.retraces[0]
+
+
+def test_a_flag_set_in_the_function_is_set_again_by_every_call() -> None:
+    layer = Layer()
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        layer.scale = 5.0
+        return layer(x)
+
+    x = torch.ones(1).to("jax")
+    for _ in range(3):
+        layer.scale = 2.0
+        assert step(x).item() == 5.0
+        assert layer.scale == 5.0
+    assert step.num_traces == 1
+
+
+class Averaged(nn.Module):
+    """Keeps a running mean by assignment, which a program cannot follow, or in place."""
+
+    mean: torch.Tensor
+
+    def __init__(self, in_place: bool, as_buffer: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        if as_buffer:
+            self.register_buffer("mean", torch.zeros(()))
+        else:
+            self.mean = torch.zeros((), device="jax")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = self.mean * 0.5 + x.mean() * 0.5
+        if self.in_place:
+            self.mean.copy_(new)
+        else:
+            self.mean = new
+        return x - self.mean
+
+
+@pytest.mark.parametrize("as_buffer", [True, False])
+def test_an_update_by_assignment_is_refused_with_the_name_and_in_place_is_right(as_buffer: bool) -> None:
+    model = Averaged(False, as_buffer).to("jax")
+    step = spmd.compile(lambda x: model(x))
+    for _ in range(2):
+        with pytest.raises(spmd.TraceError, match=r"reads model.mean and then assigns a new tensor(?s:.*)model.mean.copy_\(new\)"):
+            step(torch.ones(2).to("jax"))
+    assert model.mean.item() == 0.0
+    model.in_place = True
+    assert [step(torch.ones(2).to("jax"))[0].item() for _ in range(3)] == [0.5, 0.25, 0.125]
+
+
+def test_a_loss_that_a_layer_leaves_on_itself_is_part_of_the_program() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.extra: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.extra = x.square().mean()
+            return self.linear(x)
+
+    host, device = twins(Routed)
+    step = spmd.compile(lambda x: device(x).sum() + device.extra)
+    for i in range(4):
+        x = batch(4, 8, seed=i)
+        assert_same(step(x.to("jax")), host(x).sum() + host.extra)
+    assert step.num_traces <= 2
+    with pytest.raises(spmd.DroppedValueError, match="return the tensor from the function"):
+        device.extra.item()
+
+
+def test_a_cache_filled_in_the_first_call_holds_its_values_afterwards() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cached: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.cached is None:
+                self.cached = torch.arange(x.shape[-1], device=x.device).float().cos()
+            return x * self.cached
+
+    host, device = twins(Rotary)
+    step = spmd.compile(lambda x: device(x))
+    for i in range(3):
+        x = batch(4, 8, seed=i)
+        assert_same(step(x.to("jax")), host(x))
+    assert_same(device(x.to("jax")), host(x))
+    assert_same(device.cached, host.cached)
+    assert step.num_traces == 1
+
+
+def test_hidden_state_that_starts_in_the_first_call_does_not_start_anew_unseen() -> None:
+    held = types.SimpleNamespace(state=None)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if held.state is None:
+            held.state = torch.zeros_like(x)
+        held.state = held.state * 0.5 + x
+        return held.state * 1
+
+    step = spmd.compile(run)
+    step(torch.ones(2).to("jax"))
+    with pytest.raises(spmd.DroppedValueError, match="return the tensor from the function"):
+        step(torch.ones(2).to("jax"))

@@ -1,0 +1,104 @@
+"""CPU tensors and host random numbers in a compiled function: inputs of the program, constants that are watched, or refused."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spmd
+from tests.oracle import assert_same, batch
+
+INPUTS: dict[str, Callable[..., torch.Tensor]] = {
+    "to": lambda x: x.to("jax") * 2,
+    "to_dtype": lambda x: x.to("jax", torch.float64) * 2,
+    "to_like": lambda x: torch.empty(3, device="jax").copy_(x) * 2,
+    "keyword": lambda x: x.to(device="jax", non_blocking=True) * 2,
+    "looked_at": lambda x: x.to("jax") * x.shape[0] * x.dim(),
+    "same_view": lambda x: x.detach().to("jax") * 2,
+}
+
+
+@pytest.mark.parametrize("name", list(INPUTS))
+def test_a_cpu_argument_moved_inside_is_an_input(name: str) -> None:
+    step = spmd.compile(INPUTS[name])
+    for seed in (1, 2):
+        x = batch(3, seed=seed)
+        want = x.double() * 2 if name == "to_dtype" else x * 3 if name == "looked_at" else x * 2
+        assert_same(step(x), want)
+    assert step.num_traces == 1
+
+
+def test_a_zero_dim_cpu_argument_in_an_op_is_an_input() -> None:
+    step = spmd.compile(lambda x, c: x * c)
+    x = torch.ones(2).to("jax")
+    assert [step(x, torch.tensor(c))[0].item() for c in (2.0, 5.0)] == [2.0, 5.0]
+    assert step.num_traces == 1
+
+
+COMPUTED: dict[str, Callable[..., Any]] = {
+    "arithmetic": lambda x: (x * 2).to("jax"),
+    "slice": lambda x: x[:2].to("jax"),
+    "dtype": lambda x: x.double().to("jax"),
+    "item": lambda x: torch.ones(1, device="jax") * x.sum().item(),
+    "branch": lambda x: torch.ones(1, device="jax") if x.sum() > 0 else None,
+    "tolist": lambda x: torch.tensor(x.tolist(), device="jax"),
+    "numpy": lambda x: torch.from_numpy(x.numpy() * 2).to("jax"),
+    "in_place": lambda x: x.add_(1).to("jax"),
+    "set_item": lambda x: (x.__setitem__(0, 1.0), x.to("jax"))[1],
+}
+
+
+@pytest.mark.parametrize("name", list(COMPUTED))
+def test_what_is_computed_from_a_cpu_argument_on_the_host_is_refused(name: str) -> None:
+    x = batch(3)
+    kept = x.clone()
+    with pytest.raises(spmd.TraceError, match=r"uses a CPU tensor argument on the host(?s:.*)test_host.py(?s:.*)fix: move the argument first"):
+        spmd.compile(COMPUTED[name])(x)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_cpu_constant_that_changes_retraces(shape: tuple[int, ...]) -> None:
+    constant = torch.full(shape, 2.0)
+    step = spmd.compile(lambda x: x * (constant if not shape else constant.to("jax")))
+    x = torch.ones(3).to("jax")
+    assert step(x).tolist() == step(x).tolist() == [2.0] * 3
+    constant.mul_(2)
+    assert step(x).tolist() == [4.0] * 3
+    constant = torch.full(shape, 7.0)
+    assert step(x).tolist() == [7.0] * 3
+    assert step.num_traces == 3
+    assert "was changed in place" in step.retraces[0] and "constant changed from a tensor" in step.retraces[1]
+
+
+def test_a_view_of_a_cpu_constant_that_changes_retraces() -> None:
+    constant = torch.full((4,), 2.0)
+    step = spmd.compile(lambda x: x * constant[:2].to("jax"))
+    x = torch.ones(2).to("jax")
+    step(x)
+    constant.mul_(2)
+    assert step(x).tolist() == [4.0] * 2
+
+
+DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
+    "python": (random.random, "Python's random"),
+    "numpy": (lambda: float(np.random.rand()), "numpy.random"),
+    "torch": (lambda: torch.rand(2).to("jax"), "torch's CPU generator"),
+}
+
+
+@pytest.mark.parametrize("name", list(DRAWS))
+def test_random_numbers_of_the_host_are_refused_and_put_back(name: str) -> None:
+    draw, title = DRAWS[name]
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with pytest.raises(spmd.TraceError, match=f"draws random numbers on the host, from {title}"):
+        spmd.compile(lambda x: x * draw())(torch.ones(2).to("jax"))
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_the_seed_cannot_be_set_inside() -> None:
+    with pytest.raises(spmd.TraceError, match="sets the random seed"):
+        spmd.compile(lambda x: (torch.manual_seed(1), x)[1])(torch.ones(1).to("jax"))

@@ -1,0 +1,388 @@
+"""Every torch.optim optimizer in a compiled step: equal to CPU torch on sharded parameters, with how many executables."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import mesh
+import spmd
+from spmd.device._storage import buffer_of
+from tests.oracle import MLP, assert_same, assert_same_model, batch, twins
+
+O = torch.optim
+Make = Callable[[Any], torch.optim.Optimizer]
+# steps whose state depends on the first gradient, or whose counter lives on the host, have a first program of their own
+OPTIMIZERS: dict[str, tuple[Make, int]] = {
+    "sgd": (lambda p: O.SGD(p, lr=0.1), 1),
+    "sgd_momentum": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), 1),
+    "sgd_nesterov": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), 1),
+    "sgd_dampening": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), 2),
+    "sgd_maximize": (lambda p: O.SGD(p, lr=0.1, maximize=True), 1),
+    "sgd_loop": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=False), 1),
+    "adam": (lambda p: O.Adam(p, lr=0.01), 1),
+    "adam_amsgrad": (lambda p: O.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1), 1),
+    "adam_loop": (lambda p: O.Adam(p, lr=0.01, foreach=False), 1),
+    "adamw": (lambda p: O.AdamW(p, lr=0.01), 1),
+    "adamw_maximize": (lambda p: O.AdamW(p, lr=0.01, maximize=True), 1),
+    "rmsprop": (lambda p: O.RMSprop(p, lr=0.01), 1),
+    "rmsprop_centered": (lambda p: O.RMSprop(p, lr=0.01, centered=True, momentum=0.9), 1),
+    "adagrad": (lambda p: O.Adagrad(p, lr=0.1), 1),
+    "adagrad_decay": (lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1), 1),
+    "adadelta": (lambda p: O.Adadelta(p), 1),
+    "adamax": (lambda p: O.Adamax(p, lr=0.01), 1),
+    "nadam": (lambda p: O.NAdam(p, lr=0.01), 1),
+    "nadam_decoupled": (lambda p: O.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, foreach=False), 1),
+    "radam": (lambda p: O.RAdam(p, lr=0.01), 1),
+    "radam_loop": (lambda p: O.RAdam(p, lr=0.01, foreach=False), 1),
+    "asgd": (lambda p: O.ASGD(p, lr=0.01, t0=3), 1),
+    "asgd_loop": (lambda p: O.ASGD(p, lr=0.01, t0=3, foreach=False), 1),
+    "rprop": (lambda p: O.Rprop(p), 1),
+    "adafactor": (lambda p: O.Adafactor(p, lr=0.01), 2),
+    "adafactor_loop": (lambda p: O.Adafactor(p, lr=0.01, foreach=False), 2),
+    "muon": (lambda p: O.Muon([q for q in p if q.dim() == 2], lr=0.01), 1),
+}
+WIDER = {
+    "muon": (2e-1, 2e-3),  # orthogonalises in bfloat16: rounding differs by the order of sums
+    "radam": (2e-4, 1e-5),  # rectifies only from step 6 on, by a difference of large numbers
+    "radam_loop": (2e-4, 1e-5),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def sharded_twins(grid: mesh.Mesh | None) -> tuple[Any, Any]:
+    host, device = twins()
+    if grid is not None:
+        spmd.mark_sharding(device.up.weight, grid, ("model", None))
+        spmd.mark_sharding(device.up.bias, grid, ("model",))
+        spmd.mark_sharding(device.down.weight, grid, (None, "model"))
+    return host, device
+
+
+def run_both(make: Make, grid: mesh.Mesh | None, steps: int, between: Callable[[Any, int], None] | None = None, tolerance: Any = None) -> Any:
+    """(device model, its optimizer, step) after `steps` steps of both, parameters compared after each."""
+    host, device = sharded_twins(grid)
+    optimizers = [make(list(m.parameters())) for m in (host, device)]
+    step = spmd.compile(functools.partial(train, device, optimizers[1]))
+    for i in range(steps):
+        x, y = batch(8, 8, seed=i), batch(8, 8, seed=i + 50)
+        assert_same(step(x.to("jax"), y.to("jax")), train(host, optimizers[0], x, y), tolerance)
+        assert_same_model(device, host, tolerance)
+        for optimizer in optimizers if between is not None else ():
+            between(optimizer, i)
+    return device, optimizers[1], step
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_six_steps_equal_cpu_torch_and_state_has_its_parameters_sharding(name: str, mesh_4x2: mesh.Mesh) -> None:
+    make, executables = OPTIMIZERS[name]
+    device, optimizer, step = run_both(make, mesh_4x2, 6, tolerance=WIDER.get(name, (1e-4, 5e-6)))
+    assert step.num_executables == executables
+    if executables == 2:
+        assert step.retraces == [f"{type(optimizer).__name__}'s state has other entries than when it was traced"]
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                assert buffer_of(value).value.sharding.is_equivalent_to(buffer_of(parameter).value.sharding, value.dim())
+
+
+def change_momentum(optimizer: Any, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.9 - 0.1 * i
+
+
+def change_betas(optimizer: Any, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["betas"] = (0.9 - 0.1 * i, 0.99 - 0.01 * i)
+        group["lr"] *= 0.5
+
+
+def change_weight_decay(optimizer: Any, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1 * (i + 2)
+
+
+def remove_weight_decay(optimizer: Any, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0 if i == 1 else 0.1
+
+
+def add_weight_decay(optimizer: Any, i: int) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5 if i >= 1 else 0.0
+
+
+HYPERPARAMETERS: list[tuple[Any, Make, int]] = [
+    (change_momentum, lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 1),
+    (change_betas, lambda p: O.Adam(p, lr=0.01), 1),
+    (change_betas, lambda p: O.NAdam(p, lr=0.01), 1),
+    (change_weight_decay, lambda p: O.AdamW(p, lr=0.01, weight_decay=0.1), 1),
+    (remove_weight_decay, lambda p: O.SGD(p, lr=0.1, weight_decay=0.1), 2),
+    (add_weight_decay, lambda p: O.SGD(p, lr=0.1, weight_decay=0.0), 2),
+]
+
+
+@pytest.mark.parametrize(("change", "make", "executables"), HYPERPARAMETERS, ids=lambda v: getattr(v, "__name__", None))
+def test_a_changed_hyperparameter_is_used(change: Any, make: Make, executables: int) -> None:
+    _, _, step = run_both(make, None, 5, change, (1e-4, 5e-6))
+    assert step.num_executables == executables
+    if executables == 2:
+        assert "a branch on an optimizer's number now goes the other way" in step.retraces[0]
+
+
+def test_param_groups_have_their_own_numbers() -> None:
+    def make(p: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return O.SGD([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "lr": 0.01, "momentum": 0.9}], lr=1.0)
+
+    def between(optimizer: Any, i: int) -> None:
+        optimizer.param_groups[1]["lr"] *= 0.5
+
+    _, _, step = run_both(make, None, 4, between)
+    assert step.num_executables == 1
+
+
+def test_two_optimizers_in_one_step() -> None:
+    def steps(model: Any, optimizers: Any, x: torch.Tensor) -> torch.Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    host, device = twins()
+    pairs = [(O.SGD(m.up.parameters(), lr=0.1, momentum=0.9), O.AdamW(m.down.parameters(), lr=0.01)) for m in (host, device)]
+    step = spmd.compile(lambda x: steps(device, pairs[1], x))
+    for i in range(4):
+        x = batch(8, 8, seed=i)
+        assert_same(step(x.to("jax")), steps(host, pairs[0], x))
+        for pair in pairs:
+            pair[1].param_groups[0]["lr"] *= 0.5
+    assert_same_model(device, host)
+    assert (step.num_executables, step.retraces) == (1, [])
+
+
+def test_a_parameter_added_later_retraces_and_has_its_own_state() -> None:
+    host, device = twins()
+    optimizers = [O.Adam(m.down.parameters(), lr=0.01) for m in (host, device)]
+    step = spmd.compile(functools.partial(train, device, optimizers[1]))
+    for i in range(4):
+        if i == 2:
+            for optimizer, model in zip(optimizers, (host, device), strict=True):
+                optimizer.add_param_group({"params": list(model.up.parameters()), "lr": 0.1})
+                for p in model.up.parameters():
+                    p.grad = None
+        x, y = batch(8, 8, seed=i), batch(8, 8, seed=i + 50)
+        assert_same(step(x.to("jax"), y.to("jax")), train(host, optimizers[0], x, y))
+    assert_same_model(device, host)
+    assert step.num_executables == 2
+
+
+def through_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def through_cpu(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    moved = {k: {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in s.items()} for k, s in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": moved})
+
+
+@pytest.mark.parametrize("load", [through_state_dict, through_cpu])
+@pytest.mark.parametrize("make", [OPTIMIZERS["adam"][0], OPTIMIZERS["sgd_momentum"][0]], ids=["adam", "sgd"])
+def test_loading_an_optimizer_state_between_steps_goes_on_from_it(load: Any, make: Make) -> None:
+    def between(optimizer: torch.optim.Optimizer, i: int) -> None:
+        if i == 1:
+            load(optimizer)
+
+    _, _, step = run_both(make, None, 4, between)
+    assert step.num_executables == 2
+    assert "state was replaced (load_state_dict)" in step.retraces[0]
+
+
+def test_a_training_that_began_eagerly_goes_on_compiled() -> None:
+    host, device = twins()
+    optimizers = [O.AdamW(m.parameters(), lr=0.01) for m in (host, device)]
+    step = spmd.compile(functools.partial(train, device, optimizers[1]))
+    for i in range(4):
+        x, y = batch(8, 8, seed=i), batch(8, 8, seed=i + 50)
+        run = step if i >= 2 else functools.partial(train, device, optimizers[1])
+        assert_same(run(x.to("jax"), y.to("jax")), train(host, optimizers[0], x, y))
+    assert_same_model(device, host)
+    assert step.num_executables == 1
+
+
+def test_state_dict_of_a_compiled_training_loads_on_the_cpu() -> None:
+    device, optimizer, _ = run_both(OPTIMIZERS["adamw"][0], None, 2)
+    host = MLP()
+    host.load_state_dict(device.state_dict())
+    again = O.AdamW(host.parameters(), lr=0.01)
+    again.load_state_dict(optimizer.state_dict())
+    state = again.state[host.up.weight]
+    assert state["exp_avg"].device.type == "cpu" and state["step"].item() == 2.0
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum; state of zeros."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
+                p.add_(update.sign(), alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class OwnAdam(torch.optim.Optimizer):
+    """As people write it: the step counter is a Python int, the average starts as the first gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["average"], state["square"] = 0, p.grad.clone(), torch.zeros_like(p)
+                state["step"] += 1
+                state["average"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["square"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                correction = 1 - 0.99 ** state["step"]
+                p.sub_(group["lr"] * state["average"] / ((state["square"] / correction).sqrt() + 1e-8))
+                if state["step"] > 3:
+                    p.mul_(0.99)
+
+
+class Assigning(torch.optim.Optimizer):
+    """Replaces its state tensor instead of updating it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            before = self.state[p].get("average", torch.zeros_like(p))
+            self.state[p]["average"] = before * 0.9 + p.grad
+            p.sub_(self.state[p]["average"], alpha=self.param_groups[0]["lr"])
+
+
+def test_a_users_optimizer_has_one_program() -> None:
+    _, _, step = run_both(Lion, None, 4)
+    assert step.num_executables == 1
+
+
+def test_a_users_optimizer_with_a_counter_in_python_is_not_stale() -> None:
+    _, optimizer, step = run_both(OwnAdam, None, 6)
+    assert step.num_executables == 3
+    assert "state has other entries" in step.retraces[0] and "now goes the other way" in step.retraces[1]
+    assert [s["step"] for s in optimizer.state.values()] == [6] * 4
+    assert all(type(s["step"]) is int for s in optimizer.state.values())
+
+
+def test_a_users_optimizer_that_replaces_its_state_is_refused_when_it_would_go_stale() -> None:
+    with pytest.raises(spmd.TraceError, match=r"reads Assigning's state\['average'\] and then assigns a new tensor"):
+        run_both(Assigning, None, 3)
+
+
+def test_lbfgs_is_refused_with_the_reason() -> None:
+    with pytest.raises(spmd.TraceError, match=r"LBFGS cannot run inside a compiled step(?s:.*)depends on values(?s:.*)fix: run it eagerly"):
+        run_both(lambda p: O.LBFGS(p), None, 1)
+
+
+def test_an_optimizer_made_inside_is_refused() -> None:
+    _, device = twins()
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        train(device, O.SGD(device.parameters(), lr=0.1), x, x)
+
+    with pytest.raises(spmd.TraceError, match="the compiled function makes its own SGD"):
+        step(batch(8, 8).to("jax"))
+
+
+@pytest.mark.parametrize("how", ["scheduler", "by_hand"])
+def test_a_learning_rate_set_inside_is_refused(how: str) -> None:
+    _, device = twins()
+    optimizer = O.SGD(device.parameters(), lr=0.1)
+    schedule = O.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        train(device, optimizer, x, x)
+        if how == "scheduler":
+            schedule.step()
+        else:
+            optimizer.param_groups[0]["lr"] = 0.5
+
+    with pytest.raises(spmd.TraceError, match=r"sets the optimizer's 'lr'(?s:.*)fix: call scheduler.step\(\) after"):
+        step(batch(8, 8).to("jax"))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_the_learning_rate_can_be_returned() -> None:
+    _, device = twins()
+    optimizer = O.SGD(device.parameters(), lr=0.1)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> dict[str, Any]:
+        train(device, optimizer, x, x)
+        return {"lr": optimizer.param_groups[0]["lr"]}
+
+    x = batch(8, 8).to("jax")
+    first = step(x)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert (first, step(x)) == ({"lr": 0.1}, {"lr": 0.5})
+    assert step.num_executables == 1
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_averaged_models_follow_outside_of_the_step_and_are_refused_inside(place: str) -> None:
+    host, device = twins()
+    optimizers = [O.SGD(m.parameters(), lr=0.1) for m in (host, device)]
+    averages = [O.swa_utils.AveragedModel(m, multi_avg_fn=O.swa_utils.get_ema_multi_avg_fn(0.9)) for m in (host, device)]
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = train(device, optimizers[1], x, x)
+        if place == "inside":
+            averages[1].update_parameters(device)
+        return loss
+
+    for i in range(3):
+        x = batch(8, 8, seed=i)
+        if place == "inside":
+            with pytest.raises(spmd.TraceError, match="updates averages.*n_averaged in place, which is on the CPU"):
+                step(x.to("jax"))
+            return
+        assert_same(step(x.to("jax")), train(host, optimizers[0], x, x))
+        for average, model in zip(averages, (host, device), strict=True):
+            average.update_parameters(model)
+    assert_same_model(averages[1], averages[0])
+    assert step.num_executables == 1
