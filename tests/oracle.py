@@ -41,7 +41,7 @@ def twins(make: Callable[[], nn.Module] = MLP, seed: int = 0) -> tuple[Any, Any]
 
 def batch(*shape: int, seed: int = 1) -> torch.Tensor:
     """Normal numbers on the CPU, the same for the same seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def on_device(tree: Any) -> Any:

@@ -206,7 +206,14 @@ def capture(
     cpu_tensors = found.cpu_tensors()
     arg_values = [b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
     counters = equal_counters(found.optimizers) if share_counters else {}
-    with exact_dtypes(), no_host_random(), no_host_writes(cpu_tensors), python, TracedState(found.optimizers) as optim, Gradients(leaves, unmarked) as gradients:
+    with (
+        exact_dtypes(),
+        no_host_random(),
+        no_host_writes(cpu_tensors),
+        python,
+        TracedState(found.optimizers) as optim,
+        Gradients(leaves, unmarked) as gradients,
+    ):
         state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
         jaxpr = jax.make_jaxpr(lambda values, vector, words: state.run(arg_buffers, host_tensors, values, vector, words))(
             arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()

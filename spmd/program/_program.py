@@ -173,14 +173,9 @@ class Program:
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         self.captured.numbers.today = self.captured.numbers.values()
-        state = [b.value for b in self.written]
-        for i, value in enumerate(state):
-            if value is not self.last[i]:
-                state[i] = self._fitted(self.written[i], None if self.shardings is None else self.shardings[i])
-        read = [b.value for b in self.read]
-        for i, value in enumerate(read):
-            if value is not self.last_read[i]:
-                read[i] = self._fitted(self.read[i], None if self.read_shardings is None else self.read_shardings[i])
+        changed: list[Any] = []
+        state = self._values(self.written, self.last, self.shardings, changed)
+        read = self._values(self.read, self.last_read, self.read_shardings, changed)
         self.last_read = read
         for i, buffer in enumerate(arg_buffers):
             if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
@@ -189,7 +184,7 @@ class Program:
         self._refuse_shared(donated[0])
         inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
         if self.waits:
-            jax.block_until_ready((donated, state, read, inputs))
+            jax.block_until_ready((state[:1], changed, donated[1], inputs))
         with exact_dtypes():
             new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
         if self.captured.finite:
@@ -229,6 +224,15 @@ class Program:
                         fix="look at its inputs and parameters; lower the learning rate, clip gradients, or use a wider dtype",
                     )
                 )
+
+    def _values(self, buffers: list[Buffer], last: list[Any], shardings: list[Any] | None, changed: list[Any]) -> list[Any]:
+        """The buffers' arrays; those that are not what the last call left (`last`) are laid out anew, and added to `changed`."""
+        values = [b.value for b in buffers]
+        for i, value in enumerate(values):
+            if value is not last[i]:
+                values[i] = self._fitted(buffers[i], None if shardings is None else shardings[i])
+                changed.append(values[i])
+        return values
 
     def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
         """A state value that somebody else wrote since the last call, laid out as the program expects."""

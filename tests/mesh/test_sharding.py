@@ -138,7 +138,7 @@ def test_tensor_that_cannot_lie_so_is_refused_by_name(mesh_4x2: Mesh, spec: Any,
     sharding = ShardingSpec(mesh_4x2, spec)
     with pytest.raises(mesh.SpecError, match=text) as caught:
         sharding.validate(shape, "layers.0.weight")
-    assert str(caught.value).startswith(f"tensor 'layers.0.weight' of shape {shape} cannot be sharded by {sharding.partition_spec}\n")
+    assert str(caught.value).startswith(f"layers.0.weight of shape {shape} cannot be sharded by {sharding.partition_spec}\n")
     for lay_out in (sharding.validate, sharding.shard_shape, sharding.shard_slices):
         with pytest.raises(mesh.SpecError, match=r"^a tensor of shape "):
             lay_out(shape)

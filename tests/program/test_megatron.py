@@ -52,7 +52,6 @@ def test_outputs_and_gradients_equal_torch(mesh_4x2: mesh.Mesh) -> None:
         torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-7)  # sums over 4096 elements in another order
 
 
-@pytest.mark.slow
 @pytest.mark.multidevice(num=8)
 def test_fifty_adamw_steps_equal_torch_in_one_executable(mesh_4x2: mesh.Mesh) -> None:
     host, device, batch, sharded = pair(mesh_4x2)
