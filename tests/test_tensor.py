@@ -112,7 +112,9 @@ def test_views_tell_their_own_layout(marked: spmd.XLAShardedTensor) -> None:
     assert tuple(alias.partition_spec or ()) == ("data", None)
 
 
-@pytest.mark.parametrize("operation", [lambda t: t + 1, lambda t: t.sum(), lambda t: t.clone(), lambda t: t @ t.T, lambda t: t.to(torch.float64)])
+@pytest.mark.parametrize(
+    "operation", [lambda t: t + 1, lambda t: t.sum(), lambda t: t.clone(), lambda t: t @ t.T, lambda t: t.to(torch.float64)]
+)
 def test_the_class_passes_through_operations(operation: Any, marked: spmd.XLAShardedTensor, host: torch.Tensor) -> None:
     out = operation(marked)
     assert isinstance(out, spmd.XLAShardedTensor)

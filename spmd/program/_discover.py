@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from spmd.program._held import MAX_ITEMS, PLAIN, Held, in_attributes, in_class, in_closure, in_dict, in_list
+from spmd.program._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
 
 _DEPTH = 4
 _LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
@@ -108,11 +108,12 @@ class Reachable:
         """Every place that holds a Python value."""
         held = list(self._held)
         for name, attributes in self._objects:
-            held.append(in_attributes(f"{name}.{{}}", attributes, sorted(self._names)))
+            held.append(in_object(f"{name}.{{}}", attributes, self._names))
         for owner, name in self._classes.items():
             keys = [k for k, v in vars(owner).items() if k in self._names and isinstance(v, PLAIN)]
-            held.append(in_class(f"{name}.{{}}", owner, keys))
-        return [h for h in held if h.keys]
+            if keys:
+                held.append(in_class(f"{name}.{{}}", owner, keys))
+        return held
 
     def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module under the roots, once, with its qualified name."""
@@ -180,7 +181,7 @@ class Reachable:
             except ValueError:  # an empty cell: the name is bound later
                 continue
         found = [name for name in dict.fromkeys(_globals_in(fn.__code__)) if name in fn.__globals__]
-        self._held.append(in_attributes("{}", fn.__globals__, [n for n in found if not isinstance(fn.__globals__[n], _CODE)]))
+        self._held.append(in_globals(fn.__globals__, [n for n in found if not isinstance(fn.__globals__[n], _CODE)]))
         for name in found:
             self.visit(fn.__globals__[name], name, depth + 1)
         self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)

@@ -59,26 +59,38 @@ class Held:
         return None
 
 
-def in_attributes(title: str, holder: dict[str, Any], keys: Sequence[str]) -> Held:
-    """Some entries of a dict, there or not: attributes of an object, globals."""
-    names = tuple(keys)
-
-    def remember() -> Action:
-        kept = read()
-
-        def put() -> None:
-            for name, value in zip(names, kept, strict=True):
-                if value is ABSENT:
-                    holder.pop(name, None)
-                elif holder.get(name, ABSENT) is not value:
-                    holder[name] = value
-
-        return put
+def in_object(title: str, attributes: dict[str, Any], named: Collection[str]) -> Held:
+    """The attributes of an object that have one of these names, whether they are there yet or not."""
+    names = tuple(name for name in attributes if name in named)
+    absent = frozenset(named).difference(names)
+    count, put_names = len(attributes), (*names, *absent)
 
     def read() -> list[Any]:
-        return [holder.get(name, ABSENT) for name in names]
+        values = [attributes.get(name, ABSENT) for name in names]
+        if len(attributes) != count and not absent.isdisjoint(attributes):
+            values.extend(attributes[name] for name in absent if name in attributes)
+        return values
 
-    return Held(title, names, read, remember)
+    return Held(title, names, read, lambda: _remember_entries(attributes, put_names))
+
+
+def in_globals(holder: dict[str, Any], names: Sequence[str]) -> Held:
+    """Some global variables."""
+    keys = tuple(names)
+    return Held("{}", keys, lambda: [holder.get(name, ABSENT) for name in keys], lambda: _remember_entries(holder, keys))
+
+
+def _remember_entries(holder: dict[str, Any], names: Sequence[str]) -> Action:
+    kept = [(name, holder.get(name, ABSENT)) for name in names]
+
+    def put() -> None:
+        for name, value in kept:
+            if value is ABSENT:
+                holder.pop(name, None)
+            elif holder.get(name, ABSENT) is not value:
+                holder[name] = value
+
+    return put
 
 
 def in_dict(title: str, holder: dict[Any, Any]) -> Held:
@@ -112,7 +124,13 @@ def in_class(title: str, holder: type, keys: Sequence[str]) -> Held:
 
     def remember() -> Action:
         kept = read()
-        return lambda: [setattr(holder, n, v) for n, v in zip(names, kept, strict=True) if entries.get(n, ABSENT) is not v] and None
+
+        def put() -> None:
+            for name, value in zip(names, kept, strict=True):
+                if entries.get(name, ABSENT) is not value:
+                    setattr(holder, name, value)
+
+        return put
 
     def read() -> list[Any]:
         return [entries.get(name, ABSENT) for name in names]

@@ -19,7 +19,10 @@ from torch.utils import _pytree as pytree
 from spmd._errors import TraceError, called_at, message
 
 _READERS = frozenset(
-    "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __contains__ is_nonzero equal allclose nonzero".split()
+    (
+        *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+        *("__contains__", "is_nonzero", "equal", "allclose", "nonzero"),
+    )
 )
 
 

@@ -129,7 +129,7 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
     finally:
         for group, flag in zip(groups, kept, strict=True):
             group["capturable"] = flag
-        names.pop("min"), names.pop("max")
+        del names["min"], names["max"]
 
 
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:
@@ -318,7 +318,9 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
         _fill_births(optimizer, made, jaxpr, births.existing)
 
 
-def _fill_births(optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any, existing: set[int]) -> None:
+def _fill_births(
+    optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any, existing: set[int]
+) -> None:
     """Give the new state tensors their first values, laid out like their parameter; forget state that depends on values."""
     constant = constant_outputs(closed.jaxpr, [id(c) not in existing for c in closed.consts])
     by_parameter: dict[int, list[int]] = {}

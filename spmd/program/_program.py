@@ -89,7 +89,14 @@ class Program:
             self._settle(buffer)
         run = self._function()
         if self.options.steps_per_call > 1:
-            run = repeated(run, self.options.steps_per_call, self.captured.draws, bool(self.written_args), bool(self.captured.born))
+            run = repeated(
+                run,
+                self.options.steps_per_call,
+                self.captured.draws,
+                bool(self.written_args),
+                bool(self.captured.born),
+                self.options.keep_grads,
+            )
         run.__name__ = run.__qualname__ = name
         state = [b.value for b in self.written]
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]

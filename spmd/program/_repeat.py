@@ -61,7 +61,9 @@ def _first(stack: torch.Tensor, steps: int) -> torch.Tensor:
     return first.requires_grad_(stack.requires_grad)
 
 
-def repeated(run: Callable[..., Any], steps: int, draws: int, writes_arguments: bool, creates_state: bool) -> Callable[..., Any]:
+def repeated(
+    run: Callable[..., Any], steps: int, draws: int, writes_arguments: bool, creates_state: bool, keeps_grads: bool
+) -> Callable[..., Any]:
     """`run` of one step as a function of the same arguments whose per-step inputs and outputs are stacked.
 
     Raises:
@@ -73,6 +75,10 @@ def repeated(run: Callable[..., Any], steps: int, draws: int, writes_arguments: 
                 "the first step of this optimizer creates its state from gradients, the following ones do not",
                 fix="run one step without steps_per_call first",
             )
+        )
+    if keeps_grads:
+        raise TraceError(
+            message("a step with steps_per_call > 1 cannot keep its gradients", fix="leave keep_grads out, or return what you need")
         )
     if writes_arguments:
         raise TraceError(

@@ -300,3 +300,31 @@ def test_hidden_state_that_starts_in_the_first_call_does_not_start_anew_unseen()
     step(torch.ones(2).to("jax"))
     with pytest.raises(spmd.DroppedValueError, match="return the tensor from the function"):
         step(torch.ones(2).to("jax"))
+
+
+def test_a_list_that_the_function_appends_to_grows_in_every_call() -> None:
+    class Recording(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(len(self.seen))
+            return x * len(self.seen)
+
+    model = Recording()
+    step = spmd.compile(lambda x: model(x))
+    assert [step(torch.ones(1).to("jax")).item() for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert model.seen == [0, 1, 2]
+    assert "seen got or lost entries" in step.retraces[0]
+
+
+def test_an_attribute_that_appears_later_is_seen() -> None:
+    held = types.SimpleNamespace()
+    step = spmd.compile(lambda x: x * getattr(held, "scale", 2.0) if not hasattr(held, "scale") else x * held.scale)
+    x = torch.ones(1).to("jax")
+    first = step(x).item()
+    held.unread = 1
+    second = step(x).item()
+    held.scale = 5.0
+    assert (first, second, step(x).item(), step.num_traces) == (2.0, 2.0, 5.0, 2)

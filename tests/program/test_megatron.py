@@ -60,7 +60,7 @@ def test_fifty_adamw_steps_equal_torch_in_one_executable(mesh_4x2: mesh.Mesh) ->
     expected = [on_host(*batch).item() for _ in range(50)]
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
     for p, q in zip(device.parameters(), host.parameters(), strict=True):
-        # Where a gradient is about as small as its rounding error, a step of Adam (1e-3 long) may differ: seen 2e-5 at most, 1e-8 on average.
+        # Where a gradient is as small as its rounding error, a step of Adam (1e-3 long) may differ: seen 2e-5 at most, mean 1e-8.
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-4)
         assert (p.detach().cpu() - q.detach()).abs().mean() < 1e-7
     assert (on_device.num_executables, on_device.retraces) == (1, [])

@@ -15,37 +15,37 @@ import spmd
 from spmd.device._storage import buffer_of
 from tests.oracle import MLP, assert_same, assert_same_model, batch, twins
 
-O = torch.optim
+optim = torch.optim
 Make = Callable[[Any], torch.optim.Optimizer]
 # steps whose state depends on the first gradient, or whose counter lives on the host, have a first program of their own
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
-    "sgd": (lambda p: O.SGD(p, lr=0.1), 1),
-    "sgd_momentum": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), 1),
-    "sgd_nesterov": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), 1),
-    "sgd_dampening": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), 2),
-    "sgd_maximize": (lambda p: O.SGD(p, lr=0.1, maximize=True), 1),
-    "sgd_loop": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=False), 1),
-    "adam": (lambda p: O.Adam(p, lr=0.01), 1),
-    "adam_amsgrad": (lambda p: O.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1), 1),
-    "adam_loop": (lambda p: O.Adam(p, lr=0.01, foreach=False), 1),
-    "adamw": (lambda p: O.AdamW(p, lr=0.01), 1),
-    "adamw_maximize": (lambda p: O.AdamW(p, lr=0.01, maximize=True), 1),
-    "rmsprop": (lambda p: O.RMSprop(p, lr=0.01), 1),
-    "rmsprop_centered": (lambda p: O.RMSprop(p, lr=0.01, centered=True, momentum=0.9), 1),
-    "adagrad": (lambda p: O.Adagrad(p, lr=0.1), 1),
-    "adagrad_decay": (lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1), 1),
-    "adadelta": (lambda p: O.Adadelta(p), 1),
-    "adamax": (lambda p: O.Adamax(p, lr=0.01), 1),
-    "nadam": (lambda p: O.NAdam(p, lr=0.01), 1),
-    "nadam_decoupled": (lambda p: O.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, foreach=False), 1),
-    "radam": (lambda p: O.RAdam(p, lr=0.01), 1),
-    "radam_loop": (lambda p: O.RAdam(p, lr=0.01, foreach=False), 1),
-    "asgd": (lambda p: O.ASGD(p, lr=0.01, t0=3), 1),
-    "asgd_loop": (lambda p: O.ASGD(p, lr=0.01, t0=3, foreach=False), 1),
-    "rprop": (lambda p: O.Rprop(p), 1),
-    "adafactor": (lambda p: O.Adafactor(p, lr=0.01), 2),
-    "adafactor_loop": (lambda p: O.Adafactor(p, lr=0.01, foreach=False), 2),
-    "muon": (lambda p: O.Muon([q for q in p if q.dim() == 2], lr=0.01), 1),
+    "sgd": (lambda p: optim.SGD(p, lr=0.1), 1),
+    "sgd_momentum": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), 1),
+    "sgd_nesterov": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), 1),
+    "sgd_dampening": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), 2),
+    "sgd_maximize": (lambda p: optim.SGD(p, lr=0.1, maximize=True), 1),
+    "sgd_loop": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=False), 1),
+    "adam": (lambda p: optim.Adam(p, lr=0.01), 1),
+    "adam_amsgrad": (lambda p: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1), 1),
+    "adam_loop": (lambda p: optim.Adam(p, lr=0.01, foreach=False), 1),
+    "adamw": (lambda p: optim.AdamW(p, lr=0.01), 1),
+    "adamw_maximize": (lambda p: optim.AdamW(p, lr=0.01, maximize=True), 1),
+    "rmsprop": (lambda p: optim.RMSprop(p, lr=0.01), 1),
+    "rmsprop_centered": (lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9), 1),
+    "adagrad": (lambda p: optim.Adagrad(p, lr=0.1), 1),
+    "adagrad_decay": (lambda p: optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1), 1),
+    "adadelta": (lambda p: optim.Adadelta(p), 1),
+    "adamax": (lambda p: optim.Adamax(p, lr=0.01), 1),
+    "nadam": (lambda p: optim.NAdam(p, lr=0.01), 1),
+    "nadam_decoupled": (lambda p: optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, foreach=False), 1),
+    "radam": (lambda p: optim.RAdam(p, lr=0.01), 1),
+    "radam_loop": (lambda p: optim.RAdam(p, lr=0.01, foreach=False), 1),
+    "asgd": (lambda p: optim.ASGD(p, lr=0.01, t0=3), 1),
+    "asgd_loop": (lambda p: optim.ASGD(p, lr=0.01, t0=3, foreach=False), 1),
+    "rprop": (lambda p: optim.Rprop(p), 1),
+    "adafactor": (lambda p: optim.Adafactor(p, lr=0.01), 2),
+    "adafactor_loop": (lambda p: optim.Adafactor(p, lr=0.01, foreach=False), 2),
+    "muon": (lambda p: optim.Muon([q for q in p if q.dim() == 2], lr=0.01), 1),
 }
 WIDER = {
     "muon": (2e-1, 2e-3),  # orthogonalises in bfloat16: rounding differs by the order of sums
@@ -71,7 +71,9 @@ def sharded_twins(grid: mesh.Mesh | None) -> tuple[Any, Any]:
     return host, device
 
 
-def run_both(make: Make, grid: mesh.Mesh | None, steps: int, between: Callable[[Any, int], None] | None = None, tolerance: Any = None) -> Any:
+def run_both(
+    make: Make, grid: mesh.Mesh | None, steps: int, between: Callable[[Any, int], None] | None = None, tolerance: Any = None
+) -> Any:
     """(device model, its optimizer, step) after `steps` steps of both, parameters compared after each."""
     host, device = sharded_twins(grid)
     optimizers = [make(list(m.parameters())) for m in (host, device)]
@@ -89,7 +91,7 @@ def run_both(make: Make, grid: mesh.Mesh | None, steps: int, between: Callable[[
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_six_steps_equal_cpu_torch_and_state_has_its_parameters_sharding(name: str, mesh_4x2: mesh.Mesh) -> None:
     make, executables = OPTIMIZERS[name]
-    device, optimizer, step = run_both(make, mesh_4x2, 6, tolerance=WIDER.get(name, (1e-4, 5e-6)))
+    _, optimizer, step = run_both(make, mesh_4x2, 6, tolerance=WIDER.get(name, (1e-4, 5e-6)))
     assert step.num_executables == executables
     if executables == 2:
         assert step.retraces == [f"{type(optimizer).__name__}'s state has other entries than when it was traced"]
@@ -126,12 +128,12 @@ def add_weight_decay(optimizer: Any, i: int) -> None:
 
 
 HYPERPARAMETERS: list[tuple[Any, Make, int]] = [
-    (change_momentum, lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 1),
-    (change_betas, lambda p: O.Adam(p, lr=0.01), 1),
-    (change_betas, lambda p: O.NAdam(p, lr=0.01), 1),
-    (change_weight_decay, lambda p: O.AdamW(p, lr=0.01, weight_decay=0.1), 1),
-    (remove_weight_decay, lambda p: O.SGD(p, lr=0.1, weight_decay=0.1), 2),
-    (add_weight_decay, lambda p: O.SGD(p, lr=0.1, weight_decay=0.0), 2),
+    (change_momentum, lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 1),
+    (change_betas, lambda p: optim.Adam(p, lr=0.01), 1),
+    (change_betas, lambda p: optim.NAdam(p, lr=0.01), 1),
+    (change_weight_decay, lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1), 1),
+    (remove_weight_decay, lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1), 2),
+    (add_weight_decay, lambda p: optim.SGD(p, lr=0.1, weight_decay=0.0), 2),
 ]
 
 
@@ -145,7 +147,7 @@ def test_a_changed_hyperparameter_is_used(change: Any, make: Make, executables: 
 
 def test_param_groups_have_their_own_numbers() -> None:
     def make(p: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return O.SGD([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "lr": 0.01, "momentum": 0.9}], lr=1.0)
+        return optim.SGD([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "lr": 0.01, "momentum": 0.9}], lr=1.0)
 
     def between(optimizer: Any, i: int) -> None:
         optimizer.param_groups[1]["lr"] *= 0.5
@@ -165,7 +167,7 @@ def test_two_optimizers_in_one_step() -> None:
         return loss
 
     host, device = twins()
-    pairs = [(O.SGD(m.up.parameters(), lr=0.1, momentum=0.9), O.AdamW(m.down.parameters(), lr=0.01)) for m in (host, device)]
+    pairs = [(optim.SGD(m.up.parameters(), lr=0.1, momentum=0.9), optim.AdamW(m.down.parameters(), lr=0.01)) for m in (host, device)]
     step = spmd.compile(lambda x: steps(device, pairs[1], x))
     for i in range(4):
         x = batch(8, 8, seed=i)
@@ -178,7 +180,7 @@ def test_two_optimizers_in_one_step() -> None:
 
 def test_a_parameter_added_later_retraces_and_has_its_own_state() -> None:
     host, device = twins()
-    optimizers = [O.Adam(m.down.parameters(), lr=0.01) for m in (host, device)]
+    optimizers = [optim.Adam(m.down.parameters(), lr=0.01) for m in (host, device)]
     step = spmd.compile(functools.partial(train, device, optimizers[1]))
     for i in range(4):
         if i == 2:
@@ -216,7 +218,7 @@ def test_loading_an_optimizer_state_between_steps_goes_on_from_it(load: Any, mak
 
 def test_a_training_that_began_eagerly_goes_on_compiled() -> None:
     host, device = twins()
-    optimizers = [O.AdamW(m.parameters(), lr=0.01) for m in (host, device)]
+    optimizers = [optim.AdamW(m.parameters(), lr=0.01) for m in (host, device)]
     step = spmd.compile(functools.partial(train, device, optimizers[1]))
     for i in range(4):
         x, y = batch(8, 8, seed=i), batch(8, 8, seed=i + 50)
@@ -230,7 +232,7 @@ def test_state_dict_of_a_compiled_training_loads_on_the_cpu() -> None:
     device, optimizer, _ = run_both(OPTIMIZERS["adamw"][0], None, 2)
     host = MLP()
     host.load_state_dict(device.state_dict())
-    again = O.AdamW(host.parameters(), lr=0.01)
+    again = optim.AdamW(host.parameters(), lr=0.01)
     again.load_state_dict(optimizer.state_dict())
     state = again.state[host.up.weight]
     assert state["exp_avg"].device.type == "cpu" and state["step"].item() == 2.0
@@ -313,7 +315,7 @@ def test_a_users_optimizer_that_replaces_its_state_is_refused_when_it_would_go_s
 
 def test_lbfgs_is_refused_with_the_reason() -> None:
     with pytest.raises(spmd.TraceError, match=r"LBFGS cannot run inside a compiled step(?s:.*)depends on values(?s:.*)fix: run it eagerly"):
-        run_both(lambda p: O.LBFGS(p), None, 1)
+        run_both(lambda p: optim.LBFGS(p), None, 1)
 
 
 def test_an_optimizer_made_inside_is_refused() -> None:
@@ -321,7 +323,7 @@ def test_an_optimizer_made_inside_is_refused() -> None:
 
     @spmd.compile
     def step(x: torch.Tensor) -> None:
-        train(device, O.SGD(device.parameters(), lr=0.1), x, x)
+        train(device, optim.SGD(device.parameters(), lr=0.1), x, x)
 
     with pytest.raises(spmd.TraceError, match="the compiled function makes its own SGD"):
         step(batch(8, 8).to("jax"))
@@ -330,8 +332,8 @@ def test_an_optimizer_made_inside_is_refused() -> None:
 @pytest.mark.parametrize("how", ["scheduler", "by_hand"])
 def test_a_learning_rate_set_inside_is_refused(how: str) -> None:
     _, device = twins()
-    optimizer = O.SGD(device.parameters(), lr=0.1)
-    schedule = O.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer = optim.SGD(device.parameters(), lr=0.1)
+    schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     @spmd.compile
     def step(x: torch.Tensor) -> None:
@@ -348,7 +350,7 @@ def test_a_learning_rate_set_inside_is_refused(how: str) -> None:
 
 def test_the_learning_rate_can_be_returned() -> None:
     _, device = twins()
-    optimizer = O.SGD(device.parameters(), lr=0.1)
+    optimizer = optim.SGD(device.parameters(), lr=0.1)
 
     @spmd.compile
     def step(x: torch.Tensor) -> dict[str, Any]:
@@ -365,8 +367,8 @@ def test_the_learning_rate_can_be_returned() -> None:
 @pytest.mark.parametrize("place", ["outside", "inside"])
 def test_averaged_models_follow_outside_of_the_step_and_are_refused_inside(place: str) -> None:
     host, device = twins()
-    optimizers = [O.SGD(m.parameters(), lr=0.1) for m in (host, device)]
-    averages = [O.swa_utils.AveragedModel(m, multi_avg_fn=O.swa_utils.get_ema_multi_avg_fn(0.9)) for m in (host, device)]
+    optimizers = [optim.SGD(m.parameters(), lr=0.1) for m in (host, device)]
+    averages = [optim.swa_utils.AveragedModel(m, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9)) for m in (host, device)]
 
     @spmd.compile
     def step(x: torch.Tensor) -> torch.Tensor:
