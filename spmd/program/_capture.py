@@ -28,7 +28,7 @@ from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
 from spmd.program import _guards
 from spmd.program._discover import Reachable
-from spmd.program._gradients import STALE_GRADIENT, Gradients
+from spmd.program._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program._guards import Guard
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
@@ -363,7 +363,7 @@ class _Running:
             self._note_assigned(recorder)
             return outputs, [b.value for b in recorder.written], kept, [load(a.tensor) for a in self.assigned]
         except DroppedValueError as error:
-            if STALE_GRADIENT in str(error):
+            if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
                 raise self.gradients.stale() from error
             raise
         except (TypeError, IndexError) as error:

@@ -50,6 +50,8 @@ class Gradients:
         self._kept = [p.grad for p in self._leaves]
         self._found: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+        self._accumulated: set[int] = set()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def __enter__(self) -> Gradients:
@@ -58,6 +60,8 @@ class Gradients:
     def __exit__(self, *error: object) -> None:
         for p, grad in zip(self._leaves, self._kept, strict=True):
             p.grad = grad
+        for handle in self._handles:
+            handle.remove()
 
     def mark(self) -> None:
         """Put a marker where there is no gradient, or one that an earlier call dropped."""
@@ -67,8 +71,12 @@ class Gradients:
                 marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
                 buffer_of(marker).value, buffer_of(marker).dropped = None, STALE_GRADIENT
                 p.grad = marker
+            self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
         self._found = [p.grad for p in self._leaves]
         self._versions = [-1 if p.grad is None else p.grad._version for p in self._leaves]
+
+    def _note_accumulated(self, leaf: torch.Tensor) -> None:
+        self._accumulated.add(id(leaf))
 
     def stale(self) -> StaleGradients:
         """After a marker was read: the error that says which leaves still had one."""
@@ -80,10 +88,12 @@ class Gradients:
         """Note what the function left.
 
         Raises:
-            StaleGradients: it added to a gradient of an earlier call, and the sum is to be kept.
+            StaleGradients: it added to a gradient of an earlier call, and the sum is to be kept; or it zeroed the marker of a
+                gradient that is missing (`set_to_none=False`), which without the marker it would have left missing.
         """
         added: set[int] = set()
-        for p, found, version in zip(self._leaves, self._found, self._versions, strict=True):
+        zeroed: set[int] = set()
+        for p, kept, found, version in zip(self._leaves, self._kept, self._found, self._versions, strict=True):
             grad = p.grad
             if grad is not found:
                 if grad is None or is_newborn(buffer_of(grad)):
@@ -91,9 +101,11 @@ class Gradients:
             elif grad is not None and is_newborn(buffer_of(grad)) and grad._version != version:  # a marker that was written to
                 if buffer_of(grad).value is None:
                     added.add(id(p))
+                elif kept is None and id(p) not in self._accumulated:
+                    zeroed.add(id(p))
                 self.left.append((p, grad))
-        if added and keep:
-            raise StaleGradients(frozenset(added))
+        if (added and keep) or zeroed:
+            raise StaleGradients(frozenset(added | zeroed))
 
     def drop(self) -> None:
         """The gradients that were left have no value until the program runs."""

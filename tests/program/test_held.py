@@ -192,7 +192,7 @@ def test_a_counter_in_the_function_counts_every_call() -> None:
     x = torch.ones(1).to("jax")
     assert [step(x).item() for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
     assert log == [1, 2, 3, 4]
-    assert "counter.calls changed from 0 to 1" in step.retraces[0]
+    assert len(step.retraces) == 3
 
 
 def test_a_flag_set_in_the_function_is_set_again_by_every_call() -> None:

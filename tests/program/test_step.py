@@ -142,8 +142,10 @@ def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]
     }
 
 
-@pytest.mark.parametrize("name", list(schedulers(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))))
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+NAMES = list(schedulers(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [*((n, "sgd") for n in NAMES), ("one_cycle", "adam"), ("sequential", "adam")])
 def test_a_schedule_costs_no_retrace(name: str, optimizer: str) -> None:
     host, device = twins()
     make = {"sgd": functools.partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam}[optimizer]
