@@ -58,6 +58,7 @@ ABOUT = {
     "small": f"a model of {NUM_SMALL} small parameters, {SMALL[3]} layers",
     "stages": "cold: jax.clear_caches() first; warm: median over fresh spmd.compile and jax.jit objects of fresh functions; "
     f"at width {SMALL[0]}, since they hardly depend on sizes and the devices then leave the cores to them",
+    "prepare_s": "creating the optimizer's state, once and before the first trace, by a trace of its own; JAX by hand starts with zeros",
     "ratio": "to JAX by hand; of times: the median over the rounds of the ratio within a round",
     "programs": "per device and call, read from the compiled program",
 }
@@ -367,6 +368,8 @@ def table(results: dict[str, Any]) -> rich.table.Table:
     for program, of in results["programs"].items():
         found = [", ".join(f"{count} {kind}" for kind, count in of[name]["collectives"].items()) for name in ("ours", "jax")]
         shown.add_row(f"collectives, {program}", *found, "", "same", "[green]yes" if found[0] == found[1] else "[red]no")
+    for model, title in (("step", "the step"), ("small", f"{NUM_SMALL} parameters")):
+        shown.add_row(f"optimizer state of {title}, cold, s", f"{results['stages'][model]['ours']['cold']['prepare_s']:.4g}")
     shown.add_row("eager torch on the CPU, s", f"{results['calls']['step']['ready']['torch']['median_s']:.4g}")
     return shown
 

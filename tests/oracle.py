@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 # (rtol, atol) of two correct implementations of a few steps
@@ -47,6 +48,15 @@ def batch(*shape: int, seed: int = 1) -> torch.Tensor:
 def on_device(tree: Any) -> Any:
     """A container of CPU tensors as one of device tensors."""
     return pytree.tree_map(lambda t: t.to("jax") if isinstance(t, torch.Tensor) else t, tree)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One training step as everybody writes it; the loss before it."""
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 def assert_same(got: Any, want: Any, tolerance: tuple[float, float] | None = None) -> None:

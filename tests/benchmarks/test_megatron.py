@@ -44,7 +44,7 @@ def test_one_executable_with_the_flops_of_jax_by_hand(results: dict[str, Any], m
 
 def test_every_goal_is_reported(results: dict[str, Any]) -> None:
     assert {"step, s", "trace + lower of the step, cold, s"} < {row["what"] for row in results["goals"]}
-    assert megatron.table(results).row_count == len(results["goals"]) + 3
+    assert megatron.table(results).row_count == len(results["goals"]) + 5
 
 
 def test_json_names_no_host_and_no_path(results: dict[str, Any]) -> None:

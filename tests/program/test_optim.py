@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 import mesh
 import spmd
 from spmd.device._storage import buffer_of
-from tests.oracle import MLP, assert_same, assert_same_model, batch, twins
+from tests.oracle import MLP, assert_same, assert_same_model, batch, train, twins
 
 optim = torch.optim
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -52,14 +50,6 @@ WIDER = {
     "radam": (2e-4, 1e-5),  # rectifies only from step 6 on, by a difference of large numbers
     "radam_loop": (2e-4, 1e-5),
 }
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def sharded_twins(grid: mesh.Mesh | None) -> tuple[Any, Any]:

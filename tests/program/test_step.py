@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesh
 import spmd
-from tests.oracle import MLP, assert_same, assert_same_model, batch, on_device, twins
-
-Pair = namedtuple("Pair", "first second")
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+from tests.oracle import MLP, assert_same, assert_same_model, batch, on_device, train, twins
 
 
 class Trainer:
@@ -44,6 +33,8 @@ class Trainer:
 
 
 MODEL: Any = None
+
+
 OPTIMIZER: Any = None
 
 
@@ -96,36 +87,6 @@ def test_method_shows_its_step_and_each_object_has_its_own_program() -> None:
     assert losses[0] != losses[2]
 
 
-def test_containers_keywords_and_static_values_go_in_and_come_out() -> None:
-    def tower(data: dict[str, Any], *, scale: float, names: tuple[str, ...], flag: bool = True) -> dict[str, Any]:
-        a, (b, none) = data["a"], data["b"]
-        out = a * scale + b if flag else a
-        return {"out": [out, (out.sum(), none)], "pair": Pair(a - b, names), "n": a.shape[0], "text": names[0]}
-
-    data = {"a": batch(3), "b": (batch(3, seed=2), None)}
-    step = spmd.compile(tower)
-    for scale, flag, traces in ((2.0, True, 1), (2.0, True, 1), (3.0, True, 2), (3.0, False, 3), (2.0, True, 3)):
-        got = step(on_device(data), scale=scale, names=("p", "q"), flag=flag)
-        assert_same(got, tower(data, scale=scale, names=("p", "q"), flag=flag))
-        assert step.num_traces == traces
-
-
-def test_a_static_value_of_another_type_is_another_program() -> None:
-    step = spmd.compile(lambda x, k: x * k)
-    x = torch.ones(2, dtype=torch.int64).to("jax")
-    assert [step(x, k).dtype for k in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
-    assert step.num_executables == 3
-
-
-def test_new_batch_shape_is_a_new_signature_with_its_reason() -> None:
-    _, device = twins()
-    step = spmd.compile(lambda x: device(x).sum())
-    for size in (4, 8, 4, 8):
-        step(batch(size, 8).to("jax"))
-    assert step.num_executables == step.num_traces == 2
-    assert "shape changed from (4, 8) to (8, 8)" in step.retraces[0]
-
-
 def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
     s = torch.optim.lr_scheduler
     warm = functools.partial(s.LinearLR, optimizer, start_factor=0.1, total_iters=3)
@@ -174,207 +135,6 @@ def test_lr_set_by_hand_is_used(lr: Any) -> None:
         train(host, optimizers[0], x, y)
         step(x.to("jax"), y.to("jax"))
     assert_same_model(device, host)
-
-
-def test_train_and_eval_have_a_program_each_and_return_to_it() -> None:
-    _, device = twins(lambda: MLP(p=0.5))
-    step = spmd.compile(lambda x: device(x))
-    x = batch(4, 8).to("jax")
-    for training in (True, False, True, False):
-        device.train(training)
-        a, b = step(x), step(x)
-        assert torch.equal(a, b) is not training
-    assert step.num_executables == 2
-    assert "training changed from True to False" in step.retraces[0]
-    assert len(step.retraces) == 1
-
-
-def test_a_mode_set_inside_the_function_is_set_by_every_call() -> None:
-    _, device = twins(lambda: MLP(p=0.5))
-
-    @spmd.compile
-    def fit(x: torch.Tensor) -> torch.Tensor:
-        device.train()
-        return device(x)
-
-    @spmd.compile
-    def test(x: torch.Tensor) -> torch.Tensor:
-        device.eval()
-        return device(x)
-
-    x = batch(4, 8).to("jax")
-    for _ in range(3):
-        fit(x)
-        assert device.training and device.drop.training
-        test(x)
-        assert not device.training and not device.drop.training
-    assert fit.num_executables <= 2 and test.num_executables == 1
-
-
-def test_freezing_a_layer_retraces_once_with_the_reason() -> None:
-    host, device = twins()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1) for m in (host, device)]
-    step = spmd.compile(by_closure(device, optimizers[1]))
-    x, y = batch(8, 8), batch(8, 8, seed=2)
-    for i in range(4):
-        if i == 2:
-            for model in (host, device):
-                model.up.requires_grad_(False)
-        train(host, optimizers[0], x, y)
-        step(x.to("jax"), y.to("jax"))
-    assert_same_model(device, host)
-    assert step.num_executables == 2
-    assert "requires_grad of a parameter" in step.retraces[0] and "from True to False" in step.retraces[0]
-
-
-def change_attribute(model: MLP) -> None:
-    model.drop.p = 0.0
-
-
-def replace_data(model: MLP) -> None:
-    model.up.weight.data = torch.ones_like(model.up.weight)
-
-
-def replace_parameter(model: MLP) -> None:
-    model.up.weight = nn.Parameter(torch.ones_like(model.up.weight))
-
-
-def replace_module(model: MLP) -> None:
-    model.down = nn.Linear(16, 8, device=model.down.weight.device)
-    for parameter in model.down.parameters():
-        nn.init.constant_(parameter, 0.5)
-
-
-def add_hook(model: MLP) -> None:
-    model.up.register_forward_hook(lambda module, args, out: out * 2)
-
-
-CHANGES = [
-    (change_attribute, "drop.p changed from 0.5 to 0.0"),
-    (replace_data, "up.weight was given another storage"),
-    (replace_parameter, "up.weight changed from a tensor"),
-    (replace_module, "down changed from Linear"),
-    (add_hook, "up got or lost a hook"),
-]
-
-
-@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[c.__name__ for c, _ in CHANGES])
-def test_a_changed_model_retraces_with_the_reason(change: Callable[[Any], None], reason: str) -> None:
-    host, device = twins(lambda: MLP(p=0.5 if change is change_attribute else 0.0))
-    step = spmd.compile(lambda x: device(x))
-    x = batch(4, 8)
-    step(x.to("jax"))
-    change(device)
-    change(host)
-    assert_same(step(x.to("jax")), host(x))
-    assert step.num_traces == 2
-    assert reason in step.retraces[0]
-
-
-def test_loading_a_model_state_needs_no_retrace_and_is_used() -> None:
-    host, device = twins()
-    other, _ = twins(seed=5)
-    step = spmd.compile(lambda x: device(x))
-    x = batch(4, 8)
-    step(x.to("jax"))
-    device.load_state_dict(other.state_dict())
-    assert_same(step(x.to("jax")), other(x))
-    device.load_state_dict(host.state_dict())
-    assert_same(step(x.to("jax")), host(x))
-    assert (step.num_traces, step.retraces) == (1, [])
-
-
-def test_a_model_that_was_defined_anew_is_the_one_that_runs() -> None:
-    _, device = twins()
-
-    def make() -> Any:
-        return spmd.compile(lambda x: device(x))
-
-    step, x = make(), batch(4, 8)
-    step(x.to("jax"))
-    other, device = twins(seed=5)
-    assert_same(step(x.to("jax")), other(x))
-    assert "device changed from MLP" in step.retraces[0]
-
-
-@pytest.mark.multidevice(num=8)
-def test_marking_anew_between_calls_is_kept_and_retraces(mesh_4x2: mesh.Mesh) -> None:
-    host, device = twins()
-    spmd.mark_sharding(device.up.weight, mesh_4x2, ("model", None))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (host, device)]
-    step = spmd.compile(by_closure(device, optimizers[1]))
-    x, y = batch(8, 8), batch(8, 8, seed=2)
-    for spec in (("model", None), (None, "model"), (None, "model")):
-        spmd.mark_sharding(device.up.weight, mesh_4x2, spec)
-        train(host, optimizers[0], x, y)
-        step(x.to("jax"), y.to("jax"))
-        assert device.up.weight.jax.sharding == mesh.ShardingSpec(mesh_4x2, spec).to_jax()
-    assert_same_model(device, host)
-    assert step.num_executables == 2
-    assert "was marked" in step.retraces[0]
-
-
-def test_in_place_update_of_an_argument_is_seen_by_the_caller() -> None:
-    def bump(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x.add_(1)
-        return y * 2
-
-    step = spmd.compile(bump)
-    for pattern in ("separate", "same", "separate"):
-        host = [torch.zeros(3), torch.ones(3)]
-        device = on_device(host)
-        picks = (0, 0) if pattern == "same" else (0, 1)
-        for _ in range(2):
-            assert_same(step(*(device[i] for i in picks)), bump(*(host[i] for i in picks)))
-        assert_same(device, host)
-    assert step.num_executables == 2
-
-
-def test_a_view_argument_costs_no_retrace_per_offset() -> None:
-    data = batch(32, 8)
-    _, device = twins()
-    step = spmd.compile(lambda x: device(x))
-    moved = data.to("jax")
-    for i in range(0, 32, 8):
-        assert_same(step(moved[i : i + 8]), step(data[i : i + 8].to("jax")))
-    assert step.num_traces <= 2
-
-
-@pytest.mark.parametrize("write_to", ["view", "whole"])
-def test_writing_to_an_argument_that_has_a_view_among_the_arguments_is_refused(write_to: str) -> None:
-    def bump(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        (view if write_to == "view" else whole).add_(1)
-        return whole.sum() + view.sum()
-
-    step = spmd.compile(bump)
-    x = torch.zeros(4).to("jax")
-    step(x, torch.zeros(2).to("jax"))
-    for _ in range(2):
-        with pytest.raises(spmd.TraceError, match="an argument is a view of a tensor, and the compiled function writes in place"):
-            step(x, x[:2])
-
-
-def test_an_argument_that_comes_back_is_that_of_this_call() -> None:
-    step = spmd.compile(lambda x: (x, x[:1], x * 2))
-    for value in (1.0, 2.0):
-        x = torch.full((2,), value)
-        assert_same(step(x.to("jax")), (x, x[:1], x * 2))
-
-
-def test_an_argument_that_is_also_state_is_not_taken_for_another_one() -> None:
-    weight = torch.ones(2).to("jax")
-    step = spmd.compile(lambda x: x - weight)
-    assert step(weight).tolist() == [0.0, 0.0]
-    assert step(torch.full((2,), 5.0).to("jax")).tolist() == [4.0, 4.0]
-    assert step(weight).tolist() == [0.0, 0.0]
-
-    @spmd.compile
-    def grow(x: torch.Tensor) -> torch.Tensor:
-        weight.add_(1)
-        return x * 1
-
-    other = torch.zeros(2).to("jax")
-    assert [grow(t)[0].item() for t in (other, weight, other, weight)] == [0.0, 3.0, 0.0, 5.0]
 
 
 def test_returned_values_stay_when_the_state_moves_on() -> None:
@@ -539,19 +299,6 @@ def _double_gradient(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(2)
 
 
-def test_a_tensor_hook_registered_later_retraces() -> None:
-    _, device = twins()
-    optimizer = torch.optim.SGD(device.parameters(), lr=0.1)
-    step = spmd.compile(lambda x: normalised(device, optimizer, x))
-    x = batch(4, 8).to("jax")
-    step(x)
-    before = device.down.bias.tolist()
-    device.down.bias.register_hook(lambda grad: grad * 0)
-    step(x)
-    assert device.down.bias.tolist() == before
-    assert "got or lost a hook" in step.retraces[0]
-
-
 class Cube(torch.autograd.Function):
     """A gradient that autograd would not find: seven times x."""
 
@@ -664,20 +411,6 @@ def test_a_compiled_function_inside_another_is_part_of_it() -> None:
         assert_same(step(x.to("jax"), y.to("jax")), train(host, optimizers[0], x, y))
     assert_same_model(device, host)
     assert (step.num_traces, inner.num_traces) == (1, 0)
-
-
-@pytest.mark.parametrize("kind", ["ndarray", "graph", "cpu_result"])
-def test_what_would_go_stale_is_refused(kind: str) -> None:
-    weight = torch.ones(2, requires_grad=True, device="jax")
-    calls: dict[str, tuple[Callable[..., Any], Any, str]] = {
-        "ndarray": (lambda x: torch.from_numpy(x).to("jax"), torch.ones(2).numpy(), "type ndarray can be neither traced nor compared"),
-        "graph": (lambda x: x.sum().backward(), weight * 2, "was computed from tensors that require gradients"),
-        "cpu_result": (lambda x: torch.ones(2), torch.ones(2).to("jax"), "returns a tensor on cpu, of shape (2,)"),
-    }
-    fn, argument, text = calls[kind]
-    with pytest.raises(spmd.TraceError) as raised:
-        spmd.compile(fn)(argument)
-    assert text in str(raised.value) and "fix:" in str(raised.value)
 
 
 def test_many_retraces_warn_and_an_uncalled_step_has_nothing_to_show() -> None:

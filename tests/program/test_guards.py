@@ -1,0 +1,175 @@
+"""When a compiled step is traced again because the model changed, with which reason, and when it is not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import mesh
+import spmd
+from tests.oracle import MLP, assert_same, assert_same_model, batch, train, twins
+
+
+def by_closure(model: nn.Module, optimizer: Any) -> Callable[..., torch.Tensor]:
+    return lambda x, y: train(model, optimizer, x, y)
+
+
+def normalised(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_train_and_eval_have_a_program_each_and_return_to_it() -> None:
+    _, device = twins(lambda: MLP(p=0.5))
+    step = spmd.compile(lambda x: device(x))
+    x = batch(4, 8).to("jax")
+    for training in (True, False, True, False):
+        device.train(training)
+        a, b = step(x), step(x)
+        assert torch.equal(a, b) is not training
+    assert step.num_executables == 2
+    assert "training changed from True to False" in step.retraces[0]
+    assert len(step.retraces) == 1
+
+
+def test_a_mode_set_inside_the_function_is_set_by_every_call() -> None:
+    _, device = twins(lambda: MLP(p=0.5))
+
+    @spmd.compile
+    def fit(x: torch.Tensor) -> torch.Tensor:
+        device.train()
+        return device(x)
+
+    @spmd.compile
+    def test(x: torch.Tensor) -> torch.Tensor:
+        device.eval()
+        return device(x)
+
+    x = batch(4, 8).to("jax")
+    for _ in range(3):
+        fit(x)
+        assert device.training and device.drop.training
+        test(x)
+        assert not device.training and not device.drop.training
+    assert fit.num_executables <= 2 and test.num_executables == 1
+
+
+def test_freezing_a_layer_retraces_once_with_the_reason() -> None:
+    host, device = twins()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1) for m in (host, device)]
+    step = spmd.compile(by_closure(device, optimizers[1]))
+    x, y = batch(8, 8), batch(8, 8, seed=2)
+    for i in range(4):
+        if i == 2:
+            for model in (host, device):
+                model.up.requires_grad_(False)
+        train(host, optimizers[0], x, y)
+        step(x.to("jax"), y.to("jax"))
+    assert_same_model(device, host)
+    assert step.num_executables == 2
+    assert "requires_grad of a parameter" in step.retraces[0] and "from True to False" in step.retraces[0]
+
+
+def change_attribute(model: MLP) -> None:
+    model.drop.p = 0.0
+
+
+def replace_data(model: MLP) -> None:
+    model.up.weight.data = torch.ones_like(model.up.weight)
+
+
+def replace_parameter(model: MLP) -> None:
+    model.up.weight = nn.Parameter(torch.ones_like(model.up.weight))
+
+
+def replace_module(model: MLP) -> None:
+    model.down = nn.Linear(16, 8, device=model.down.weight.device)
+    for parameter in model.down.parameters():
+        nn.init.constant_(parameter, 0.5)
+
+
+def add_hook(model: MLP) -> None:
+    model.up.register_forward_hook(lambda module, args, out: out * 2)
+
+
+CHANGES = [
+    (change_attribute, "drop.p changed from 0.5 to 0.0"),
+    (replace_data, "up.weight was given another storage"),
+    (replace_parameter, "up.weight changed from a tensor"),
+    (replace_module, "down changed from Linear"),
+    (add_hook, "up got or lost a hook"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[c.__name__ for c, _ in CHANGES])
+def test_a_changed_model_retraces_with_the_reason(change: Callable[[Any], None], reason: str) -> None:
+    host, device = twins(lambda: MLP(p=0.5 if change is change_attribute else 0.0))
+    step = spmd.compile(lambda x: device(x))
+    x = batch(4, 8)
+    step(x.to("jax"))
+    change(device)
+    change(host)
+    assert_same(step(x.to("jax")), host(x))
+    assert step.num_traces == 2
+    assert reason in step.retraces[0]
+
+
+def test_loading_a_model_state_needs_no_retrace_and_is_used() -> None:
+    host, device = twins()
+    other, _ = twins(seed=5)
+    step = spmd.compile(lambda x: device(x))
+    x = batch(4, 8)
+    step(x.to("jax"))
+    device.load_state_dict(other.state_dict())
+    assert_same(step(x.to("jax")), other(x))
+    device.load_state_dict(host.state_dict())
+    assert_same(step(x.to("jax")), host(x))
+    assert (step.num_traces, step.retraces) == (1, [])
+
+
+def test_a_model_that_was_defined_anew_is_the_one_that_runs() -> None:
+    _, device = twins()
+
+    def make() -> Any:
+        return spmd.compile(lambda x: device(x))
+
+    step, x = make(), batch(4, 8)
+    step(x.to("jax"))
+    other, device = twins(seed=5)
+    assert_same(step(x.to("jax")), other(x))
+    assert "device changed from MLP" in step.retraces[0]
+
+
+@pytest.mark.multidevice(num=8)
+def test_marking_anew_between_calls_is_kept_and_retraces(mesh_4x2: mesh.Mesh) -> None:
+    host, device = twins()
+    spmd.mark_sharding(device.up.weight, mesh_4x2, ("model", None))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (host, device)]
+    step = spmd.compile(by_closure(device, optimizers[1]))
+    x, y = batch(8, 8), batch(8, 8, seed=2)
+    for spec in (("model", None), (None, "model"), (None, "model")):
+        spmd.mark_sharding(device.up.weight, mesh_4x2, spec)
+        train(host, optimizers[0], x, y)
+        step(x.to("jax"), y.to("jax"))
+        assert device.up.weight.jax.sharding == mesh.ShardingSpec(mesh_4x2, spec).to_jax()
+    assert_same_model(device, host)
+    assert step.num_executables == 2
+    assert "was marked" in step.retraces[0]
+
+
+def test_a_tensor_hook_registered_later_retraces() -> None:
+    _, device = twins()
+    optimizer = torch.optim.SGD(device.parameters(), lr=0.1)
+    step = spmd.compile(lambda x: normalised(device, optimizer, x))
+    x = batch(4, 8).to("jax")
+    step(x)
+    before = device.down.bias.tolist()
+    device.down.bias.register_hook(lambda grad: grad * 0)
+    step(x)
+    assert device.down.bias.tolist() == before
+    assert "got or lost a hook" in step.retraces[0]

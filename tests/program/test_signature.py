@@ -1,0 +1,120 @@
+"""Arguments of a compiled step: containers, keywords, static values, views, repeated tensors, and what comes back."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+from tests.oracle import assert_same, batch, on_device, twins
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_containers_keywords_and_static_values_go_in_and_come_out() -> None:
+    def tower(data: dict[str, Any], *, scale: float, names: tuple[str, ...], flag: bool = True) -> dict[str, Any]:
+        a, (b, none) = data["a"], data["b"]
+        out = a * scale + b if flag else a
+        return {"out": [out, (out.sum(), none)], "pair": Pair(a - b, names), "n": a.shape[0], "text": names[0]}
+
+    data = {"a": batch(3), "b": (batch(3, seed=2), None)}
+    step = spmd.compile(tower)
+    for scale, flag, traces in ((2.0, True, 1), (2.0, True, 1), (3.0, True, 2), (3.0, False, 3), (2.0, True, 3)):
+        got = step(on_device(data), scale=scale, names=("p", "q"), flag=flag)
+        assert_same(got, tower(data, scale=scale, names=("p", "q"), flag=flag))
+        assert step.num_traces == traces
+
+
+def test_a_static_value_of_another_type_is_another_program() -> None:
+    step = spmd.compile(lambda x, k: x * k)
+    x = torch.ones(2, dtype=torch.int64).to("jax")
+    assert [step(x, k).dtype for k in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+    assert step.num_executables == 3
+
+
+def test_new_batch_shape_is_a_new_signature_with_its_reason() -> None:
+    _, device = twins()
+    step = spmd.compile(lambda x: device(x).sum())
+    for size in (4, 8, 4, 8):
+        step(batch(size, 8).to("jax"))
+    assert step.num_executables == step.num_traces == 2
+    assert "shape changed from (4, 8) to (8, 8)" in step.retraces[0]
+
+
+def test_in_place_update_of_an_argument_is_seen_by_the_caller() -> None:
+    def bump(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    step = spmd.compile(bump)
+    for pattern in ("separate", "same", "separate"):
+        host = [torch.zeros(3), torch.ones(3)]
+        device = on_device(host)
+        picks = (0, 0) if pattern == "same" else (0, 1)
+        for _ in range(2):
+            assert_same(step(*(device[i] for i in picks)), bump(*(host[i] for i in picks)))
+        assert_same(device, host)
+    assert step.num_executables == 2
+
+
+def test_a_view_argument_costs_no_retrace_per_offset() -> None:
+    data = batch(32, 8)
+    _, device = twins()
+    step = spmd.compile(lambda x: device(x))
+    moved = data.to("jax")
+    for i in range(0, 32, 8):
+        assert_same(step(moved[i : i + 8]), step(data[i : i + 8].to("jax")))
+    assert step.num_traces <= 2
+
+
+@pytest.mark.parametrize("write_to", ["view", "whole"])
+def test_writing_to_an_argument_that_has_a_view_among_the_arguments_is_refused(write_to: str) -> None:
+    def bump(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        (view if write_to == "view" else whole).add_(1)
+        return whole.sum() + view.sum()
+
+    step = spmd.compile(bump)
+    x = torch.zeros(4).to("jax")
+    step(x, torch.zeros(2).to("jax"))
+    for _ in range(2):
+        with pytest.raises(spmd.TraceError, match="an argument is a view of a tensor, and the compiled function writes in place"):
+            step(x, x[:2])
+
+
+def test_an_argument_that_comes_back_is_that_of_this_call() -> None:
+    step = spmd.compile(lambda x: (x, x[:1], x * 2))
+    for value in (1.0, 2.0):
+        x = torch.full((2,), value)
+        assert_same(step(x.to("jax")), (x, x[:1], x * 2))
+
+
+def test_an_argument_that_is_also_state_is_not_taken_for_another_one() -> None:
+    weight = torch.ones(2).to("jax")
+    step = spmd.compile(lambda x: x - weight)
+    assert step(weight).tolist() == [0.0, 0.0]
+    assert step(torch.full((2,), 5.0).to("jax")).tolist() == [4.0, 4.0]
+    assert step(weight).tolist() == [0.0, 0.0]
+
+    @spmd.compile
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        weight.add_(1)
+        return x * 1
+
+    other = torch.zeros(2).to("jax")
+    assert [grow(t)[0].item() for t in (other, weight, other, weight)] == [0.0, 3.0, 0.0, 5.0]
+
+
+@pytest.mark.parametrize("kind", ["ndarray", "graph", "cpu_result"])
+def test_what_would_go_stale_is_refused(kind: str) -> None:
+    weight = torch.ones(2, requires_grad=True, device="jax")
+    calls: dict[str, tuple[Callable[..., Any], Any, str]] = {
+        "ndarray": (lambda x: torch.from_numpy(x).to("jax"), torch.ones(2).numpy(), "type ndarray can be neither traced nor compared"),
+        "graph": (lambda x: x.sum().backward(), weight * 2, "was computed from tensors that require gradients"),
+        "cpu_result": (lambda x: torch.ones(2), torch.ones(2).to("jax"), "returns a tensor on cpu, of shape (2,)"),
+    }
+    fn, argument, text = calls[kind]
+    with pytest.raises(spmd.TraceError) as raised:
+        spmd.compile(fn)(argument)
+    assert text in str(raised.value) and "fix:" in str(raised.value)
