@@ -24,7 +24,7 @@ from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
 from spmd.device import _random
 from spmd.device._copy import host_value, like_placement
-from spmd.device._numbers import carried
+from spmd.device._numbers import carried, sample
 from spmd.device._storage import load, once, store, wrap
 from spmd.lowering._registry import Lowering
 
@@ -201,7 +201,7 @@ class Adapter:
                 key.append(tuple((type(item), item) for item in arg))
         elif isinstance(arg, torch.SymFloat):
             dynamic.append(carried(arg))
-            key.append(torch.SymFloat)  # not float: a Python float stays weakly typed, this one is cast
+            key.append((torch.SymFloat, type(sample(arg))))  # not float: a Python float stays weakly typed, this one is cast
         elif self.dynamic_scalar[index] and arg is not None:
             dynamic.append(arg)
             key.append(type(arg))
@@ -306,7 +306,7 @@ def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
         return load(tensor), (tensor.dtype if tensor.dim() else (tensor.dtype,))
     number = getattr(tensor, "__wrapped_number", None)
     if number is not None:
-        return carried(number), torch.SymFloat
+        return carried(number), (torch.SymFloat, type(sample(number)))
     if tensor.dim() == 0 and tensor.device.type == "cpu":
         if is_wrapped_number(tensor):
             value = tensor.item()
@@ -340,10 +340,11 @@ def _is_operand(arg: Any) -> bool:
 
 def _number_or_tensor(arg: Any) -> Any:
     if isinstance(arg, torch.SymFloat):
-        return 1.0
+        return sample(arg)
     if isinstance(arg, torch.Tensor) and arg.device.type == "cpu":
-        if getattr(arg, "__wrapped_number", None) is not None:
-            return 1.0
+        number = getattr(arg, "__wrapped_number", None)
+        if number is not None:
+            return sample(number)
         return arg.item() if arg.dim() == 0 and is_wrapped_number(arg) else arg
     return arg
 
@@ -365,11 +366,12 @@ def result_dtypes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 def _as_meta(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         if arg.device.type != "jax":
-            return arg
+            number = getattr(arg, "__wrapped_number", None)
+            return arg if number is None else sample(number)
         return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
     if isinstance(arg, list | tuple):
         return [_as_meta(item) for item in arg]
-    return 1.0 if isinstance(arg, torch.SymFloat) else arg
+    return sample(arg) if isinstance(arg, torch.SymFloat) else arg
 
 
 def _data_dependent(op: torch._ops.OpOverload) -> TraceError:

@@ -126,7 +126,8 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
     value = load(self)
     if is_tracer(value) or recording.get() is not None:
         with exact_dtypes():
-            return lifted(once("item", (value,), lambda: value.reshape(()).astype(jnp.float64)))
+            number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
+            return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
     _counters.count("host_reads")
     return np.asarray(value).reshape(()).item()
 

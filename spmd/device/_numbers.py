@@ -32,6 +32,7 @@ class NumberNode:
         evaluate: computes the number on the host from today's hyperparameters, or None for data.
         on_branch: told of (evaluate, outcome) of each comparison that Python branched on.
         boolean: the node is the outcome of a comparison (a `torch.SymBool`).
+        integral: it stands for a Python int (an item of an integer tensor), which promotes as one; torch still sees a float.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class NumberNode:
         evaluate: Evaluate | None = None,
         on_branch: Callable[[Callable[[], bool], bool], None] | None = None,
         boolean: bool = False,
+        integral: bool = False,
     ) -> None:
         self._value = value
         self.evaluate = evaluate
         self.on_branch = on_branch
         self.boolean = boolean
+        self.integral = integral
 
     @property
     def value(self) -> Any:
@@ -86,7 +89,8 @@ class NumberNode:
     def wrap_float(self, number: float) -> NumberNode:
         return NumberNode(np.float64(number), lambda: number, self.on_branch)
 
-    wrap_int = wrap_float
+    def wrap_int(self, number: int) -> NumberNode:
+        return NumberNode(np.float64(number), lambda: number, self.on_branch, integral=True)
 
     def wrap_bool(self, number: bool) -> NumberNode:
         return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True)
@@ -137,13 +141,15 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
         known = [part for part in parts if part is not None]
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
-        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS)
+        integral = name in _KEEP_INTEGERS and all(node.integral for node in (self, *others))
+        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral)
 
     method.__name__ = name
     setattr(NumberNode, name, method)
 
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_KEEP_INTEGERS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "pow_by_natural"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -175,9 +181,14 @@ for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
 
 
-def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None) -> torch.SymFloat:
+def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, integral: bool = False) -> torch.SymFloat:
     """A `torch.SymFloat` that carries the 0-dim array `value`."""
-    return torch.SymFloat(NumberNode(value, evaluate, on_branch))
+    return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral))
+
+
+def sample(number: torch.SymFloat) -> float | int:
+    """A Python number that promotes as the lifted one does."""
+    return 1 if isinstance(number.node, NumberNode) and number.node.integral else 1.0
 
 
 def carried(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> Any:
