@@ -51,7 +51,8 @@ def filled(adapter: Any, number: float | None = None) -> Any:
         typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point)
         if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()):
             return adapter(first, *rest, **kwargs)
-        return wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), tuple(first if like is None else like.shape)))
+        shape: Any = tuple(first if like is None else like.shape)
+        return wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), shape))
 
     return kernel
 
