@@ -66,9 +66,10 @@ class Alarm:
     def stuck(self, culprit: int | None, why: str) -> None:
         """The watchdog bit: tell the others, show what every thread does, leave."""
         self._lock.acquire()
-        _within(_ANNOUNCE_S, lambda: self._announce("stuck", culprit=culprit, why=why))
-        self._write(f"watchdog: {why}\n")
         self._record("stuck", why, STUCK)
+        # Process 0, which passes the news on, may be the one that stands still.
+        _within(_ANNOUNCE_S / 3, lambda: self._announce("stuck", culprit=culprit, why=why))
+        self._write(f"watchdog: {why}\n")
         self.show_threads()
         self._leave(STUCK)
 
@@ -78,6 +79,8 @@ class Alarm:
         self._write(f"{self._host} stops: process {index} failed first: {why}\n")
         if show_threads:
             self.show_threads()
+        if self._host.index == 0:  # jax aborts processes whose service is gone: process 0 leaves after those that have to speak
+            time.sleep(_ANNOUNCE_S)
         self._leave(PEER_FAILED)
 
     def forced(self) -> None:

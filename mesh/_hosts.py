@@ -28,6 +28,7 @@ from typing import Any, cast
 import jax
 
 from mesh import _devices, _gloo
+from mesh._agreement import Steps
 from mesh._alarm import Alarm
 from mesh._clusters import detect
 from mesh._errors import JobError, message
@@ -53,7 +54,14 @@ class Job:
     notices: Notices
     watchdog: Watchdog
     preemption: Preemption
+    steps: Steps
     roll: RollCall | None
+    num_programs: int = 0
+
+    def next_program(self) -> int:
+        """Number of the next program to be compared; all processes count alike."""
+        self.num_programs += 1
+        return self.num_programs - 1
 
 
 @dataclass
@@ -307,7 +315,7 @@ def _watched(host: Host, limits: Limits, roll: RollCall | None) -> Job:
     watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck)
     notices = Notices(service, host.index, hear, lost)
     alarm.install()
-    return Job(host, service, alarm, notices, watchdog, preemption, roll)
+    return Job(host, service, alarm, notices, watchdog, preemption, Steps(service, host.index, alarm.failed), roll)
 
 
 def _hear(notice: Notice, host: Host, alarm: Alarm, preemption: Preemption, watchdog: Watchdog) -> None:
@@ -326,6 +334,7 @@ def _leave() -> None:
     left, _joined.job = _joined.job, None
     if left is None:
         return
+    left.steps.stop()
     left.watchdog.stop()
     try:
         left.service.barrier("spmd/leave", _LEAVE_S)

@@ -71,10 +71,10 @@ class Watchdog:
         self._durations: deque[float] = deque(maxlen=101)
         self._is_long = self._was_long = True  # was: the step that was entered last, whose duration says nothing
         self._over = threading.Event()
-        # Two samples of the beats must show a difference within the limit's last tenth.
         self._interval_s = min(2.0, max(0.05, limits.least_s / 40)) * max(1.0, count / 128)
-        self._before: dict[int, Beat] = {}
-        self._before_at = 0.0
+        # A process whose beats do not advance in this time is silent: many intervals, because a busy machine is late.
+        self._window_s = min(0.6 * limits.least_s, max(10 * self._interval_s, 1.0))
+        self._before: tuple[float, dict[int, Beat] | None] = (0.0, {})
         for target, name in ((self._publish, "beats"), (self._watch, "watchdog")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
@@ -107,6 +107,11 @@ class Watchdog:
         return self._steps
 
     @property
+    def first_s(self) -> float:
+        """Seconds allowed for a first step, for compiling and saving."""
+        return self._limits.first_s
+
+    @property
     def limit_s(self) -> float:
         """Seconds without progress that are allowed now."""
         if self._is_long or not self._steps:
@@ -128,11 +133,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(min(0.1, self._interval_s)):
-            limit_s, stood_s = self.limit_s, time.monotonic() - self._since
-            if stood_s > limit_s - 4 * self._interval_s and stood_s - self._before_at > 2 * self._interval_s:
-                self._before, self._before_at = self._beats() or {}, stood_s
+            since = self._since
+            limit_s, stood_s = self.limit_s, time.monotonic() - since
+            if stood_s > limit_s - self._window_s and self._before[0] != since:  # once for this standstill
+                self._before = since, self._beats()
             if stood_s < limit_s:
-                self._before_at = min(self._before_at, stood_s)
                 continue
             if not self._over.is_set():
                 self._bite(*self._culprit(stood_s))
@@ -155,22 +160,26 @@ class Watchdog:
 
     def _culprit(self, stood_s: float) -> tuple[int | None, str]:
         here = f"no progress for {stood_s:.1f} s: process {self._index} entered step {self._steps}, {self._phase}"
-        now = self._beats()
-        if now is None:
+        before, now = self._before[1], None
+        if before is not None:  # else process 0 did not answer a while ago either: not a second wait
+            now = self._beats()
+        if before is None or now is None:
             return 0, f"process 0 stopped first: it does not answer any more; {here}"
-        return blame(self._before, now, self._count, here)
+        return blame(before, now, self._index, self._count, here)
 
 
-def blame(before: dict[int, Beat], now: dict[int, Beat], count: int, here: str) -> tuple[int | None, str]:
+def blame(before: dict[int, Beat], now: dict[int, Beat], index: int, count: int, here: str) -> tuple[int | None, str]:
     """Which process stopped first, and a line that says so.
 
     Args:
-        before, now: two samples of the beats, more than two intervals apart.
+        before, now: two samples of the beats, many intervals apart.
+        index: the process that asks, which is alive.
         count: number of processes.
         here: what the process that asks knows of itself.
     """
-    silent = [i for i in range(count) if i not in now or (i in before and before[i].count == now[i].count and now[i].phase != "left")]
+    silent = [i for i in range(count) if i != index and (i not in now or (i in before and before[i].count == now[i].count))]
     if silent:
+        silent.sort(key=lambda i: now[i].steps if i in now else -1)
         last = f"after entering step {now[silent[0]].steps}" if silent[0] in now else "before its first sign of life"
         return silent[0], f"process {silent[0]} stopped first: no sign of life, {last}; {here}"
     fewest = min(beat.steps for beat in now.values())

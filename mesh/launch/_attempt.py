@@ -105,7 +105,9 @@ def _failed(gang: Gang, output: Output, directory: Path, attempt: int) -> Outcom
     # Those that this launcher killed itself came after the first; a kill from elsewhere has the earliest time.
     first = min(ends, key=order)
     record = records.get(first.member)
-    return Outcome(_shell_code(first.code), first, record["why"] if record else meaning(first.code), may_restart=True)
+    if record is None:
+        return Outcome(_shell_code(first.code), first, meaning(first.code), may_restart=True)
+    return Outcome(int(record["code"]), first, str(record["why"]), may_restart=True)
 
 
 def tell(outcome: Outcome, output: Output, name: str, began: float, directory: Path) -> None:
@@ -115,7 +117,7 @@ def tell(outcome: Outcome, output: Output, name: str, began: float, directory: P
         return
     words = output.last_words(first.member)
     sys.stderr.write("".join(f"{line}\n" for line in words))
-    if first.code == STUCK:
+    if outcome.code == STUCK:
         for path in sorted(directory.glob("threads-*.txt")):
             if f"process {path.stem.partition('-')[2]} stopped first" in outcome.why:
                 sys.stderr.write(f"threads of process {path.stem.partition('-')[2]}:\n{path.read_text(encoding='utf-8')}")

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m mesh.launch",
     try:
         return _launch(options)
     except InMember as member:
-        return member.run()
+        run = member.run
+    return run()  # not inside `except`: the program's errors have no context of ours
 
 
 def _launch(options: Options) -> int:
@@ -103,6 +104,8 @@ def _attempt(
         output = Output(names, directory, attempt)
         gang = Gang(keeper, output.line)
         _start_here(gang, options, list(names), stops, directory, attempt, told)
+    pids = {member: gang.pid(member) for member in names}
+    (directory / "pids.json").write_text(json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}), encoding="utf-8")
     outcome = watch(gang, output, stops, directory, attempt, _stdin_closed if options.node is not None else lambda: False)
 
     def named(outcome: Outcome) -> str:

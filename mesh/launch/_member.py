@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import mesh
 from mesh import _hosts
@@ -59,7 +60,8 @@ def run(program: Sequence[str], timeout_s: float) -> int:
     except SystemExit as leaving:
         return _left(leaving)
     except BaseException as error:  # noqa: BLE001 - whatever ended the program, the others must hear of it; it is shown and not kept
-        sys.excepthook(type(error), error, _user_part(error))
+        error.__traceback__ = _user_part(error)
+        sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -77,7 +79,7 @@ def _left(leaving: SystemExit) -> int:
     return code
 
 
-def _user_part(error: BaseException) -> object:
+def _user_part(error: BaseException) -> TracebackType | None:
     """The traceback from the program's first frame on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):

@@ -3,6 +3,7 @@ for the one member that failed first."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TextIO
 
 _KEPT_LINES = 400
 # gloo says so for every group of processes it connects; nobody asked
-_NOISE = ("[Gloo] Rank ",)
+_NOISE = "peer ranks. Expected number of connected peer ranks is"
+_LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:")  # XLA's own log
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -35,7 +37,7 @@ class Output:
 
     def line(self, member: int, is_error: bool, text: str) -> None:
         """Take a line in. Once a member has failed (`only`), the others' lines go to their files alone: they follow from it."""
-        if text.startswith(_NOISE):
+        if _NOISE in text:
             return
         self._files[member].write(text + "\n")
         if is_error:
@@ -49,7 +51,11 @@ class Output:
         """The member's last traceback, or its last lines on stderr if it wrote none."""
         lines = list(self._tails[member])
         starts = [i for i, line in enumerate(lines) if line.endswith(_TRACEBACK)]
-        return lines[starts[-1] :] if starts else lines[-12:]
+        if not starts:
+            return lines[-12:]
+        traceback = lines[starts[-1] :]
+        ends = [i for i, line in enumerate(traceback) if _LOG_LINE.match(line)]
+        return traceback[: ends[0]] if ends else traceback
 
     def close(self) -> None:
         for file in self._files.values():

@@ -25,6 +25,7 @@ from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._job import require_sound, watched
 from spmd.program._repeat import repeated
 
 
@@ -81,6 +82,7 @@ class Program:
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
+        self.watched = watched()
         self._lower(arg_buffers, name, spent)
 
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
@@ -114,7 +116,11 @@ class Program:
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
             lowered = jitted.lower(*args)
             middle = time.perf_counter()
+            if self.watched is not None:
+                self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
             self.compiled = lowered.compile()
+            if self.watched is not None and self.waits:
+                require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
 
     def _function(self) -> Any:
@@ -184,6 +190,8 @@ class Program:
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         self.captured.numbers.today = self.captured.numbers.values()
+        if self.watched is not None:
+            self.watched.begin(self.captured.numbers.today)
         changed: list[Any] = []
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
@@ -211,6 +219,8 @@ class Program:
             arg_buffers[i].value = value
         default_stream.draws += self.captured.draws * self.options.steps_per_call
         self._leave_gradients(grads, given)
+        if self.watched is not None:
+            self.watched.end()
         return self._result(outputs)
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
