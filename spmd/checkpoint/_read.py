@@ -90,6 +90,13 @@ class Reader:
             else:
                 wanted[box][part.within(box)] = values[part.within(piece.box)]
 
+    def whole(self, number: int) -> np.ndarray[Any, Any]:
+        """One array, read now."""
+        self.want(number, None)
+        for job in self._jobs(number):
+            self._read_piece(*job)
+        return self._wanted.pop(number)[whole(self.entry(number).shape)]
+
     def host(self, number: int) -> np.ndarray[Any, Any]:
         """The whole array, in memory of its own."""
         array = self._wanted[number][whole(self.entry(number).shape)]

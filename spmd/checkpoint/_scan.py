@@ -161,6 +161,13 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verdict:
     return verify_folder(root, candidates(root, step)[0])
 
 
+def verify_step(step: Step) -> Verdict:
+    """As `verify`, for a step that `steps` found."""
+    name = _files.parse_name(step.folder.name)
+    assert name is not None
+    return verify_folder(step.folder.parent, name)
+
+
 def verify_folder(root: Path, name: _files.StepName) -> Verdict:
     """Read every byte of one step's folder and compare it with the checksums."""
     folder = root / name.folder
@@ -202,4 +209,5 @@ __all__ = [
     "steps",
     "verify",
     "verify_folder",
+    "verify_step",
 ]
