@@ -9,7 +9,9 @@ sharding.shard_shape((64, 16))  # (16, 16)
 """
 
 from mesh._devices import Device, device_count, devices, virtual_devices
-from mesh._errors import AcceleratorIdle, DeviceError, MeshError, SpecError
+from mesh._errors import AcceleratorIdle, DeviceError, JobError, MeshError, SpecError
+from mesh._host import PREEMPTED, Host
+from mesh._hosts import barrier, init, long, report_saved, should_stop
 from mesh._mesh import Mesh, init_device_mesh
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec
@@ -31,9 +33,18 @@ __all__ = [
     "ShardSlice",
     "ShardingSpec",
     "ShardingType",
+    # jobs of several processes
+    "Host",
+    "PREEMPTED",
+    "barrier",
+    "init",
+    "long",
+    "report_saved",
+    "should_stop",
     # errors
     "AcceleratorIdle",
     "DeviceError",
+    "JobError",
     "MeshError",
     "SpecError",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import jax.core
-from jax._src import distributed as _distributed
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.core import trace_state_clean as _trace_state_clean
 from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
@@ -39,8 +38,3 @@ def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Interpret a jaxpr on arrays or tracers."""
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
-
-
-def coordination_client() -> Any:
-    """The client of the job's coordination service (key-value store, barriers); None in a job of one process."""
-    return _distributed.global_state.client

@@ -19,7 +19,7 @@ from spmd import _counters
 from spmd._convert import host_tensor
 from spmd._jax import is_tracer
 from spmd.device._serialize import host_copy
-from spmd.device._storage import buffer_of, is_whole, load
+from spmd.device._storage import buffer_of, is_readable, is_whole, load
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class XLAShardedTensor(torch.Tensor):
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if is_tracer(buffer_of(self).value) or self.numel() > 1000 or buffer_of(self).dropped is not None:
+        if self.numel() > 1000 or buffer_of(self).dropped is not None or not is_readable(buffer_of(self).value):
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"

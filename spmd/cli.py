@@ -78,9 +78,16 @@ def ckpt_command() -> Callable[..., Any]:
     return run
 
 
+def launch_command() -> Callable[..., Any]:
+    from mesh import launch
+
+    return launch.main
+
+
 COMMANDS = {
     "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
     "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
+    "launch": Command("Run a program as one job of several processes.", launch_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
 
@@ -92,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments after the program's name; those of the process when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["launch"]:  # what follows the program's name is the program's own: nothing for tyro
+        raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=("spmd",)))
     app = tyro.extras.SubcommandApp()
     for name, command in COMMANDS.items():
         function = command.load() if arguments[:1] == [name] else listed(command)
@@ -146,3 +155,7 @@ def device_line(group: DeviceGroup) -> str:
     memory = "" if group.memory_bytes is None else f", {group.memory_bytes / 2**30:.0f} GiB each"
     kind = "" if group.kind == group.platform else f" ({group.kind})"
     return f"{group.num_devices} x {group.platform}{kind}{memory}"
+
+
+if __name__ == "__main__":
+    main()

@@ -11,12 +11,13 @@ import itertools
 import json
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
+import mesh
+from mesh._service import Service
 from spmd._errors import CheckpointError, message
-from spmd._jax import coordination_client
 
 TIMEOUT_S = 600.0
 _GRACE_S = 5.0  # so that process 0 can still say who is missing
@@ -51,9 +52,9 @@ class Coordinated:
 
     _rounds: itertools.count[int] = itertools.count()
 
-    def __init__(self, client: Any, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.index, self.size = jax.process_index(), jax.process_count()
-        self._client, self._timeout_s = client, timeout_s
+        self._service, self._timeout_s = Service(self.size), timeout_s
         self._scope = f"spmd/{next(self._rounds)}"
         self._number = 0
 
@@ -62,13 +63,16 @@ class Coordinated:
         folder, done = f"{self._scope}/{self._number}", f"{self._scope}/{self._number - 2}/"
         self._number += 1
         deadline = time.monotonic() + self._timeout_s
-        if self.index:
-            self._client.key_value_set(f"{folder}/{self.index}", text)
-            answer = json.loads(self._get(f"{folder}/all", "process 0", name, deadline + _GRACE_S))
-        else:
-            answer = self._collected(folder, text, name, deadline)
-            self._client.key_value_set(f"{folder}/all", json.dumps(answer))
-            self._client.key_value_delete(done)  # everybody is past it: they took part in the round after it
+        try:
+            if self.index:
+                self._service.set(f"{folder}/{self.index}", text)
+                answer = json.loads(self._get(f"{folder}/all", "process 0", name, deadline + _GRACE_S))
+            else:
+                answer = self._collected(folder, text, name, deadline)
+                self._service.set(f"{folder}/all", json.dumps(answer))
+                self._service.delete(done)  # everybody is past it: they took part in the round after it
+        except mesh.JobError as error:
+            raise CheckpointError(str(error)) from error
         if isinstance(answer, str):
             raise CheckpointError(answer)
         return answer
@@ -84,23 +88,20 @@ class Coordinated:
         return texts
 
     def _get(self, key: str, who: str, name: str, deadline: float) -> str:
-        left_ms = max(1, int(1000 * (deadline - time.monotonic())))
-        try:
-            return self._client.blocking_key_value_get(key, left_ms)
-        except (RuntimeError, ValueError) as error:
+        value = self._service.get(key, deadline - time.monotonic())
+        if value is None:
             raise CheckpointError(
                 message(
                     f"{who} did not arrive at '{name}' within {self._timeout_s:.0f} s",
-                    " ".join(str(error).split())[:200],
-                    fix="look at that process's output; all processes must save and restore at the same steps",
+                    fix="look at what that process wrote last; all processes must save and restore at the same steps",
                 )
-            ) from error
+            )
+        return value
 
 
 def current_gang() -> Gang:
     """The processes of this job. Call it on the main thread, in the same order on every process."""
-    client = coordination_client()
-    return Alone() if client is None or jax.process_count() == 1 else Coordinated(client)
+    return Alone() if jax.process_count() == 1 else Coordinated()
 
 
 __all__ = ["Alone", "Coordinated", "Gang", "current_gang"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mesh
 from spmd._errors import CheckpointError, message
 from spmd.checkpoint import _files, _save, _scan
 from spmd.checkpoint._collect import RANDOM, parameter_names
@@ -72,6 +73,11 @@ def restore(
     root = Path(os.path.abspath(path))
     _save.join(root)
     gang = current_gang() if gang is None else gang
+    with mesh.long("restoring"):
+        return _restored(root, state, step, cast, random, gang)
+
+
+def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool, gang: Gang) -> Restored:
     names = [name for name in map(_files.parse_name, _agreed_candidates(root, step, gang)) if name is not None]
     skipped: list[str] = []
     for name in names:
@@ -134,7 +140,7 @@ def _warn(skipped: list[str], step: int) -> None:
                 *"\n".join(skipped).splitlines(),
                 fix="delete what is damaged; look at the disk",
             ),
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

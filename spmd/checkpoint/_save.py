@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mesh
 from spmd._errors import CheckpointError, message
 from spmd.checkpoint import _files, _manifest, _tree
 from spmd.checkpoint._collect import Collected, collect
@@ -59,7 +60,8 @@ class Saving:
             CheckpointError: it was not saved.
         """
         try:
-            self._outcome.result()
+            with mesh.long("saving"):
+                self._outcome.result()
         finally:
             if _pending.get(self.root) is self:
                 del _pending[self.root]
@@ -93,11 +95,13 @@ def save(
     if not wait:
         staging = _staging.setdefault(root, Staging([]))
         staging.rewind()
-    pieces = pieces_of(collected.leaves, gang.index, gang.size, staging)
+    with mesh.long("copying what is to be saved"):
+        pieces = pieces_of(collected.leaves, gang.index, gang.size, staging)
     writer = _Writer(root, step, keep, gang, collected, list(packed(pieces)))
     outcome: Future[None] = Future()
     if wait:
-        writer.run()
+        with mesh.long("saving"):
+            writer.run()
         outcome.set_result(None)
         return Saving(root, step, outcome)
     outcome = _pooled(1, [writer.run])[0]
@@ -234,6 +238,7 @@ class _Writer:
             raise CheckpointError(message(f"the manifest of {final} reads back differently", fix="look at the disk"))
         _manifest.parse(data)
         _files.commit(writing, final)
+        mesh.report_saved(self.step)
         self._delete_old(final)
 
     def _manifest(self, writing: Path) -> Manifest:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -18,7 +17,20 @@ from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing
 from spmd.device._numbers import lifted
-from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided
+from spmd.device._storage import (
+    buffer_of,
+    fetched,
+    is_whole,
+    load,
+    moved,
+    once,
+    recording,
+    store,
+    strided_alias,
+    wrap,
+    wrap_host,
+    wrap_strided,
+)
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,7 +141,7 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
             return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
     _counters.count("host_reads")
-    return np.asarray(value).reshape(()).item()
+    return fetched(value).reshape(()).item()
 
 
 def zero_(self: torch.Tensor) -> torch.Tensor:
@@ -189,7 +201,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         raise _host_read_while_tracing("a copy to the host")
     _counters.count("host_reads")
     _counters.count("download_bytes", value.nbytes)
-    return host_tensor(np.asarray(value))
+    return host_tensor(fetched(value))
 
 
 def _host_read_while_tracing(what: str) -> TraceError:
@@ -237,7 +249,7 @@ def like_placement(value: Any, dst: torch.Tensor) -> Any:
     annotation = buffer_of(dst).annotation
     if annotation is None or is_tracer(value) or not is_whole(dst, buffer_of(dst)):
         return value
-    return jax.device_put(value, annotation.to_jax())
+    return moved(value, annotation.to_jax())
 
 
 def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

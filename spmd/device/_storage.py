@@ -25,10 +25,11 @@ import torch
 from jax import lax
 
 import mesh
+from mesh import _agreement, _hosts
 from spmd import _counters
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace
+from spmd._jax import current_trace, is_tracer
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,8 +103,7 @@ class Buffer:
         if self.value is None and self.host is not None:
             self.value, self.host = upload(self.host, sharding), None
         elif sharding is not None and self.get().sharding != sharding:
-            with jax.ensure_compile_time_eval():
-                self.value = jax.device_put(self.value, sharding)
+            self.value = moved(self.value, sharding)
         self.reads.clear()
 
     def _materialise(self) -> None:
@@ -127,10 +127,55 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
             array = jax.device_put(host)
         else:
             array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+            if not sharding.is_fully_addressable:
+                _note_upload(host)
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
     return array
+
+
+def moved(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array laid out by `sharding`: between devices directly.
+
+    In a job of several processes, what lies on this process's devices alone is taken as equal in all of them (as eager
+    results are that the same Python made everywhere), and each fills its own devices.
+    """
+    with exact_dtypes(), jax.ensure_compile_time_eval():
+        if sharding.is_fully_addressable or not value.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _note_upload(host: np.ndarray[Any, Any]) -> None:
+    """All processes hold the whole of what they upload: let the job compare it."""
+    job = _hosts.job()
+    if job is not None:
+        job.steps.note("uploaded values", _agreement.digest(np.ascontiguousarray(host).reshape(-1).view(np.uint8)))
+
+
+def is_readable(value: Any) -> bool:
+    """False for a tracer, and for an array of which parts lie on other processes' devices only; None is still on the host."""
+    return value is None or (not is_tracer(value) and (value.is_fully_addressable or value.is_fully_replicated))
+
+
+def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
+    """The array on the host.
+
+    Raises:
+        SpmdError: parts of it lie on other processes' devices only.
+    """
+    if not is_readable(value):
+        dims = ", ".join(["None"] * value.ndim)
+        raise SpmdError(
+            message(
+                f"a tensor of shape {value.shape} cannot be read here: parts of it lie on other hosts",
+                f"layout: {getattr(value.sharding, 'spec', value.sharding)}; this host has {len(value.addressable_shards)} of its shards",
+                fix=f"read .local_shards, or gather it first, in all processes: spmd.mark_sharding(t.clone(), mesh, ({dims}))",
+            )
+        )
+    return np.asarray(value)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
@@ -274,8 +319,11 @@ __all__ = [
     "Recorder",
     "buffer_of",
     "contiguous_stride",
+    "fetched",
+    "is_readable",
     "is_whole",
     "load",
+    "moved",
     "once",
     "recording",
     "store",

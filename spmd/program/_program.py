@@ -22,9 +22,10 @@ from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, wrap
+from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._job import require_sound, watched
 from spmd.program._repeat import repeated
 
 
@@ -81,6 +82,7 @@ class Program:
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
+        self.watched = watched()
         self._lower(arg_buffers, name, spent)
 
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
@@ -114,7 +116,11 @@ class Program:
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
             lowered = jitted.lower(*args)
             middle = time.perf_counter()
+            if self.watched is not None:
+                self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
             self.compiled = lowered.compile()
+            if self.watched is not None and self.waits:
+                require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
 
     def _function(self) -> Any:
@@ -151,8 +157,7 @@ class Program:
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
-            with jax.ensure_compile_time_eval():
-                buffer.value = jax.device_put(buffer.value, self.replicated)
+            buffer.value = moved(buffer.value, self.replicated)
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
@@ -175,11 +180,18 @@ class Program:
 
     def _on_device(self, host: np.ndarray[Any, Any]) -> Any:
         with exact_dtypes():
-            return jax.device_put(host, self.replicated) if self.replicated is not None else jnp.asarray(host)
+            if self.replicated is None:
+                return jnp.asarray(host)
+            if self.replicated.is_fully_addressable:
+                return jax.device_put(host, self.replicated)
+            # jax.device_put would run a collective of its own to compare the processes' values; see `_digest` for that
+            return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         self.captured.numbers.today = self.captured.numbers.values()
+        if self.watched is not None:
+            self.watched.begin(self.captured.numbers.today)
         changed: list[Any] = []
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
@@ -207,6 +219,8 @@ class Program:
             arg_buffers[i].value = value
         default_stream.draws += self.captured.draws * self.options.steps_per_call
         self._leave_gradients(grads, given)
+        if self.watched is not None:
+            self.watched.end()
         return self._result(outputs)
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
@@ -223,7 +237,7 @@ class Program:
     def _require_finite(self, flags: list[Any]) -> None:
         """Raise, before state is written back, if a module's output was not finite."""
         for name, flag in zip(self.captured.finite, flags, strict=True):
-            if not np.all(np.asarray(flag)):
+            if not np.all(fetched(flag)):
                 raise NonFiniteError(
                     message(
                         f"the output of module '{name}' is not finite",
@@ -278,7 +292,7 @@ class Program:
                 tensor = wrap(next(values))
                 flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
             elif leaf.kind == "number":
-                number = np.asarray(next(values))
+                number = fetched(next(values))
                 flat.append(number.item() if number.ndim == 0 else number.tolist())
             else:
                 flat.append(leaf.value)
