@@ -3,9 +3,11 @@
 Importing it makes `torch.device("jax")` a real PyTorch device. See `docs/architecture.md` for how.
 """
 
+from spmd import checkpoint as checkpoint
 from spmd import lowering as lowering
 from spmd import metrics as metrics
 from spmd._annotate import mark_sharding as mark_sharding
+from spmd._errors import CheckpointError as CheckpointError
 from spmd._errors import DeviceSlotError as DeviceSlotError
 from spmd._errors import DroppedValueError as DroppedValueError
 from spmd._errors import NonFiniteError as NonFiniteError
@@ -15,6 +17,7 @@ from spmd._errors import UnsupportedOpError as UnsupportedOpError
 from spmd._tensor import XLAShard as XLAShard
 from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
+from spmd.data import shard_loader as shard_loader
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.program._accumulate import accumulate as accumulate
@@ -35,9 +38,13 @@ __all__ = [
     "compile",
     # operators
     "lowering",
+    # data and checkpoints
+    "checkpoint",
+    "shard_loader",
     # counts
     "metrics",
     # errors
+    "CheckpointError",
     "DeviceSlotError",
     "DroppedValueError",
     "NonFiniteError",

@@ -54,6 +54,8 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
+        if self.device.type != "jax":
+            return None
         buffer = buffer_of(self)
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
@@ -112,6 +114,8 @@ class XLAShardedTensor(torch.Tensor):
         return host_copy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.device.type != "jax":  # torch keeps the class in .cpu()
+            return repr(self.as_subclass(torch.Tensor))
         spec = self.sharding_spec if buffer_of(self).dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
