@@ -18,10 +18,12 @@ from spmd._tensor import XLAShardedTensor as XLAShardedTensor
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.program._accumulate import accumulate as accumulate
+from spmd.program._control_flow import register as _register_control_flow
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 
 _register()
+_register_control_flow()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [
