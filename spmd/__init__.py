@@ -19,6 +19,7 @@ from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.program._accumulate import accumulate as accumulate
 from spmd.program._control_flow import register as _register_control_flow
+from spmd.program._remat import remat as remat
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 
@@ -35,6 +36,7 @@ __all__ = [
     "Step",
     "accumulate",
     "compile",
+    "remat",
     # operators
     "lowering",
     # counts

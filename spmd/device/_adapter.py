@@ -24,6 +24,7 @@ from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
 from spmd.device import _random
 from spmd.device._copy import host_value, like_placement
+from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
 from spmd.device._storage import load, once, store, wrap
 from spmd.lowering._registry import Lowering
@@ -113,6 +114,7 @@ class Adapter:
     def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
         self.op = lowering.op
+        self.name = lowering.op._schema.name.partition("::")[2]
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
@@ -125,7 +127,7 @@ class Adapter:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors, return tensors."""
         with exact_dtypes():
-            return self._wrapped(self.arrays(args, kwargs))
+            return self._wrapped(kept_or_new(self.name, self.arrays(args, kwargs)))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""

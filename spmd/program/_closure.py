@@ -108,7 +108,7 @@ def gradients(
         return [torch.zeros_like(t) for t in wanted]
     _require_closed([o for o, _ in flowing], {id(t) for t in wanted}, mark)
     found: Sequence[Any] = torch.autograd.grad([o for o, _ in flowing], list(wanted), [c for _, c in flowing], allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]  # pyright: ignore[reportUnnecessaryComparison]
 
 
 def _require_closed(outputs: Sequence[torch.Tensor], wanted: set[int], mark: int) -> None:
