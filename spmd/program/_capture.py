@@ -27,6 +27,7 @@ from spmd.device._numbers import carried, needs_value
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
 from spmd.program import _guards
+from spmd.program._averages import counting_on_device
 from spmd.program._discover import Reachable
 from spmd.program._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program._guards import Guard
@@ -350,6 +351,7 @@ class _Running:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_watching(recorder, self.found, self.debug_nans))
                 stack.enter_context(recomputing_for_real())
+                stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
                 args, kwargs = self.call
                 result = self.fn(*args, **kwargs)
