@@ -12,6 +12,9 @@ from spmd._errors import NonFiniteError as NonFiniteError
 from spmd._errors import SpmdError as SpmdError
 from spmd._errors import TraceError as TraceError
 from spmd._errors import UnsupportedOpError as UnsupportedOpError
+from spmd._precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from spmd._precision import mixed_precision as mixed_precision
+from spmd._precision import register as _register_precision
 from spmd._tensor import XLAShard as XLAShard
 from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
@@ -25,6 +28,7 @@ from spmd.program._step import compile as compile
 
 _register()
 _register_control_flow()
+_register_precision()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [
@@ -32,6 +36,8 @@ __all__ = [
     "XLAShard",
     "XLAShardedTensor",
     "mark_sharding",
+    "MixedPrecisionPolicy",
+    "mixed_precision",
     # compile
     "Step",
     "accumulate",

@@ -26,7 +26,7 @@ from spmd.device import _random
 from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
-from spmd.device._storage import load, once, store, wrap
+from spmd.device._storage import load, once, reduce_dtype, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -176,6 +176,8 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
+        if self.lowering.reduces:
+            key.append(reduce_dtype())
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -226,6 +228,8 @@ class Adapter:
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
+        if self.lowering.reduces:
+            named["reduce_dtype"] = reduce_dtype()
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast)
 

@@ -168,6 +168,11 @@ def _repeat(value: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding 
     return _filler(shape, sharding)(value)
 
 
+def reduce_dtype() -> np.dtype[Any] | None:
+    """The dtype in which the traced program sums gradients of weights over devices; None: their own."""
+    return getattr(recording.get(), "reduce_dtype", None)
+
+
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
     """`compute()`, or its result for the same `what` and operands (0-dim arrays, numbers) earlier in this trace.
 
@@ -318,6 +323,7 @@ __all__ = [
     "load",
     "once",
     "recording",
+    "reduce_dtype",
     "store",
     "strided_alias",
     "upload",

@@ -129,6 +129,7 @@ class Recorder:
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    reduce_dtype: Any = None
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -165,6 +166,11 @@ class Recorder:
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
+
+    def reduce_in(self, dtype: Any) -> None:
+        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
+        if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
+            self.reduce_dtype = dtype
 
     def on_branch(self, evaluate: Callable[[], bool], outcome: bool) -> None:
         self.branches.append((evaluate, outcome))
