@@ -14,6 +14,9 @@ from spmd._errors import NonFiniteError as NonFiniteError
 from spmd._errors import SpmdError as SpmdError
 from spmd._errors import TraceError as TraceError
 from spmd._errors import UnsupportedOpError as UnsupportedOpError
+from spmd._precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from spmd._precision import mixed_precision as mixed_precision
+from spmd._precision import register as _register_precision
 from spmd._tensor import XLAShard as XLAShard
 from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
@@ -21,10 +24,14 @@ from spmd.data import shard_loader as shard_loader
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.program._accumulate import accumulate as accumulate
+from spmd.program._control_flow import register as _register_control_flow
+from spmd.program._remat import remat as remat
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 
 _register()
+_register_control_flow()
+_register_precision()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [
@@ -32,10 +39,13 @@ __all__ = [
     "XLAShard",
     "XLAShardedTensor",
     "mark_sharding",
+    "MixedPrecisionPolicy",
+    "mixed_precision",
     # compile
     "Step",
     "accumulate",
     "compile",
+    "remat",
     # operators
     "lowering",
     # data and checkpoints

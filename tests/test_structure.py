@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd.lowering",),
     ("spmd.device",),
     ("spmd._names", "spmd._tensor"),
-    ("spmd._annotate",),
+    ("spmd._annotate", "spmd._precision"),
     ("spmd.program",),
     (
         "spmd.fsdp",

@@ -24,8 +24,9 @@ from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
 from spmd.device import _random
 from spmd.device._copy import host_value, like_placement
+from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
-from spmd.device._storage import load, once, store, wrap
+from spmd.device._storage import load, once, reduce_dtype, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -119,6 +120,7 @@ class Adapter:
     def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
         self.op = lowering.op
+        self.name = lowering.op._schema.name.partition("::")[2]
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
@@ -131,7 +133,7 @@ class Adapter:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors, return tensors."""
         with exact_dtypes():
-            return self._wrapped(self.arrays(args, kwargs))
+            return self._wrapped(kept_or_new(self.name, self.arrays(args, kwargs)))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""
@@ -180,6 +182,8 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
+        if self.lowering.reduces:
+            key.append(reduce_dtype())
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -230,6 +234,8 @@ class Adapter:
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
+        if self.lowering.reduces:
+            named["reduce_dtype"] = reduce_dtype()
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast)
 

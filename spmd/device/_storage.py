@@ -213,6 +213,11 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
     return np.asarray(value)
 
 
+def reduce_dtype() -> np.dtype[Any] | None:
+    """The dtype in which the traced program sums gradients of weights over devices; None: their own."""
+    return getattr(recording.get(), "reduce_dtype", None)
+
+
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
     """`compute()`, or its result for the same `what` and operands (0-dim arrays, numbers) earlier in this trace.
 
@@ -366,6 +371,7 @@ __all__ = [
     "moved",
     "once",
     "recording",
+    "reduce_dtype",
     "store",
     "strided_alias",
     "upload",

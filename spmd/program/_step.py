@@ -20,6 +20,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from spmd._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.program import _guards, _hlo
+from spmd.program._averages import bring_counts
 from spmd.program._capture import Captured, UnequalCounters, Unreached, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
@@ -119,6 +120,7 @@ class Step(Generic[P, R]):
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs)
+        bring_counts(found.all_modules())
         with OptimizerStates() as states:
             while True:
                 start = time.perf_counter()
