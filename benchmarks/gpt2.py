@@ -69,6 +69,8 @@ HF_SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "transformer.h.*.mlp.c_proj.weight": ("model", "fsdp"),
 }
 BATCH_SPECS = ((("data", "fsdp"), None), (("data", "fsdp"), None))
+# Results of modules that are split by sequences alone. Without this, weights split over "fsdp" make GSPMD split activations by width.
+ACTIVATIONS = {"own": ("tokens", "blocks.?", "blocks.??"), "hf": ("transformer.wte", "transformer.h.?", "transformer.h.??")}
 
 
 class Attention(nn.Module):
@@ -167,7 +169,13 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
+    """Parameters by pattern, and how each is split."""
     return SHARDINGS if config.variant == "own" else HF_SHARDINGS
+
+
+def activations(config: Config) -> dict[str, tuple[str | tuple[str, ...] | None, ...]]:
+    """Modules whose result is held to a sharding."""
+    return {pattern: (("data", "fsdp"), None, None) for pattern in ACTIVATIONS[config.variant]}
 
 
 def num_items(config: Config) -> int:

@@ -60,22 +60,22 @@ def hf_block(x_BTD: jax.Array, params: Params, name: str, heads: int) -> jax.Arr
     return x_BTD + conv1d(h_BTF, params, f"{name}.mlp.c_proj")
 
 
-def forward(params: Params, config: Any, tokens_BT: jax.Array) -> jax.Array:
+def forward(params: Params, config: Any, tokens_BT: jax.Array, hold: Any) -> jax.Array:
     names = {"own": ("tokens", "positions", "blocks", "norm"), "hf": tuple(f"transformer.{n}" for n in ("wte", "wpe", "h", "ln_f"))}
     tokens, positions, blocks, last = names[config.variant]
     block = own_block if config.variant == "own" else hf_block
     table_VD = params[f"{tokens}.weight"]
-    x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + params[f"{positions}.weight"][: tokens_BT.shape[1]]
+    x_BTD = hold(jnp.take(table_VD, tokens_BT, axis=0)) + params[f"{positions}.weight"][: tokens_BT.shape[1]]
     for layer in range(config.layers):
-        x_BTD = block(x_BTD, params, f"{blocks}.{layer}", config.heads)
+        x_BTD = hold(block(x_BTD, params, f"{blocks}.{layer}", config.heads))
     return jnp.einsum("btd,vd->btv", norm(x_BTD, params, last), table_VD)
 
 
 def loss(params: Params, buffers: Params, config: Any, x_BT: jax.Array, y_BT: jax.Array, hold: Any) -> tuple[jax.Array, Params]:
-    """Mean cross entropy; the label's logit by comparison, not by gather, so that a split vocabulary stays split."""
+    """Mean cross entropy; the label's logit by comparison, not by gather, so that a split vocabulary stays split. `hold`: see `gpt2.ACTIVATIONS`."""
     if config.variant == "hf":  # labels are the tokens themselves, shifted; the last position has none
         y_BT = jnp.concatenate([x_BT[:, 1:], jnp.full_like(x_BT[:, :1], -100)], 1)
-    logits_BTV = forward(params, config, x_BT).astype(jnp.float32)
+    logits_BTV = forward(params, config, x_BT, hold).astype(jnp.float32)
     is_label = y_BT[..., None] == jnp.arange(logits_BTV.shape[-1], dtype=y_BT.dtype)
     losses_BT = jax.nn.logsumexp(logits_BTV, -1) - jnp.sum(jnp.where(is_label, logits_BTV, 0.0), -1)
     is_counted = y_BT != -100

@@ -92,6 +92,7 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
+    """Parameters by pattern, and how each is split."""
     return SHARDINGS
 
 

@@ -117,6 +117,7 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
+    """None: every parameter is on every device."""
     return SHARDINGS
 
 

@@ -127,3 +127,10 @@ def memory_of(compiled: Any) -> dict[str, int]:
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")}
     peak = int(getattr(analysis, "peak_memory_in_bytes", 0)) or sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]
     return {f"{name}_bytes": size for name, size in sizes.items()} | {"peak_bytes": peak}
+
+
+def prepare(job: Any) -> None:
+    """As many virtual CPU devices as the mesh has, or the accelerator's."""
+    if job.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1 if job.topology else job.num_devices)

@@ -77,3 +77,9 @@ class Contender:
 
     def weights(self) -> dict[str, Any]:
         return {name: p.detach().cpu().float().numpy() for name, p in self.model.named_parameters()}
+
+
+def prepare(job: Any) -> None:
+    """As many virtual CPU devices as the mesh has, or the accelerator's."""
+    if job.platform == "cpu":
+        mesh.virtual_devices(1 if job.topology else job.num_devices)
