@@ -13,12 +13,14 @@ from mesh._errors import AcceleratorIdle, DeviceError, MeshError, SpecError
 from mesh._mesh import Mesh, init_device_mesh
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec
+from mesh._topology import topology_devices
 
 __all__ = [
     # devices
     "Device",
     "device_count",
     "devices",
+    "topology_devices",
     "virtual_devices",
     # mesh
     "Mesh",

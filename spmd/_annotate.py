@@ -60,8 +60,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
                 fix="mark the tensor it was taken from, or mark a copy: mark_sharding(t.clone(), ...)",
             )
         )
-    buffer.place(spec.to_jax())
-    buffer.annotation = spec
+    buffer.annotate(spec)
     return become_sharded(tensor)
 
 
