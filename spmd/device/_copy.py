@@ -15,7 +15,7 @@ import torch
 from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
-from spmd._jax import is_tracer, is_tracing
+from spmd._jax import is_tracer, is_tracing, known_value
 from spmd.device._numbers import lifted
 from spmd.device._storage import (
     buffer_of,
@@ -164,10 +164,14 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 
 def local_scalar_dense(self: torch.Tensor) -> Any:
-    """`tensor.item()`: a Python number eagerly, a lifted number in a traced program."""
+    """`tensor.item()`: a Python number eagerly, or where a traced program computed it from constants; else a lifted number."""
     value = load(self)
-    if is_tracer(value) or recording.get() is not None:
+    recorder = recording.get()
+    if is_tracer(value) or recorder is not None:
         with exact_dtypes():
+            known = None if recorder is None else known_value(value, recorder.is_state)
+            if known is not None:
+                return np.asarray(known).reshape(()).item()
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
             return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
     _counters.count("host_reads")
