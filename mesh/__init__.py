@@ -10,6 +10,7 @@ sharding.shard_shape((64, 16))  # (16, 16)
 
 from mesh._devices import Device, device_count, devices, virtual_devices
 from mesh._errors import AcceleratorIdle, DeviceError, MeshError, SpecError
+from mesh._hybrid import HybridMesh, device_attributes, simulated_slices
 from mesh._mesh import Mesh, init_device_mesh
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec
@@ -21,8 +22,11 @@ __all__ = [
     "devices",
     "virtual_devices",
     # mesh
+    "HybridMesh",
     "Mesh",
+    "device_attributes",
     "init_device_mesh",
+    "simulated_slices",
     # specs
     "PartitionSpec",
     "SpecLike",

@@ -135,8 +135,10 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
     buffer = buffer_of(self)
+    whole = buffer.annotation is not None and not is_tracing() and is_whole(self, buffer)
     with exact_dtypes():
-        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype))
+        placed = buffer.annotation.to_jax() if whole and buffer.annotation is not None else None
+        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype), device=placed)
         if buffer.dropped is not None and self.shape == buffer.shape and self.is_contiguous() and not self.storage_offset():
             buffer.set(zeros)
         else:
