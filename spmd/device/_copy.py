@@ -235,11 +235,20 @@ def _converted(value: Any, dtype: Any) -> Any:
 
 
 def like_placement(value: Any, dst: torch.Tensor) -> Any:
-    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout."""
-    annotation = buffer_of(dst).annotation
-    if annotation is None or is_tracer(value) or not is_whole(dst, buffer_of(dst)):
+    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout.
+
+    A parameter without annotation stays whole on every device, as in a compiled step: an update by a sharded gradient would
+    otherwise leave a bias in another layout after the first step than before it.
+    """
+    buffer = buffer_of(dst)
+    if is_tracer(value) or not is_whole(dst, buffer):
         return value
-    return jax.device_put(value, annotation.to_jax())
+    if buffer.annotation is not None:
+        return jax.device_put(value, buffer.annotation.to_jax())
+    placed = value.sharding
+    if isinstance(dst, torch.nn.Parameter) and isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated:
+        return jax.device_put(value, jax.sharding.NamedSharding(placed.mesh, jax.sharding.PartitionSpec()))
+    return value
 
 
 def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

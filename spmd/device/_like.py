@@ -1,4 +1,4 @@
-"""`empty_like`, in which `zeros_like`, `ones_like` and `full_like` end too: a tensor like a marked one is laid out as it is.
+"""`empty_like` and its kin: a tensor made like a marked one is laid out as it is.
 
 So an optimizer's state has its parameter's layout from the start, and no device ever holds more of it than its shard.
 """
@@ -29,3 +29,18 @@ def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         out = wrap(jnp.zeros(tuple(wanted.shape), to_numpy_dtype(wanted.dtype), device=buffer.annotation.to_jax()))
     buffer_of(out).annotation = buffer.annotation
     return out
+
+
+def zeros_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`torch.zeros_like`."""
+    return empty_like(self, **kwargs).zero_()
+
+
+def ones_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`torch.ones_like`."""
+    return empty_like(self, **kwargs).fill_(1)
+
+
+def full_like(self: torch.Tensor, fill_value: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.full_like`."""
+    return empty_like(self, **kwargs).fill_(fill_value)
