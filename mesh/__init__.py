@@ -12,6 +12,7 @@ from mesh._devices import Device, device_count, devices, virtual_devices
 from mesh._errors import AcceleratorIdle, DeviceError, JobError, MeshError, SpecError
 from mesh._host import PREEMPTED, Host
 from mesh._hosts import barrier, init, long, report_saved, should_stop
+from mesh._hybrid import HybridMesh, device_attributes, simulated_slices
 from mesh._mesh import Mesh, init_device_mesh
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec
@@ -25,8 +26,11 @@ __all__ = [
     "topology_devices",
     "virtual_devices",
     # mesh
+    "HybridMesh",
     "Mesh",
+    "device_attributes",
     "init_device_mesh",
+    "simulated_slices",
     # specs
     "PartitionSpec",
     "SpecLike",

@@ -5,6 +5,7 @@
     +-- TraceError (RuntimeError)                  Python wanted a value that only the compiled program will have
     +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
     +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
+    +-- ShardError (RuntimeError)                  pieces of a tensor do not fit it
     +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
 
@@ -41,6 +42,10 @@ class DroppedValueError(SpmdError, RuntimeError):
 
 class NonFiniteError(SpmdError, FloatingPointError):
     """A module computed an infinity or not-a-number, in a step compiled with `debug_nans=True`."""
+
+
+class ShardError(SpmdError, RuntimeError):
+    """The pieces given for a sharded tensor do not make one up."""
 
 
 class DeviceSlotError(SpmdError, RuntimeError):

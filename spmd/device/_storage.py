@@ -104,8 +104,8 @@ class Buffer:
             self.reads.clear()
 
     def annotate(self, spec: mesh.ShardingSpec) -> None:
-        """Note where `mark_sharding` wants the value, and lay it out so; on a topology, which has no memory, only note it."""
-        if spec.mesh.topology is None:
+        """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
+        if spec.mesh.topology is None and not is_unset(self):
             self.place(spec.to_jax())
         self.annotation = spec
 
@@ -310,6 +310,11 @@ def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return tensor
 
 
+def is_unset(buffer: Buffer) -> bool:
+    """Whether its value is one number repeated, with no memory behind it yet."""
+    return buffer.value is None and buffer.host is not None and not buffer.host.flags.writeable
+
+
 def wrap_unset(shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
     """A new device tensor that nobody has given a value: zeros, but no memory anywhere until the first use."""
     return wrap_host(np.broadcast_to(np.zeros((), dtype), shape))
@@ -368,6 +373,7 @@ __all__ = [
     "contiguous_stride",
     "fetched",
     "is_readable",
+    "is_unset",
     "is_whole",
     "load",
     "moved",

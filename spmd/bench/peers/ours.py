@@ -70,7 +70,9 @@ class Contender:
         memory = _hlo.memory(self.compiled._program.compiled)
         return {
             "hlo": self.compiled.hlo(),
-            "memory": {name: getattr(memory, name) for name in ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "peak_bytes")},
+            "memory": {
+                name: getattr(memory, name) for name in ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "peak_bytes")
+            },
             "executables": self.compiled.num_executables,
             "retraces": list(self.compiled.retraces),
         }
