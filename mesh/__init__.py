@@ -9,8 +9,10 @@ sharding.shard_shape((64, 16))  # (16, 16)
 """
 
 from mesh._devices import Device, device_count, devices, virtual_devices
-from mesh._errors import AcceleratorIdle, DeviceError, MeshError, SpecError
+from mesh._errors import AcceleratorIdle, DeviceError, MeshError, RulesError, SpecError
 from mesh._mesh import Mesh, init_device_mesh
+from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report
+from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec
 
@@ -31,9 +33,23 @@ __all__ = [
     "ShardSlice",
     "ShardingSpec",
     "ShardingType",
+    # rules
+    "LARGE_BYTES",
+    "Finding",
+    "Placement",
+    "Rule",
+    "Rules",
+    "RulesReport",
+    "Sized",
+    "SpecFunction",
+    "largest_dim",
+    "rules_report",
+    "split_largest_dim",
+    "without_axes",
     # errors
     "AcceleratorIdle",
     "DeviceError",
     "MeshError",
+    "RulesError",
     "SpecError",
 ]

@@ -20,6 +20,7 @@ from spmd.device._backend import register as _register
 from spmd.program._accumulate import accumulate as accumulate
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
+from spmd.rules import shard_module as shard_module
 
 _register()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
@@ -29,6 +30,7 @@ __all__ = [
     "XLAShard",
     "XLAShardedTensor",
     "mark_sharding",
+    "shard_module",
     # compile
     "Step",
     "accumulate",

@@ -18,7 +18,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd.lowering",),
     ("spmd.device",),
     ("spmd._names", "spmd._tensor"),
-    ("spmd._annotate",),
+    ("spmd._annotate", "spmd._constraint"),
+    ("spmd.rules",),
     ("spmd.program",),
     (
         "spmd.fsdp",
