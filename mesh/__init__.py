@@ -14,7 +14,7 @@ from mesh._mesh import Mesh, init_device_mesh
 from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
-from mesh._spec import PartitionSpec, SpecLike, as_spec
+from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 
 __all__ = [
     # devices
@@ -29,6 +29,7 @@ __all__ = [
     "PartitionSpec",
     "SpecLike",
     "as_spec",
+    "entry_axes",
     # shardings
     "ShardSlice",
     "ShardingSpec",

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 from mesh._errors import SpecError, message
 from mesh._mesh import Mesh
@@ -188,7 +188,7 @@ def _as_rule(pair: object) -> Rule:
         )
     pattern, spec = pair
     if spec is None or isinstance(spec, PartitionSpec) or callable(spec):
-        return Rule(pattern, spec)
+        return Rule(pattern, cast("PartitionSpec | SpecFunction | None", spec))
     try:
         return Rule(pattern, as_spec(spec))
     except SpecError as error:

@@ -17,6 +17,7 @@ from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
+from spmd.fsdp import fully_shard as fully_shard
 from spmd.program._accumulate import accumulate as accumulate
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
@@ -30,6 +31,7 @@ __all__ = [
     "XLAShard",
     "XLAShardedTensor",
     "mark_sharding",
+    "fully_shard",
     "shard_module",
     # compile
     "Step",

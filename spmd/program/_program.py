@@ -21,6 +21,7 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap
 from spmd.program import _hlo
@@ -105,7 +106,7 @@ class Program:
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            grads.extend(buffer_of(p).value.sharding if p.shape == t.shape else None for p, t in self.captured.born)
+            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.born)
             pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
         args = (donated, state[self.num_donated :], [b.value for b in self.read], *self._inputs(arg_buffers, self._example_hosts()))
         self.arg_shardings = [b.value.sharding for b in arg_buffers]
@@ -157,8 +158,13 @@ class Program:
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
-                return buffer_of(parameter).value.sharding
+                return self._state_sharding(parameter)
         return None
+
+    def _state_sharding(self, parameter: torch.Tensor) -> Any:
+        """Where gradient and optimizer state of a parameter go."""
+        own = buffer_of(parameter).state_annotation
+        return buffer_of(parameter).value.sharding if own is None else own.to_jax()
 
     def _inputs(self, arg_buffers: list[Buffer], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
@@ -268,7 +274,7 @@ class Program:
         for (parameter, state), value in zip(self.captured.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
-            buffer.annotation = buffer_of(parameter).annotation if parameter.shape == state.shape else None
+            buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any]) -> Any:
         values = iter(outputs)
