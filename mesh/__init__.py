@@ -15,12 +15,14 @@ from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, ru
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
+from mesh._topology import topology_devices
 
 __all__ = [
     # devices
     "Device",
     "device_count",
     "devices",
+    "topology_devices",
     "virtual_devices",
     # mesh
     "Mesh",

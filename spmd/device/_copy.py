@@ -18,13 +18,42 @@ from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing
 from spmd.device._numbers import lifted
-from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided
+from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided, wrap_unset
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty`: zeros, because jax has no uninitialised memory; XLA drops them if nobody reads them."""
+    """`torch.empty`: zeros, because jax has no uninitialised memory, but not before somebody reads them."""
+    return unset(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype()))
+
+
+def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
+    """A tensor without a value yet; in a trace zeros, which XLA drops if nobody reads them."""
+    if not is_tracing():
+        return wrap_unset(size, dtype)
     with exact_dtypes():
-        return wrap(jnp.zeros(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())))
+        return wrap(jnp.zeros(size, dtype))
+
+
+def filled(adapter: Any, number: float | None = None) -> Any:
+    """Kernel of `zeros`, `ones_like`, `full` and their like: eagerly one number, with no memory for its copies until the first use.
+
+    Args:
+        adapter: the kernel for traces, layouts other than row-major, and numbers that the dtype may not hold.
+        number: what the op fills with; None: its argument `fill_value`.
+    """
+
+    def kernel(first: Any, *rest: Any, **kwargs: Any) -> Any:
+        given = number if number is not None or not rest else rest[0]
+        like = first if isinstance(first, torch.Tensor) else None
+        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+        plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
+        exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
+        typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point)
+        if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()):
+            return adapter(first, *rest, **kwargs)
+        return wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), tuple(first if like is None else like.shape)))
+
+    return kernel
 
 
 def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,11 +61,10 @@ def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
     size, stride = tuple(size), tuple(stride)
     dtype = to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())
     order = sorted(range(len(size)), key=lambda dim: -stride[dim])
-    with exact_dtypes():
-        if fills_block(size, stride):
-            root = wrap(jnp.zeros(tuple(size[dim] for dim in order), dtype))
-        else:  # gaps or overlaps: a flat storage long enough for the last element
-            root = wrap(jnp.zeros((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype))
+    if fills_block(size, stride):
+        root = unset(tuple(size[dim] for dim in order), dtype)
+    else:  # gaps or overlaps: a flat storage long enough for the last element
+        root = unset((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype)
     return strided_alias(root, size, stride, 0)
 
 
@@ -49,7 +77,7 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
     buffer = buffer_of(self)
     if buffer.value is None and buffer.host is not None and is_whole(self, buffer) and recording.get() is None:
-        return wrap_host(buffer.host.copy())  # still on the host: so is the copy
+        return wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)  # still on the host: so is the copy
     with exact_dtypes():
         value = load(self)
         if not is_tracing():
@@ -99,7 +127,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
             buffer.set(None)
             buffer.host = host
             if kept is not None:
-                buffer.place(kept.to_jax())
+                buffer.annotate(kept)
             return dst
         with exact_dtypes():
             store(dst, jnp.broadcast_to(jnp.asarray(host), tuple(dst.shape)))

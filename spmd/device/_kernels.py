@@ -39,6 +39,8 @@ _SPECIAL = {
     "equal": _copy.equal,
     "as_strided_scatter": _copy.as_strided_scatter,
 }
+# ops that repeat one number, which is given here or is the argument `fill_value`
+_FILLED = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "full": None, "full_like": None}
 
 
 class Installed:
@@ -68,6 +70,8 @@ def install() -> Installed:
     for op, lowering in lowerings().items():
         name = _short(op)
         adapter = Adapter(lowering)
+        if name in _FILLED:
+            installed.add(name, _copy.filled(adapter, _FILLED[name]))
         if not installed.has(name):
             installed.add(name, _in_place_kernel(adapter) if _is_in_place(op) else adapter)
         if lowering.whole:

@@ -14,12 +14,14 @@ operator and no program.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
@@ -58,7 +60,8 @@ class Buffer:
 
     Attributes:
         value: a jax.Array or tracer of shape `shape`; None while the value is still on the host, or dropped.
-        host: the values to upload on first use (numpy, private to this buffer), or None.
+        host: the values to upload on first use, or None: a numpy array private to this buffer, or a read-only one, which
+            repeats one value without memory behind it (`torch.empty`).
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
@@ -99,6 +102,12 @@ class Buffer:
         if self.reads:
             self.reads.clear()
 
+    def annotate(self, spec: mesh.ShardingSpec) -> None:
+        """Note where `mark_sharding` wants the value, and lay it out so; on a topology, which has no memory, only note it."""
+        if spec.mesh.topology is None:
+            self.place(spec.to_jax())
+        self.annotation = spec
+
     def place(self, sharding: jax.sharding.Sharding | None) -> None:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
@@ -110,6 +119,8 @@ class Buffer:
 
     def _materialise(self) -> None:
         if self.host is not None:
+            if self.annotation is not None and self.annotation.mesh.topology is not None:
+                raise _not_here(self.shape, self.annotation)
             self.place(None if self.annotation is None else self.annotation.to_jax())
             return
         raise DroppedValueError(self.dropped or "the tensor has no value")
@@ -122,9 +133,24 @@ class Buffer:
         return held.dtype
 
 
+def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdError:
+    return SpmdError(
+        message(
+            f"a tensor of shape {shape} has no value: it lies on topology {annotation.mesh.topology!r}",
+            "programs over a topology are compiled and not run",
+            fix="compile with step.program(...), or mark the tensor over a mesh of devices that are here",
+        )
+    )
+
+
 def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got."""
+    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got.
+
+    One value repeated without memory (a read-only array without strides) is not sent: each device fills its own shard.
+    """
     with exact_dtypes(), jax.ensure_compile_time_eval():
+        if host.size > 1 and not host.flags.writeable and not any(host.strides):
+            return _repeat(host.flat[0], host.shape, sharding)
         if sharding is None:
             array = jax.device_put(host)
         else:
@@ -133,6 +159,15 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
     return array
+
+
+@functools.cache
+def _filler(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
+    return jax.jit(lambda value: jnp.broadcast_to(value, shape), out_shardings=sharding)
+
+
+def _repeat(value: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    return _filler(shape, sharding)(value)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
@@ -225,6 +260,11 @@ def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return tensor
 
 
+def wrap_unset(shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
+    """A new device tensor that nobody has given a value: zeros, but no memory anywhere until the first use."""
+    return wrap_host(np.broadcast_to(np.zeros((), dtype), shape))
+
+
 def wrap_strided(array: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     """A new device tensor over `array`, whose flattening is the storage, with torch's strides (dense, any order)."""
     tensor = wrap(array)
@@ -286,4 +326,5 @@ __all__ = [
     "wrap",
     "wrap_host",
     "wrap_strided",
+    "wrap_unset",
 ]

@@ -26,41 +26,40 @@ VOCABULARY, WIDTH, HIDDEN, HEADS, LAYERS = 64, 32, 64, 8, 3
 BATCH, SEQ = 16, 8
 LR = 0.1
 Spec = tuple[Any, ...]
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x_BTD).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
 Annotate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Block(nn.Module):
-    """Sequence parallel by annotation: `between` and `inside` say how [B, T, D] lies between and in the tensor-parallel parts."""
-
-    def __init__(self, between: Annotate, inside: Annotate) -> None:
+class Attention(nn.Module):
+    def __init__(self, split: Annotate) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.between, self.inside = between, inside
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.split = split
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self.between(self.attention(self.inside(self.norm1(x_BTD))))
-        return x_BTD + self.between(self.down(F.gelu(self.up(self.inside(self.norm2(x_BTD))))))
+        q, k, v = (self.split(linear(x_BTD)).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Sequence parallel by annotation: how values lie between the tensor-parallel parts, where they enter them, and inside."""
+
+    def __init__(self, between: Annotate, inside: Annotate, split: Annotate) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(split)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.between, self.inside, self.split = between, inside, split
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.between(x_BTD + self.inside(self.attention(self.inside(self.norm1(x_BTD)))))
+        return self.between(x_BTD + self.inside(self.down(F.gelu(self.split(self.up(self.inside(self.norm2(x_BTD))))))))
 
 
 class Transformer(nn.Module):
-    def __init__(self, between: Annotate = lambda x: x, inside: Annotate = lambda x: x) -> None:
+    def __init__(self, between: Annotate = lambda x: x, inside: Annotate = lambda x: x, split: Annotate = lambda x: x) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(between, inside) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(between, inside, split) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.between, self.inside = between, inside
@@ -99,7 +98,7 @@ class Hand:
     Attributes:
         specs: of each parameter by name.
         tokens: spec of ids and targets.
-        between, inside: specs of [B, T, D] between and in tensor-parallel parts, or None: as the compiler likes.
+        between, inside, split: specs of [B, T, ...] as in `Block`, or None: as the compiler likes.
         gathered: specs of the weights while a layer runs, or None: as they lie.
         remat_gathers: gather again in the backward.
     """
@@ -109,6 +108,7 @@ class Hand:
     tokens: Spec
     between: Spec | None = None
     inside: Spec | None = None
+    split: Spec | None = None
     gathered: Mapping[str, Spec] | None = None
     remat_gathers: bool = False
 
@@ -154,14 +154,17 @@ class Hand:
 
     def block(self, w: Mapping[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
         h_BTD = self.laid(norm(x_BTD, w["norm1.weight"], w["norm1.bias"]), self.inside)
-        q, k, v = (linear(h_BTD, w, f"attention.{n}").reshape(*h_BTD.shape[:2], HEADS, -1).transpose(0, 2, 1, 3) for n in "qkv")
+        q, k, v = (
+            self.laid(linear(h_BTD, w, f"attention.{n}"), self.split).reshape(*h_BTD.shape[:2], HEADS, -1).transpose(0, 2, 1, 3)
+            for n in "qkv"
+        )
         scores = jnp.einsum("bhtk,bhsk->bhts", q, k) / jnp.sqrt(q.shape[-1])
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
         mixed_BTD = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v).transpose(0, 2, 1, 3).reshape(x_BTD.shape)
-        x_BTD = x_BTD + self.laid(linear(mixed_BTD, w, "attention.out"), self.between)
+        x_BTD = self.laid(x_BTD + self.laid(linear(mixed_BTD, w, "attention.out"), self.inside), self.between)
         h_BTD = self.laid(norm(x_BTD, w["norm2.weight"], w["norm2.bias"]), self.inside)
-        hidden = jax.nn.gelu(linear(h_BTD, w, "up"), approximate=False)
-        return x_BTD + self.laid(linear(hidden, w, "down"), self.between)
+        hidden = jax.nn.gelu(self.laid(linear(h_BTD, w, "up"), self.split), approximate=False)
+        return self.laid(x_BTD + self.laid(linear(hidden, w, "down"), self.inside), self.between)
 
     def compiled(self, model: nn.Module) -> Any:
         """The step, SGD, compiled for the model's parameters."""
@@ -195,6 +198,11 @@ def linear(x: jax.Array, w: Mapping[str, jax.Array], name: str) -> jax.Array:
 def collectives(compiled: Any, grid: mesh.Mesh) -> dict[tuple[str, tuple[str, ...]], int]:
     """Executions by kind and axes of a compiled program."""
     return _hlo.collectives(compiled.as_text(), tuple(grid.axis_names), tuple(grid.mesh_shape)).by_axis()
+
+
+def flops(compiled: Any) -> int:
+    """Of one device."""
+    return _hlo.flops(compiled.as_text())
 
 
 def ours(model: nn.Module, grid: mesh.Mesh, tokens: Spec, steps: int = 1) -> tuple[Any, list[float]]:
