@@ -13,6 +13,7 @@ import jax
 import torch
 
 import mesh as mesh_
+from spmd._constraint import constrain
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd._jax import is_tracer
@@ -25,7 +26,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
     """Lay `tensor` out over `mesh`, in place, and return it.
 
     A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
-    function it constrains the value at this point, as `jax.lax.with_sharding_constraint`.
+    function it constrains the value at this point, and its gradient, as `jax.lax.with_sharding_constraint` does.
 
     Args:
         tensor: on device 'jax': a parameter, buffer, input or activation, any dtype.
@@ -42,6 +43,8 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
     if recording.get() is not None or is_tracer(value):
         with exact_dtypes():
             store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda gradient: constrain(gradient, spec, None))
         return become_sharded(tensor)
     if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
         raise SpmdError(

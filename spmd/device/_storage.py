@@ -67,16 +67,18 @@ class Buffer:
             repeats one value without memory behind it (`torch.empty`).
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
+        state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "value")
+    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "state_annotation", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
         self.host = host
         self.shape = shape
         self.annotation: mesh.ShardingSpec | None = None
+        self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()

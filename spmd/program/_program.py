@@ -21,6 +21,7 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
 from spmd.program import _hlo
@@ -111,7 +112,7 @@ class Program:
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            grads.extend(self._example(buffer_of(p)).sharding if p.shape == t.shape else None for p, t in self.captured.born)
+            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.born)
             pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
         args = (donated, state[self.num_donated :], read, *self._inputs(given, self._example_hosts()))
         self.arg_shardings = [v.sharding for v in given]
@@ -173,8 +174,13 @@ class Program:
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
-                return self._example(buffer_of(parameter)).sharding
+                return self._state_sharding(parameter)
         return None
+
+    def _state_sharding(self, parameter: torch.Tensor) -> Any:
+        """Where gradient and optimizer state of a parameter go."""
+        own = buffer_of(parameter).state_annotation
+        return self._example(buffer_of(parameter)).sharding if own is None else own.to_jax()
 
     def _inputs(self, args: list[Any], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
@@ -297,7 +303,7 @@ class Program:
         for (parameter, state), value in zip(self.captured.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
-            buffer.annotation = buffer_of(parameter).annotation if parameter.shape == state.shape else None
+            buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any]) -> Any:
         values = iter(outputs)
