@@ -37,6 +37,7 @@ from spmd.program._guards import Guard
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
+from spmd.program._objects import flatten, unflatten
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
 from spmd.program._remat import recomputing_for_real
@@ -62,12 +63,13 @@ class UnequalCounters(Exception):
 
 @dataclass
 class Leaf:
-    """One leaf of the function's result.
+    """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
 
     Attributes:
         kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
-            before: returned as it is), "static" (any other value, as the trace returned it).
-        value: the tensor or static value; for arrays the class the tensor is returned as.
+            before: returned as it is), "argument" (a tensor that an argument holds: the caller's own), "static" (any other
+            value, as the trace returned it).
+        value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position.
     """
 
     kind: str
@@ -217,8 +219,8 @@ def capture(
         Unreached, StaleGradients, UnequalCounters: it must be traced again in another way, each says in which.
         TraceError: Python needed a value that only the program will have.
     """
-    flat, tree = pytree.tree_flatten((args, kwargs))
-    bound, arg_buffers, host_tensors = _bind(flat)
+    flat = flatten((args, kwargs))
+    bound, arg_buffers, host_tensors = _bind(flat.leaves)
     numbers = LiftedNumbers(found.optimizers)
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
     python = PythonState(found.places(), found.all_modules())
@@ -236,7 +238,9 @@ def capture(
         TracedState(found.optimizers) as optim,
         Gradients(leaves, unmarked) as gradients,
     ):
-        state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
+        call, objects = unflatten(bound, flat.tree)
+        held = {id(bound[i]): i for i in range(flat.tree.root.objects.count(None), len(bound))}
+        state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
         )
@@ -346,6 +350,8 @@ class _Running:
 
     fn: Callable[..., Any]
     call: tuple[tuple[Any, ...], dict[str, Any]]
+    objects: list[Any]
+    held: dict[int, int]
     numbers: LiftedNumbers
     found: Reachable
     python: PythonState
@@ -420,10 +426,12 @@ class _Running:
                 assigned.accept(assigned.tensor)
 
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
-        flat, self.tree = pytree.tree_flatten(result)
+        flat, self.tree, _ = flatten(result, self.objects)
         arrays: list[Any] = []
         for value in flat:
-            if isinstance(value, torch.Tensor) and value.device.type == "jax":
+            if isinstance(value, torch.Tensor) and id(value) in self.held:
+                self.leaves.append(Leaf("argument", self.held[id(value)]))
+            elif isinstance(value, torch.Tensor) and value.device.type == "jax":
                 buffer = buffer_of(value)
                 if buffer not in recorder.newborn and buffer not in self.arguments and value.is_leaf:
                     self.leaves.append(Leaf("same", value))
@@ -464,13 +472,20 @@ class _Running:
 
 @contextmanager
 def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
-    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
+    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`.
+
+    While a module runs, `torch.compiler.is_compiling()` is true, so that its code leaves out what looks at values (transformers
+    asks before it looks into a mask). Optimizers ask it too, and mean Dynamo; they step outside of modules.
+    """
     names = {id(module): name for name, module in found.all_modules()}
     scopes: list[tuple[str, Any]] = []
+    outermost = ExitStack()
 
     def enter(module: torch.nn.Module, args: Any) -> None:
         if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
             raise Unreached(module)
+        if not scopes:
+            outermost.enter_context(torch.compiler._compile_session_context())
         recorder.modules[id(module)] = module
         name = names.get(id(module)) or type(module).__name__
         inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
@@ -482,6 +497,8 @@ def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generat
         if scopes:
             name, scope = scopes.pop()
             scope.__exit__(None, None, None)
+            if not scopes:
+                outermost.close()
             if debug_nans:
                 recorder.finite.extend((name, flag) for flag in _finite_flags(result))
 
@@ -498,6 +515,7 @@ def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generat
     try:
         yield
     finally:
+        outermost.close()
         while scopes:
             scopes.pop()[1].__exit__(None, None, None)
         for handle in handles:

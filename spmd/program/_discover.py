@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.program._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
+from spmd.program._objects import flatten
 
 _DEPTH = 4
 _LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
@@ -199,7 +199,7 @@ def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachab
     found.visit(fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)) else fn.__call__, "fn")
     names = fn.__code__.co_varnames if isinstance(fn, types.FunctionType) else ()
     for i, value in enumerate((*args, *kwargs.values())):
-        for leaf in pytree.tree_leaves(value):  # containers and tensors are part of the signature
+        for leaf in flatten(value).leaves:  # containers and tensors are part of the signature
             if not isinstance(leaf, torch.Tensor):
                 found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
     found._visit_named()

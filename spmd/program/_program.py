@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import NamedSharding
-from torch.utils import _pytree as pytree
 
 import mesh
 from spmd._convert import exact_dtypes, host_array
@@ -28,6 +27,7 @@ from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program import _hlo
 from spmd.program._capture import Captured
 from spmd.program._job import require_sound, watched
+from spmd.program._objects import Flat, flatten, unflatten
 from spmd.program._repeat import repeated
 
 
@@ -245,7 +245,7 @@ class Program:
         self._leave_gradients(grads, given)
         if self.watched is not None:
             self.watched.end()
-        return self._result(outputs)
+        return self._result(outputs, given)
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
         """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""
@@ -299,7 +299,7 @@ class Program:
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
         for owner, grad in self.captured.gradients:
-            leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
+            leaf = owner if isinstance(owner, torch.Tensor) else flatten(given).leaves[owner]
             left = grad
             if grad is not None and self.options.keep_grads:
                 value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
@@ -311,8 +311,9 @@ class Program:
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
-    def _result(self, outputs: list[Any]) -> Any:
+    def _result(self, outputs: list[Any], given: Any) -> Any:
         values = iter(outputs)
+        arguments = flatten(given) if self.captured.tree.objects else Flat([], self.captured.tree, [])
         flat: list[Any] = []
         for leaf in self.captured.leaves:
             if leaf.kind == "array":
@@ -321,9 +322,11 @@ class Program:
             elif leaf.kind == "number":
                 number = fetched(next(values))
                 flat.append(number.item() if number.ndim == 0 else number.tolist())
+            elif leaf.kind == "argument":
+                flat.append(arguments.leaves[leaf.value])
             else:
                 flat.append(leaf.value)
-        return pytree.tree_unflatten(flat, self.captured.tree)
+        return unflatten(flat, self.captured.tree, arguments.objects)[0]
 
     def _not_here(self) -> SpmdError:
         assert self.mesh is not None

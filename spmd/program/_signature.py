@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd._errors import TraceError, message
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program._capture import own_storage
+from spmd.program._objects import flatten, unflatten
 
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
@@ -44,7 +44,7 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat, tree = pytree.tree_flatten((args, kwargs))
+    flat, tree, _ = flatten((args, kwargs))
     key: list[Any] = [tree, *_modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
@@ -67,7 +67,7 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
         gradient = value.requires_grad and _gradient(value)
         key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
     if copied:
-        args, kwargs = pytree.tree_unflatten(flat, tree)
+        (args, kwargs), _ = unflatten(flat, tree)
     return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied)
 
 

@@ -26,6 +26,7 @@ from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
 from spmd.program._gradients import StaleGradients
 from spmd.program._job import compiling
+from spmd.program._objects import Compiled
 from spmd.program._optim import OptimizerStates, prepare_state
 from spmd.program._program import Options, Program, Timings
 from spmd.program._repeat import first_of_stack
@@ -35,7 +36,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Step(Generic[P, R]):
+class Step(Compiled, Generic[P, R]):
     """A function that runs as compiled programs. Made by `spmd.compile`.
 
     Attributes:
