@@ -8,16 +8,14 @@ changes here: whatever the outcome, values, gradients and numbers are put back b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import DroppedValueError, TraceError, line_of, message
@@ -37,24 +35,17 @@ from spmd.program._guards import Guard
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
-from spmd.program._objects import flatten, unflatten
+from spmd.program._objects import Unfilled, flatten, unflatten
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
 from spmd.program._remat import recomputing_for_real
+from spmd.program._watch import said_to_be_compiling, watching
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
     "  only what the function returns leaves the program\n"
     "  fix: return the tensor from the function"
 )
-
-
-class Unreached(Exception):
-    """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
-
-    def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
-        super().__init__()
-        self.value = value
 
 
 class UnequalCounters(Exception):
@@ -86,6 +77,7 @@ class Captured:
         effects: the changes it made to Python values, for every call to make.
         shared: arguments that the function also reaches without being passed them.
         copies: state whose new value is that of other state. See Note [Equal counters].
+        holders: classes of arguments that are containers even while they hold no tensor.
     """
 
     jaxpr: Any
@@ -105,6 +97,7 @@ class Captured:
     born: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[Buffer]
     copies: dict[Buffer, Buffer]
+    holders: frozenset[type]
 
     @property
     def is_ahead(self) -> bool:
@@ -216,10 +209,11 @@ def capture(
         share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
 
     Raises:
-        Unreached, StaleGradients, UnequalCounters: it must be traced again in another way, each says in which.
+        Unreached, StaleGradients, UnequalCounters, NewHolders: it must be traced again in another way, each says in which.
         TraceError: Python needed a value that only the program will have.
     """
-    flat = flatten((args, kwargs))
+    flat = flatten((args, kwargs), classes=found.holders)
+    unfilled = Unfilled(flat.leaves)
     bound, arg_buffers, host_tensors = _bind(flat.leaves)
     numbers = LiftedNumbers(found.optimizers)
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
@@ -244,6 +238,7 @@ def capture(
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
         )
+        unfilled.require_unfilled()
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
 
 
@@ -273,6 +268,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         born=state.optim.born,
         shared=[b for b in arg_buffers if b in state_buffers],
         copies=copies,
+        holders=state.found.holders,
     )
 
 
@@ -385,7 +381,8 @@ class _Running:
             with ExitStack() as stack:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                stack.enter_context(_watching(recorder, self.found, self.debug_nans))
+                stack.enter_context(watching(recorder, self.found, self.debug_nans))
+                stack.enter_context(said_to_be_compiling())
                 stack.enter_context(recomputing_for_real())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
@@ -426,7 +423,7 @@ class _Running:
                 assigned.accept(assigned.tensor)
 
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
-        flat, self.tree, _ = flatten(result, self.objects)
+        flat, self.tree, _ = flatten(result, self.objects, self.found.holders)
         arrays: list[Any] = []
         for value in flat:
             if isinstance(value, torch.Tensor) and id(value) in self.held:
@@ -468,62 +465,3 @@ class _Running:
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
         guards.extend(self.gradients.guards(recorder.touched.__contains__))
         return guards
-
-
-@contextmanager
-def _watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
-    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`.
-
-    While a module runs, `torch.compiler.is_compiling()` is true, so that its code leaves out what looks at values (transformers
-    asks before it looks into a mask). Optimizers ask it too, and mean Dynamo; they step outside of modules.
-    """
-    names = {id(module): name for name, module in found.all_modules()}
-    scopes: list[tuple[str, Any]] = []
-    outermost = ExitStack()
-
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
-            raise Unreached(module)
-        if not scopes:
-            outermost.enter_context(torch.compiler._compile_session_context())
-        recorder.modules[id(module)] = module
-        name = names.get(id(module)) or type(module).__name__
-        inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
-        scope = jax.named_scope(inner.replace(".", "/"))
-        scope.__enter__()
-        scopes.append((name, scope))
-
-    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        if scopes:
-            name, scope = scopes.pop()
-            scope.__exit__(None, None, None)
-            if not scopes:
-                outermost.close()
-            if debug_nans:
-                recorder.finite.extend((name, flag) for flag in _finite_flags(result))
-
-    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if all(optimizer is not known for known in found.optimizers):
-            raise Unreached(optimizer)
-        recorder.stepped.append(optimizer)
-
-    handles = [
-        torch.nn.modules.module.register_module_forward_pre_hook(enter),
-        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        register_optimizer_step_pre_hook(stepping),
-    ]
-    try:
-        yield
-    finally:
-        outermost.close()
-        while scopes:
-            scopes.pop()[1].__exit__(None, None, None)
-        for handle in handles:
-            handle.remove()
-
-
-def _finite_flags(result: Any) -> list[Any]:
-    """For each floating tensor in a module's result, whether all its elements are finite."""
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "jax"]
-    with exact_dtypes():
-        return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]

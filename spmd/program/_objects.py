@@ -2,6 +2,7 @@
 
 An object counts as a container of its attributes (and of its items, if it is a dict or list of a class of its own), so that the
 tensors in it can enter and leave a program. What the function does to such an argument, every call does to the caller's object.
+An empty cache holds no tensor yet: a trace that puts one into an argument is started again, with that object's class known.
 
 It knows nothing of programs: it takes values apart and puts them together.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,14 @@ _ITEMS = "items of the container itself"
 
 class Compiled:
     """Base of what `spmd.compile` returns. An object with a compiled method is the state of a program, which finds it by name."""
+
+
+class NewHolders(Exception):
+    """The function put tensors into arguments that held none: trace again, with their `classes` taken for containers."""
+
+    def __init__(self, classes: frozenset[type]) -> None:
+        super().__init__()
+        self.classes = classes
 
 
 class Part(NamedTuple):
@@ -56,11 +66,15 @@ class Flat(NamedTuple):
     objects: list[Any]
 
 
-def flatten(value: Any, known: Sequence[Any] = ()) -> Flat:
+def flatten(value: Any, known: Sequence[Any] = (), classes: Collection[type] = frozenset()) -> Flat:
     """Take `value` apart, and the objects `known`, which get the first numbers whether or not they occur in it.
 
-    Leaves are tensors and whatever is no container. An object that holds no device tensor is a leaf.
+    Leaves are tensors and whatever is no container. An object that holds no device tensor is a leaf, unless it is of one of `classes`.
     """
+    return _taken_apart(value, known, lambda leaf: type(leaf) in classes or is_holder(leaf))
+
+
+def _taken_apart(value: Any, known: Sequence[Any], is_container: Callable[[Any], bool]) -> Flat:
     leaves: list[Any] = []
     objects = list(known)
     numbers = {id(o): i for i, o in enumerate(objects)}
@@ -69,7 +83,7 @@ def flatten(value: Any, known: Sequence[Any] = ()) -> Flat:
         flat, spec = pytree.tree_flatten(container)
         found: list[int | None] = []
         for leaf in flat:
-            if id(leaf) not in numbers and is_holder(leaf):
+            if id(leaf) not in numbers and not isinstance(leaf, PLAIN) and is_container(leaf):
                 numbers[id(leaf)] = len(objects)
                 objects.append(leaf)
             found.append(None if isinstance(leaf, PLAIN) else numbers.get(id(leaf)))
@@ -86,7 +100,7 @@ def flatten(value: Any, known: Sequence[Any] = ()) -> Flat:
 
 def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
     """The value that `leaves` make, and the objects in it by number. `objects`: the first of them, to be given new contents."""
-    made = [objects[i] if i < len(objects) else cls.__new__(cls) for i, (cls, _) in enumerate(tree.objects)]
+    made = [objects[i] if i < len(objects) else _blank(cls) for i, (cls, _) in enumerate(tree.objects)]
     remaining = iter(leaves)
 
     def value_of(part: Part) -> Any:
@@ -96,6 +110,22 @@ def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) ->
     for instance, (_, part) in zip(made, tree.objects, strict=True):
         _fill(instance, value_of(part))
     return value, made
+
+
+class Unfilled:
+    """The arguments that hold no tensor, as they are before a trace."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._objects = [leaf for leaf in leaves if _may_hold(leaf)]
+        self._before = _taken_apart(None, self._objects, _may_hold)
+
+    def require_unfilled(self) -> None:
+        """If they hold tensors now, make them what they were, and raise NewHolders."""
+        now = _taken_apart(None, self._objects, _may_hold).objects if self._objects else []
+        classes = frozenset(type(o) for o in now if is_holder(o))
+        if classes:
+            unflatten(self._before.leaves, self._before.tree, self._before.objects)
+            raise NewHolders(classes)
 
 
 def is_holder(value: Any) -> bool:
@@ -134,6 +164,10 @@ def _look(value: Any, depth: int, held: list[bool], seen: set[int]) -> None:
                     _look(leaf, depth - 1, held, seen)
 
 
+def _blank(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
 def _contents(instance: Any) -> dict[str, Any]:
     contents = dict(vars(instance))
     if isinstance(instance, dict):
@@ -149,10 +183,12 @@ def _fill(instance: Any, contents: dict[str, Any]) -> None:
     attributes.clear()
     attributes.update(contents)
     if isinstance(instance, dict):
-        dict.clear(instance)
-        dict.update(instance, items)
+        base: Any = OrderedDict if isinstance(instance, OrderedDict) else dict
+        base.clear(instance)
+        for key, value in items.items():  # past what the class does when an item is set: transformers' outputs forbid it
+            base.__setitem__(instance, key, value)
     elif isinstance(instance, list):
         list.__setitem__(instance, slice(None), items)
 
 
-__all__ = ["Compiled", "Flat", "Part", "Tree", "flatten", "is_holder", "unflatten"]
+__all__ = ["Compiled", "Flat", "NewHolders", "Part", "Tree", "Unfilled", "flatten", "is_holder", "unflatten"]

@@ -299,7 +299,7 @@ class Program:
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
         for owner, grad in self.captured.gradients:
-            leaf = owner if isinstance(owner, torch.Tensor) else flatten(given).leaves[owner]
+            leaf = owner if isinstance(owner, torch.Tensor) else flatten(given, classes=self.captured.holders).leaves[owner]
             left = grad
             if grad is not None and self.options.keep_grads:
                 value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
@@ -313,7 +313,7 @@ class Program:
 
     def _result(self, outputs: list[Any], given: Any) -> Any:
         values = iter(outputs)
-        arguments = flatten(given) if self.captured.tree.objects else Flat([], self.captured.tree, [])
+        arguments = flatten(given, classes=self.captured.holders) if self.captured.tree.objects else Flat([], self.captured.tree, [])
         flat: list[Any] = []
         for leaf in self.captured.leaves:
             if leaf.kind == "array":

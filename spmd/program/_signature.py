@@ -35,16 +35,17 @@ class Signature(NamedTuple):
     copied: list[tuple[Buffer, int]]
 
 
-def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
+def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: frozenset[type] = frozenset()) -> Signature:
     """The signature of a call.
 
     Tensors enter the key by shape, dtype, requires_grad, sharding and by which of them are the same; other values by type
-    and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity.
+    and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity. Objects of the classes `holders`
+    are containers.
 
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat, tree, _ = flatten((args, kwargs))
+    flat, tree, _ = flatten((args, kwargs), classes=holders)
     key: list[Any] = [tree, *_modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
