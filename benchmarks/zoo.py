@@ -534,8 +534,8 @@ VISION = (
             "groups_width": 8,
         },
     ),
-    vision("MobileNetV1", "MobileNetV1ForImageClassification", {"depth_multiplier": 0.25, "image_size": 32}),
-    vision("MobileNetV2", "MobileNetV2ForImageClassification", {"depth_multiplier": 0.35, "image_size": 32}),
+    vision("MobileNetV1", "MobileNetV1ForImageClassification", {"depth_multiplier": 0.25, "image_size": 96}, image(96)),
+    vision("MobileNetV2", "MobileNetV2ForImageClassification", {"depth_multiplier": 0.35, "image_size": 96}, image(96)),
     vision(
         "MobileViT",
         "MobileViTForImageClassification",
