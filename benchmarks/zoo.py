@@ -594,16 +594,16 @@ VISION = (
         "LeViT",
         "LevitForImageClassificationWithTeacher",
         {
-            "image_size": 64,
+            "image_size": 128,
             "hidden_sizes": [16, 24, 32],
             "num_attention_heads": [2, 2, 2],
             "depths": [1, 1, 1],
             "key_dim": [8, 8, 8],
             "down_ops": [["Subsample", 8, 2, 2, 2, 2], ["Subsample", 8, 2, 2, 2, 2]],
         },
-        pixels(64),
+        pixels(128),
     ),
-    vision("CvT", "CvtForImageClassification", {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}),
+    vision("CvT", "CvtForImageClassification", {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}, image(96)),
     vision("FocalNet", "FocalNetForImageClassification", {"image_size": 32, "embed_dim": 16, "depths": [1, 1, 1, 1]}),
     vision(
         "DPT",
@@ -650,7 +650,8 @@ VISION = (
     ),
 )
 AUDIO = (
-    audio("Wav2Vec2", "Wav2Vec2ForCTC", WAV2VEC2),
+    audio("Wav2Vec2", "Wav2Vec2ForSequenceClassification", WAV2VEC2, sound()),
+    audio("Wav2Vec2 (CTC)", "Wav2Vec2ForCTC", WAV2VEC2),
     audio("HuBERT", "HubertForSequenceClassification", WAV2VEC2, sound()),
     audio("WavLM", "WavLMForSequenceClassification", {**WAV2VEC2, "num_buckets": 16, "max_bucket_distance": 32}, sound()),
     audio("UniSpeech", "UniSpeechForSequenceClassification", WAV2VEC2, sound()),

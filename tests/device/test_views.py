@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import spmd  # noqa: F401
+import spmd
 from spmd._convert import exact_dtypes
 from spmd.device._views import GatherWindow, Window, contiguous_stride, plan_window
 
