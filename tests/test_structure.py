@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "spmd.visualize",
         "spmd.shard_map",
         "spmd.doctor",
+        "spmd.ops",
         "spmd._demo_gpt2",
     ),
     ("spmd.compat",),

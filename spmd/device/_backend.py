@@ -110,6 +110,11 @@ def register() -> None:
     _hosts.when_joined(lambda job: share_seed())
 
 
+def installed() -> Installed:
+    """The kernels of this process."""
+    return _installed[0]
+
+
 def accept_in_foreach(*classes: type[torch.Tensor]) -> None:
     """Let optimizers use their foreach form, a tenth of the calls, for these tensor classes (torch asks for exact types)."""
     for supported in (_in_optimizers, _in_utilities):

@@ -92,21 +92,26 @@ def install() -> Installed:
 def variants(op: torch._ops.OpOverload, adapter: Adapter) -> list[tuple[torch._ops.OpOverload, Any]]:
     """The in-place and out= overloads that mean the same as functional `op`, each with its kernel."""
     found: list[tuple[torch._ops.OpOverload, Any]] = []
+    for other in variants_of(op):
+        outs = [a.name for a in other._schema.arguments if a.is_out]
+        if outs:
+            found.append((other, _out_kernel(adapter, outs)))
+        elif other._schema.name.endswith("_"):
+            found.append((other, _in_place_kernel(adapter)))
+    return found
+
+
+def variants_of(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+    """The in-place and out= overloads that mean the same as functional `op`."""
+    found: list[torch._ops.OpOverload] = []
     base = op._schema.name.split("::")[1]
     signature = _signature(op)
     for name in (base, base + "_"):
         packet = getattr(torch.ops.aten, name, None)
-        if packet is None:
-            continue
-        for overload in packet.overloads():
+        for overload in packet.overloads() if packet is not None else ():
             other = getattr(packet, overload)
-            if other is op or _signature(other) != signature:
-                continue
-            outs = [a.name for a in other._schema.arguments if a.is_out]
-            if outs:
-                found.append((other, _out_kernel(adapter, outs)))
-            elif name.endswith("_") and other._schema.is_mutable:
-                found.append((other, _in_place_kernel(adapter)))
+            if other is not op and other._schema.is_mutable and _signature(other) == signature:
+                found.append(other)
     return found
 
 
@@ -273,4 +278,4 @@ def _short(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("aten::")
 
 
-__all__ = ["Buffer", "Installed", "fallback", "install", "load", "resize_", "unsupported", "variants"]
+__all__ = ["Buffer", "Installed", "fallback", "install", "load", "resize_", "unsupported", "variants", "variants_of"]
