@@ -22,7 +22,7 @@ from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
-from spmd.device import _random
+from spmd.device import _generator
 from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
@@ -158,7 +158,7 @@ class Adapter:
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Key data of a random op's next draw; None for other ops."""
-        return _random.next_key(self.argument("generator", args, kwargs)) if self.lowering.random else None
+        return _generator.next_key(self.argument("generator", args, kwargs)) if self.lowering.random else None
 
     def update(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write new values into the arguments that the lowering updates in place."""
