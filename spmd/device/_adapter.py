@@ -128,12 +128,19 @@ class Adapter:
         self.dynamic_scalar = [scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)]
         self.accepts = {name: i for i, name in enumerate(self.names)}
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
+        self.is_plain = not (lowering.random or lowering.data_dependent or lowering.updates)
         self.plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors, return tensors."""
         with exact_dtypes():
-            return self._wrapped(kept_or_new(self.name, self.arrays(args, kwargs)))
+            if self.is_plain and not is_tracing():
+                plan, dynamic = self.plan(args, kwargs)
+                out = plan.jitted(dynamic)[0]
+            else:
+                out = self.arrays(args, kwargs)
+            out = kept_or_new(self.name, out)
+            return wrap(out) if isinstance(out, jax.Array) else self._wrapped(out)
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""
@@ -177,7 +184,13 @@ class Adapter:
         dynamic: list[Any] = []
         key: list[Any] = []
         for index, arg in enumerate(args):
-            self._describe(index, arg, dynamic, key)
+            if (
+                isinstance(arg, torch.Tensor) and not arg.is_cpu and not arg.is_meta and not self.is_host[index]
+            ):  # nearly all: spares a call
+                dynamic.append(load(arg))
+                key.append(arg.dtype if arg.dim() else (arg.dtype,))
+            else:
+                self._describe(index, arg, dynamic, key)
         for name, arg in kwargs.items():
             if name not in _IGNORED:
                 key.append(name)

@@ -187,7 +187,7 @@ def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.T
             flat = buffer.get().reshape(-1)
             grown = jnp.concatenate([flat, jnp.zeros((needed - flat.size,), flat.dtype)])
             grown = grown.reshape(size) if self.storage_offset() == 0 else grown
-            buffer.shape = tuple(grown.shape)
+            buffer.reshape(tuple(grown.shape))
             buffer.set(grown)
     if size == tuple(self.shape) and memory_format in (None, torch.preserve_format):
         return self

@@ -131,6 +131,11 @@ class Buffer:
         if self.reads:
             self.reads.clear()
 
+    def reshape(self, shape: tuple[int, ...]) -> None:
+        """Take another root shape, before a value of that shape is set; a layout that was asked for is forgotten."""
+        self.shape = shape
+        self.annotation = None
+
     def annotate(self, spec: mesh.ShardingSpec) -> None:
         """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
         if spec.mesh.topology is None and not is_unset(self):
@@ -220,12 +225,11 @@ def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
 def load(tensor: torch.Tensor) -> Any:
     """The value of a device tensor: a jax.Array (a tracer while tracing) of its shape and dtype."""
     buffer = buffer_of(tensor)
-    root = buffer.get()
-    if tensor.shape == buffer.shape and tensor.is_contiguous() and tensor.storage_offset() == 0:
-        dtype = to_numpy_dtype(tensor.dtype)
-        value = root if dtype == root.dtype else _read_window(buffer, root, tensor)
-    else:
-        value = _read_window(buffer, root, tensor)
+    root, shape = buffer.value, buffer.shape
+    if root is None or buffer.stored is not shape or recording.get() is not None:  # else `get` would find nothing to do
+        root = buffer.get()
+    is_root = tensor.shape == shape and tensor.is_contiguous() and tensor.storage_offset() == 0
+    value = root if is_root and to_numpy_dtype(tensor.dtype) == root.dtype else _read_window(buffer, root, tensor)
     if tensor.is_conj():
         value = value.conj()
     return -value if tensor.is_neg() else value
@@ -254,8 +258,9 @@ def store(tensor: torch.Tensor, value: Any) -> None:
 
 def wrap(array: Any) -> torch.Tensor:
     """A new device tensor that holds `array` (a jax.Array or tracer)."""
-    tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
-    tensor.untyped_storage().spmd_buffer = Buffer(array, tuple(array.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    shape = array.shape
+    tensor = _create(shape, to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(array, shape)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 
