@@ -5,8 +5,8 @@
 
 "add" is `x + x` of 8 x 8 numbers, eager. "trace" is the time inside a function of CHAIN operators while it is traced: by `spmd.compile`
 with torch's operators, by `jax.jit` with jax.numpy's. Both sides alternate within a round, in one process on one CPU device. A round's
-figure is the median of its calls (the first round warms up); what is reported is the median over the rounds of the rounds' ratios, by CPU time of the thread
-and by wall time. Goals: 2.5 for the add, 2 for tracing.
+figure is the median of its calls (the first round warms up); what is reported is the median over the rounds of the rounds' ratios,
+by CPU time of the thread and by wall time. Goals: 2.5 for the add, 2 for tracing.
 """
 
 from __future__ import annotations
@@ -159,9 +159,8 @@ def main() -> None:
     for name in GOALS:
         for clock in CLOCKS:
             row = results[name][clock]
-            print(
-                f"{name:6} {clock:5} ours {row['ours_us']:8.2f} us  jax {row['jax_us']:8.2f} us  ratio {row['ratio']:.2f}  goal {GOALS[name]}"
-            )
+            sides = f"ours {row['ours_us']:8.2f} us  jax {row['jax_us']:8.2f} us"
+            print(f"{name:6} {clock:5} {sides}  ratio {row['ratio']:.2f}  goal {GOALS[name]}")
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(results, indent=1) + "\n")
 
