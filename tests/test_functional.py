@@ -266,7 +266,8 @@ def test_the_patched_linear_is_the_plain_one() -> None:
 
 def test_a_barrier_stands_behind_the_backward_pass() -> None:
     model = MLP().to("jax")
-    spmd.apply_backward_optimization_barrier(model.down)
+    for layer in (model, model.down):  # the model's own input takes no gradient: its backward pass is the last
+        spmd.apply_backward_optimization_barrier(layer)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().sum()
