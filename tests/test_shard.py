@@ -11,7 +11,13 @@ from spmd import _counters
 from tests.grids import grid, line
 from tests.oracle import assert_same, batch
 
-SPLIT = [(("data", "model"), grid), (("model", None), grid), ((None, "data"), grid), (("data", None), line), (((("data", "model")), None), grid)]
+SPLIT = [
+    (("data", "model"), grid),
+    (("model", None), grid),
+    ((None, "data"), grid),
+    (("data", None), line),
+    (((("data", "model")), None), grid),
+]
 
 
 @pytest.mark.parametrize(("spec", "where"), SPLIT, ids=str)

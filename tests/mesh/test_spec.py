@@ -41,7 +41,9 @@ def test_spec_is_an_immutable_sequence() -> None:
             setattr(spec, name, ())
 
 
-@pytest.mark.parametrize("other", [("data",), ("data", "model"), ["data", None], "('data', None)", jax.sharding.PartitionSpec("data", None), None])
+@pytest.mark.parametrize(
+    "other", [("data",), ("data", "model"), ["data", None], "('data', None)", jax.sharding.PartitionSpec("data", None), None]
+)
 def test_spec_equals_nothing_but_a_spec_or_its_tuple(other: object) -> None:
     assert P("data", None) != other
     assert other != P("data", None)
