@@ -35,7 +35,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 def wait_device_ops(devices: Any = ()) -> None:
     """`xm.wait_device_ops`: until the devices have finished what was dispatched to them."""
-    torch.accelerator.synchronize()
+    torch.get_device_module("jax").synchronize()
 
 
 def add_step_closure(closure: Callable[..., Any], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
