@@ -34,11 +34,18 @@ class XLAShardedTensor(torch.Tensor):
     placements: Any
     device_mesh: Any
 
-    def __new__(cls, elem: torch.Tensor) -> XLAShardedTensor:
-        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one."""
+    _lay_out: Any  # (tensor, mesh or mesh shape, spec or placements); set where specs are known, a floor above
+
+    def __new__(cls, elem: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> XLAShardedTensor:
+        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one.
+
+        With `mesh_shape` (a mesh, or the shape of one over all devices) and `partition_spec` (a spec, or DTensor placements) it is
+        marked too.
+        """
         moved = elem if elem.device.type == "jax" else elem.detach().to("jax")
         plain = moved.as_subclass(torch.Tensor)
-        return become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)
+        made = become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)
+        return made if mesh_shape is None else cls._lay_out(made, mesh_shape, partition_spec)
 
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:

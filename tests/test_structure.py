@@ -17,8 +17,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd._errors", "spmd._convert", "spmd._counters", "spmd._jax"),
     ("spmd.lowering",),
     ("spmd.device",),
-    ("spmd._names", "spmd._tensor"),
+    ("spmd._names", "spmd._shard"),
+    ("spmd._load", "spmd._call_jax", "spmd._barrier", "spmd._linear", "spmd._mode", "spmd._global_mesh"),
+    ("spmd._tensor",),
     ("spmd._annotate",),
+    ("spmd._functional", "spmd._spec", "spmd._loader", "spmd._manual", "spmd._fsdp_v2"),
+    ("spmd._distribute",),
     ("spmd.program",),
     (
         "spmd.fsdp",

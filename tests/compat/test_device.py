@@ -43,7 +43,9 @@ MADE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("device", ["xla", "xla:0", torch.device("xla"), XLA], ids=["text", "text with index", "device", "device with index"])
+@pytest.mark.parametrize(
+    "device", ["xla", "xla:0", torch.device("xla"), XLA], ids=["text", "text with index", "device", "device with index"]
+)
 @pytest.mark.parametrize("make", MADE)
 def test_a_tensor_is_made_on_the_device_however_it_is_said(make: Any, device: Any) -> None:
     made = make(device)

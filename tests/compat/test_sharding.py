@@ -154,7 +154,11 @@ def test_a_sharding_survives(how: str, shape: Any, mesh_shape: Any, spec: Any) -
     assert isinstance(other, xs().XLAShardedTensor)
 
 
-ORDERS = {"ascending": lambda n: range(n), "descending": lambda n: range(n)[::-1], "odd first": lambda n: [*range(1, n, 2), *range(0, n, 2)]}
+ORDERS = {
+    "ascending": lambda n: range(n),
+    "descending": lambda n: range(n)[::-1],
+    "odd first": lambda n: [*range(1, n, 2), *range(0, n, 2)],
+}
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
@@ -183,9 +187,7 @@ NAMED = [
 @pytest.mark.parametrize(("names", "mesh_shape", "spec"), NAMED, ids=[str(n[2]) for n in NAMED])
 def test_named_axes_mean_the_same_as_their_indices(names: Any, mesh_shape: Any, spec: Any) -> None:
     grid = make_mesh(mesh_shape, names)
-    by_index = tuple(
-        tuple(names.index(a) for a in e) if isinstance(e, tuple) else None if e is None else names.index(e) for e in spec
-    )
+    by_index = tuple(tuple(names.index(a) for a in e) if isinstance(e, tuple) else None if e is None else names.index(e) for e in spec)
     one = xs().mark_sharding(batch(16, 16).to("xla"), grid, spec)
     other = xs().mark_sharding(batch(16, 16).to("xla"), grid, by_index)
     assert one.sharding_spec == other.sharding_spec == expected_text(grid, by_index)
