@@ -20,6 +20,8 @@ from spmd._shard import XLAShard
 from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load, recording
 
+_GRAD: Any = torch.Tensor.grad
+
 
 class XLAShardedTensor(torch.Tensor):
     """A tensor on device 'jax' with a layout over a mesh; made by `mark_sharding` and by operations on such tensors.
@@ -102,18 +104,18 @@ class XLAShardedTensor(torch.Tensor):
         return self.cpu().as_subclass(torch.Tensor).numpy(force=force)
 
     @property
-    def grad(self) -> torch.Tensor | None:
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The gradient. Outside compiled functions it is laid out as the tensor is marked."""
-        grad = torch.Tensor.grad.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        grad = _GRAD.__get__(self)
         return grad if grad is None else _laid_out_like(grad, buffer_of(self).annotation)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # pyright: ignore[reportAttributeAccessIssue]
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _GRAD.__delete__(self)
 
     @property
     def jax(self) -> Any:
@@ -147,10 +149,10 @@ class XLAShardedTensor(torch.Tensor):
         return f"{type(self).__name__}({values}{placed}{grad})"
 
 
-class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
+class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:  # pyright: ignore[reportInconsistentConstructor]
         plain = data.as_subclass(torch.Tensor) if isinstance(data, XLAShardedTensor) else data
         return become_sharded(torch.nn.Parameter(plain, requires_grad))
 

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+import mesh
 import spmd.compat.torch_xla
+from spmd.compat.torch_xla.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
@@ -56,14 +59,31 @@ def test_a_script_runs_unedited(tmp_path: Path) -> None:
     assert "['--epochs', '3'] __main__ beside 8" in done.stdout
 
 
+@pytest.mark.parametrize(("arguments", "found"), [([], "got nothing"), (["nothing.py"], "got 'nothing.py'"), (["--help"], "got '--help'")])
+def test_without_a_script_there_is_nothing_to_run(arguments: list[str], found: str) -> None:
+    with pytest.raises(SystemExit, match=rf"there is no script to run\n  {found}\n  fix: python -m spmd.compat.torch_xla"):
+        main(arguments)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
+    ("environment", "error", "message"),
     [
-        ((), {}, "there is no script to run\n  got nothing"),
-        (("nothing.py",), {}, "got 'nothing.py'\n  fix: python -m spmd.compat.torch_xla"),
-        ((str(Path(__file__)),), {"CPU_NUM_DEVICES": "many", "PJRT_DEVICE": "CPU"}, "CPU_NUM_DEVICES='many' is no number of devices"),
+        ({"CPU_NUM_DEVICES": "many"}, mesh.DeviceError, "CPU_NUM_DEVICES='many' is no number of devices"),
+        ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "77"}, mesh.DeviceError, "comes too late"),
+        ({"XLA_AUTO_SPMD": "1"}, spmd.SpmdError, "automatic sharding"),
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], environment: dict[str, str], message: str) -> None:
-    done = run(*arguments, **environment)
-    assert done.returncode != 0 and message in done.stderr
+def test_an_environment_that_cannot_be_had_is_refused(
+    environment: dict[str, str], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=message):
+        spmd.compat.torch_xla.install()
+    assert "torch_xla" not in sys.modules
+
+
+def test_the_real_torch_xla_is_not_pushed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
+    with pytest.raises(spmd.DeviceSlotError, match="torch_xla is loaded already"):
+        spmd.compat.torch_xla.install()

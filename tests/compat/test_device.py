@@ -2,7 +2,7 @@
 
 import io
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_threads_started_by_the_program_know_it() -> None:
 class Scale(torch.autograd.Function):
     """Multiplies by a tensor that its backward pass makes on the device of the gradient."""
 
-    devices: list[Any] = []
+    devices: ClassVar[list[Any]] = []
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import mesh
 import spmd._errors
 
-_OURS = tuple(os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (mesh, spmd._errors, torch, jax))
+_OURS = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (mesh, spmd._errors, torch, jax))
 
 
 def is_user(depth: int) -> bool:

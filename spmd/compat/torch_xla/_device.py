@@ -21,7 +21,8 @@ from spmd.device import _serialize
 
 XLA = torch.device("xla", 0)
 _TYPE = "xla"
-_DEVICE, _IS_XLA = torch.Tensor.device, torch.Tensor.is_xla
+_DEVICE: Any = torch.Tensor.device
+_IS_XLA: Any = torch.Tensor.is_xla  # pyright: ignore[reportAttributeAccessIssue]
 _SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
 
 
@@ -50,7 +51,7 @@ class XlaDeviceMode(TorchFunctionMode):
             args = (args[0], translated(args[1]), *args[2:])
         elif any(isinstance(arg, torch.device) for arg in args) and func is not torch.device:
             args = tuple(translated(arg) if isinstance(arg, torch.device) else arg for arg in args)
-        result = func(*args, **(kwargs or {}))
+        result: Any = func(*args, **(kwargs or {}))
         return result.replace("device='jax:0'", "device='xla:0'") if func in _SHOWN else result
 
 

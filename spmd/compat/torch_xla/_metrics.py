@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import jax
 
@@ -19,9 +18,9 @@ _total = [0]
 def listen() -> None:
     """Note every compilation from now on; called once."""
 
-    def on_event(event: str, duration: float, **other: Any) -> None:
+    def on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            _compilations.append((time.time(), duration))
+            _compilations.append((time.time(), duration_secs))
             _total[0] += 1
 
     jax.monitoring.register_event_duration_secs_listener(on_event)

@@ -87,7 +87,8 @@ def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
     return t.global_tensor if isinstance(t, XLAShardedTensor) else t
 
 
-def _mark_manual_sharding(t: torch.Tensor) -> ManualTensor:
+def manual_only(t: torch.Tensor) -> ManualTensor:
+    """torch_xla's `_mark_manual_sharding`: `t` itself if it is manual."""
     if isinstance(t, ManualTensor):
         return t
     raise AnnotationError(message("a global tensor cannot be called manual", fix="xs.enable_manual_sharding(t, partition_spec)"))

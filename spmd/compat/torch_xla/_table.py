@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from spmd._fsdp_v2 import SpmdFullyShardedDataParallel
-from spmd._spec import ShardingSpec
 from spmd.compat.torch_xla import _metrics, _others, _root, _runtime, _spmd, _xla_model, _xlac
 from spmd.program._gradient_accumulation import gradient_accumulation
 from spmd.program._pure import assume_pure
@@ -32,11 +31,11 @@ _SHARDED = {"XLAShard": _spmd.XLAShard, "XLAShardedTensor": _spmd.XLAShardedTens
 
 def contents() -> dict[str, Mapping[str, Any]]:
     """Module name -> its names."""
-    spmd_names = _names(_spmd)
+    spmd_names = {**_names(_spmd), "_mark_manual_sharding": _spmd.manual_only}
     profiler = _of(_others, ["StepTrace", "Trace", "start_server", "start_trace", "stop_trace"])
     return {
         "torch_xla": {**_names(_root), "__version__": _root.__version__},
-        "torch_xla._XLAC": {**_names(_xlac), "OpSharding": ShardingSpec},
+        "torch_xla._XLAC": _xlac.QUERIES,
         "torch_xla.amp": {**_of(_others, ["autocast"])},
         "torch_xla.amp.syncfree": {name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW")},
         "torch_xla.core": {},

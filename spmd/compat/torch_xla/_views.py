@@ -6,6 +6,7 @@ The properties of `XLAShardedTensor` are replaced while the modules are installe
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ def shards(t: torch.Tensor) -> list[XLAShard]:
     for position, shard in enumerate(held):
         if whole:
             shard.indices, shard.replica_id = ..., position
-        elif not isinstance(shard.indices, type(...)):
+        elif not isinstance(shard.indices, EllipsisType):
             shard.indices = [slice(*s.indices(size)) for s, size in zip(shard.indices, t.shape, strict=True)]
     return held
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mesh as mesh_
-from spmd.compat.torch_xla._spmd import _mark_manual_sharding as _mark_manual_sharding
-from spmd.compat.torch_xla._spmd import clear_sharding as _xla_clear_sharding  # noqa: F401
-from spmd.compat.torch_xla._spmd import full_to_shard_shape as _spmd_full_to_shard_shape  # noqa: F401
-from spmd.compat.torch_xla._spmd import shard_to_full_shape as _spmd_shard_to_full_shape  # noqa: F401
-from spmd.compat.torch_xla._views import debug_info as _get_xla_tensor_debug_info  # noqa: F401
-from spmd.compat.torch_xla._views import layout as _layout
-from spmd.compat.torch_xla._views import sharding_text as _get_xla_sharding_spec  # noqa: F401
-from spmd.compat.torch_xla._views import sharding_type as _get_xla_sharding_type  # noqa: F401
+from spmd._spec import ShardingSpec
+from spmd.compat.torch_xla import _spmd, _views
 
 
-def _get_xla_op_sharding(t: Any) -> mesh_.ShardingSpec | None:
-    return _layout(t)
+def mark_by_op_sharding(t: Any, op_sharding: mesh_.ShardingSpec) -> None:
+    """`mark_sharding` by what `mesh.get_op_sharding(spec)` gave."""
+    _spmd.mark_sharding(t, op_sharding.mesh, op_sharding.partition_spec)
 
 
-def _xla_mark_sharding(t: Any, op_sharding: mesh_.ShardingSpec) -> None:
-    from spmd.compat.torch_xla._spmd import mark_sharding
-
-    mark_sharding(t, op_sharding.mesh, op_sharding.partition_spec)
-
-
-def _xla_get_auto_sharding() -> bool:
-    return False
-
-
-def _xla_num_runtime_devices() -> int:
-    return mesh_.device_count()
+QUERIES: dict[str, Callable[..., Any]] = {
+    "OpSharding": ShardingSpec,
+    "_get_xla_op_sharding": _views.layout,
+    "_get_xla_sharding_spec": _views.sharding_text,
+    "_get_xla_sharding_type": _views.sharding_type,
+    "_get_xla_tensor_debug_info": _views.debug_info,
+    "_mark_manual_sharding": _spmd.manual_only,
+    "_spmd_full_to_shard_shape": _spmd.full_to_shard_shape,
+    "_spmd_shard_to_full_shape": _spmd.shard_to_full_shape,
+    "_xla_clear_sharding": _spmd.clear_sharding,
+    "_xla_get_auto_sharding": lambda: False,
+    "_xla_mark_sharding": mark_by_op_sharding,
+    "_xla_num_runtime_devices": mesh_.device_count,
+}
