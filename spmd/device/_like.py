@@ -17,13 +17,11 @@ from spmd.device._storage import buffer_of, is_whole, recording, wrap
 
 def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`torch.empty_like`: zeros, as `torch.empty` here."""
-    device = kwargs.get("device")
-    shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-    wanted = torch.empty_like(shape, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format") or torch.preserve_format)
-    if device is not None and torch.device(device).type != "jax":
+    wanted, device = _wanted(self, kwargs)
+    if device != "jax":
         return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device=device)
     buffer = buffer_of(self)
-    if buffer.annotation is None or recording.get() is not None or not is_whole(self, buffer) or not wanted.is_contiguous():
+    if not _lies_as_marked(self) or not wanted.is_contiguous() or buffer.annotation is None:
         return empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
     with exact_dtypes():
         out = wrap(jnp.zeros(tuple(wanted.shape), to_numpy_dtype(wanted.dtype), device=buffer.annotation.to_jax()))
@@ -33,14 +31,30 @@ def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 
 def zeros_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`torch.zeros_like`."""
-    return empty_like(self, **kwargs).zero_()
+    return full_like(self, 0, **kwargs)
 
 
 def ones_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`torch.ones_like`."""
-    return empty_like(self, **kwargs).fill_(1)
+    return full_like(self, 1, **kwargs)
 
 
 def full_like(self: torch.Tensor, fill_value: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.full_like`."""
+    """`torch.full_like`; born with its value, which is how state that a first step creates is told from what it does to it."""
+    wanted, device = _wanted(self, kwargs)
+    if wanted.is_contiguous() and (device != "jax" or not _lies_as_marked(self)):
+        return torch.full(tuple(wanted.shape), fill_value, dtype=wanted.dtype, device=device)
     return empty_like(self, **kwargs).fill_(fill_value)
+
+
+def _wanted(self: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, str]:
+    """The result's shape, strides and dtype, and the type of its device."""
+    shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+    wanted = torch.empty_like(shape, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format") or torch.preserve_format)
+    device = kwargs.get("device")
+    return wanted, "jax" if device is None else torch.device(device).type
+
+
+def _lies_as_marked(tensor: torch.Tensor) -> bool:
+    buffer = buffer_of(tensor)
+    return buffer.annotation is not None and recording.get() is None and is_whole(tensor, buffer)
