@@ -7,6 +7,7 @@
     +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
     +-- ShardError (RuntimeError)                  pieces of a tensor do not fit it
     +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
+    +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
 
 Specs and meshes raise `mesh.SpecError` and `mesh.DeviceError`, which live on the floor below.
 """
@@ -49,6 +50,10 @@ class ShardError(SpmdError, RuntimeError):
 
 class DeviceSlotError(SpmdError, RuntimeError):
     """PyTorch's single slot for an out-of-tree device is taken by another package."""
+
+
+class CheckpointError(SpmdError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit what it was restored into."""
 
 
 def message(what: str, *details: str, fix: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+import jax
 import jax.core
 import jax.extend
 from jax._src.core import trace_ctx as _trace_ctx
@@ -36,6 +37,52 @@ def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     names = jaxpr.debug_info._replace(arg_names=None)
     whole = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
     return _inline_jaxpr_into_trace(trace, source, whole, (), *(trace.to_jaxpr_tracer(v, source) for v in (*consts, *args)))
+
+
+def known_value(value: Any, is_input: Callable[[Any], bool]) -> Any:
+    """What a tracer stands for, if it was computed from constants alone (positions, masks); None if an input has part in it.
+
+    Args:
+        is_input: whether a constant of the trace will be an input of the program.
+    """
+    equations: dict[int, Any] = {}  # in the order in which they must run
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:  # no recursion: a trace is thousands of equations deep
+        tracer, are_operands_done = waiting.pop()
+        equation = getattr(tracer, "parent", None)
+        if equation is None:
+            if _constant(tracer, is_input) is None:
+                return None
+        elif equation.effects:
+            return None
+        elif are_operands_done:
+            equations[id(equation)] = equation
+        elif id(equation) not in equations:
+            waiting.append((tracer, True))
+            waiting.extend((operand, False) for operand in equation.in_tracers)
+    return _evaluated(value, list(equations.values()), is_input)
+
+
+def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
+    """The array or number that `value` is, or that a tracer without an equation stands for; None for an input."""
+    if is_tracer(value):
+        atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
+        value = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if value is None or is_input(value) else value
+
+
+def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]) -> Any:
+    known: dict[int, Any] = {}
+
+    def read(tracer: Any) -> Any:
+        return _constant(tracer, is_input) if getattr(tracer, "parent", None) is None else known[id(tracer.val)]
+
+    with jax.ensure_compile_time_eval():
+        for equation in equations:
+            results = equation.primitive.bind(*(read(operand) for operand in equation.in_tracers), **equation.params)
+            listed = results if equation.primitive.multiple_results else [results]
+            known.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
+    return read(value)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

@@ -17,6 +17,7 @@ import mesh as mesh_
 from spmd._jax import is_tracer
 from spmd._load import load_shards
 from spmd._shard import XLAShard
+from spmd.device._arrays import is_readable
 from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load, recording
 
@@ -52,6 +53,8 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
+        if self.device.type != "jax":
+            return None
         buffer = buffer_of(self)
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
@@ -88,7 +91,14 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def local_shards(self) -> list[XLAShard]:
         """The pieces that this process's devices hold, in device order."""
-        return [XLAShard.of_array(s.data, s.index, s.replica_id, s.device) for s in load(self).addressable_shards]
+        buffer = buffer_of(self)
+        value = buffer.raw() if is_whole(self, buffer) else load(self)
+        return [XLAShard.of_array(s.data, self._inside(s.index), s.replica_id, s.device) for s in value.addressable_shards]
+
+    def _inside(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The part of a stored piece's slices that is no padding."""
+        ends = [None if s.stop is None else min(s.stop, n) for s, n in zip(index, self.shape, strict=True)]
+        return tuple(s if end is None else slice(min(s.start or 0, end), end) for s, end in zip(index, ends, strict=True))
 
     def load_local_shards_(self, shards: Sequence[XLAShard]) -> None:
         """Replace the tensor's values by those of `shards`: one per device of this process, of the layout's shape, copies equal.
@@ -139,11 +149,13 @@ class XLAShardedTensor(torch.Tensor):
         return host_copy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.device.type != "jax":  # torch keeps the class in .cpu()
+            return repr(self.as_subclass(torch.Tensor))
         spec = self.sharding_spec if buffer_of(self).dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if is_tracer(buffer_of(self).value) or self.numel() > 1000 or buffer_of(self).dropped is not None:
+        if self.numel() > 1000 or buffer_of(self).dropped is not None or not is_readable(buffer_of(self).value):
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"

@@ -20,9 +20,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd._names", "spmd._shard"),
     ("spmd._load", "spmd._call_jax", "spmd._barrier", "spmd._linear", "spmd._mode", "spmd._global_mesh"),
     ("spmd._tensor",),
-    ("spmd._annotate",),
+    ("spmd._constraint",),
+    ("spmd._annotate", "spmd._precision"),
     ("spmd._functional", "spmd._spec", "spmd._loader", "spmd._manual", "spmd._fsdp_v2"),
     ("spmd._distribute",),
+    ("spmd.rules",),
     ("spmd.program",),
     (
         "spmd.fsdp",
@@ -46,7 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NEVER: dict[str, tuple[str, ...]] = {"mesh": ("torch",), "spmd.lowering": ("mesh",)}
 # dotted name -> the only files and folders that may say it
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "os.environ": ("mesh/_hosts.py", "mesh/launch"),
+    "os.environ": ("mesh/_hosts.py", "mesh/launch", "mesh/_topology.py"),  # the last writes what libtpu reads
     "os.environb": ("mesh/_hosts.py", "mesh/launch"),
     "os.getenv": ("mesh/_hosts.py", "mesh/launch"),
     "os.putenv": ("mesh/_hosts.py", "mesh/launch"),

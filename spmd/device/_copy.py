@@ -16,15 +16,35 @@ import torch
 from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
-from spmd._jax import is_tracer, is_tracing
+from spmd._jax import is_tracer, is_tracing, known_value
+from spmd.device._arrays import fetched, moved
 from spmd.device._numbers import lifted
-from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided
+from spmd.device._storage import (
+    buffer_of,
+    is_whole,
+    load,
+    once,
+    recording,
+    store,
+    strided_alias,
+    wrap,
+    wrap_host,
+    wrap_strided,
+    wrap_unset,
+)
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty`: zeros, because jax has no uninitialised memory; XLA drops them if nobody reads them."""
+    """`torch.empty`: zeros, because jax has no uninitialised memory, but not before somebody reads them."""
+    return unset(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype()))
+
+
+def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
+    """A tensor without a value yet; in a trace zeros, which XLA drops if nobody reads them."""
+    if not is_tracing():
+        return wrap_unset(size, dtype)
     with exact_dtypes():
-        return wrap(jnp.zeros(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())))
+        return wrap(jnp.zeros(size, dtype))
 
 
 def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,11 +52,10 @@ def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
     size, stride = tuple(size), tuple(stride)
     dtype = to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())
     order = sorted(range(len(size)), key=lambda dim: -stride[dim])
-    with exact_dtypes():
-        if fills_block(size, stride):
-            root = wrap(jnp.zeros(tuple(size[dim] for dim in order), dtype))
-        else:  # gaps or overlaps: a flat storage long enough for the last element
-            root = wrap(jnp.zeros((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype))
+    if fills_block(size, stride):
+        root = unset(tuple(size[dim] for dim in order), dtype)
+    else:  # gaps or overlaps: a flat storage long enough for the last element
+        root = unset((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype)
     return strided_alias(root, size, stride, 0)
 
 
@@ -49,7 +68,7 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
     buffer = buffer_of(self)
     if buffer.value is None and buffer.host is not None and is_whole(self, buffer) and recording.get() is None:
-        return wrap_host(buffer.host.copy())  # still on the host: so is the copy
+        return wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)  # still on the host: so is the copy
     with exact_dtypes():
         value = load(self)
         if not is_tracing():
@@ -99,7 +118,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
             buffer.set(None)
             buffer.host = host
             if kept is not None:
-                buffer.place(kept.to_jax())
+                buffer.annotate(kept)
             return dst
         with exact_dtypes():
             store(dst, jnp.broadcast_to(jnp.asarray(host), tuple(dst.shape)))
@@ -122,14 +141,18 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 
 def local_scalar_dense(self: torch.Tensor) -> Any:
-    """`tensor.item()`: a Python number eagerly, a lifted number in a traced program."""
+    """`tensor.item()`: a Python number eagerly, or where a traced program computed it from constants; else a lifted number."""
     value = load(self)
-    if is_tracer(value) or recording.get() is not None:
+    recorder = recording.get()
+    if is_tracer(value) or recorder is not None:
         with exact_dtypes():
+            known = None if recorder is None else known_value(value, recorder.is_state)
+            if known is not None:
+                return np.asarray(known).reshape(()).item()
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
             return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
     _counters.count("host_reads")
-    return np.asarray(value).reshape(()).item()
+    return fetched(value).reshape(()).item()
 
 
 def zero_(self: torch.Tensor) -> torch.Tensor:
@@ -191,7 +214,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         raise _host_read_while_tracing("a copy to the host")
     _counters.count("host_reads")
     _counters.count("download_bytes", value.nbytes)
-    return host_tensor(np.asarray(value))
+    return host_tensor(fetched(value))
 
 
 def _host_read_while_tracing(what: str) -> TraceError:
@@ -243,11 +266,13 @@ def like_placement(value: Any, dst: torch.Tensor) -> Any:
     buffer = buffer_of(dst)
     if is_tracer(value) or not is_whole(dst, buffer):
         return value
+    if buffer.stored != buffer.shape:  # laid out when it is padded
+        return value
     if buffer.annotation is not None:
-        return jax.device_put(value, buffer.annotation.to_jax())
+        return moved(value, buffer.annotation.to_jax())
     placed = value.sharding
     if isinstance(dst, torch.nn.Parameter) and isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated:
-        return jax.device_put(value, jax.sharding.NamedSharding(placed.mesh, jax.sharding.PartitionSpec()))
+        return moved(value, jax.sharding.NamedSharding(placed.mesh, jax.sharding.PartitionSpec()))
     return value
 
 

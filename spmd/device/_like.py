@@ -1,60 +1,61 @@
-"""`empty_like` and its kin: a tensor made like a marked one is laid out as it is.
+"""Tensors of one number, and tensors made like another one: `zeros`, `full_like`, `empty_like` and their kin.
 
-So an optimizer's state has its parameter's layout from the start, and no device ever holds more of it than its shard.
+Eagerly they take no memory before their first use, and one made like a marked tensor is laid out as it is; so an optimizer's
+state has its parameter's layout from the start, and no device ever holds more of it than its shard.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 import torch
 
-from spmd._convert import exact_dtypes, to_numpy_dtype
+from spmd._convert import to_numpy_dtype
+from spmd._jax import is_tracing
 from spmd.device._copy import empty_strided
-from spmd.device._storage import buffer_of, is_whole, recording, wrap
+from spmd.device._storage import buffer_of, is_whole, recording, wrap_host
 
 
 def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`torch.empty_like`: zeros, as `torch.empty` here."""
-    wanted, device = _wanted(self, kwargs)
-    if device != "jax":
-        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device=device)
-    buffer = buffer_of(self)
-    if not _lies_as_marked(self) or not wanted.is_contiguous() or buffer.annotation is None:
-        return empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
-    with exact_dtypes():
-        out = wrap(jnp.zeros(tuple(wanted.shape), to_numpy_dtype(wanted.dtype), device=buffer.annotation.to_jax()))
-    buffer_of(out).annotation = buffer.annotation
-    return out
-
-
-def zeros_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`torch.zeros_like`."""
-    return full_like(self, 0, **kwargs)
-
-
-def ones_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`torch.ones_like`."""
-    return full_like(self, 1, **kwargs)
-
-
-def full_like(self: torch.Tensor, fill_value: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.full_like`; born with its value, which is how state that a first step creates is told from what it does to it."""
-    wanted, device = _wanted(self, kwargs)
-    if wanted.is_contiguous() and (device != "jax" or not _lies_as_marked(self)):
-        return torch.full(tuple(wanted.shape), fill_value, dtype=wanted.dtype, device=device)
-    return empty_like(self, **kwargs).fill_(fill_value)
-
-
-def _wanted(self: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, str]:
-    """The result's shape, strides and dtype, and the type of its device."""
+    device = kwargs.get("device")
     shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
     wanted = torch.empty_like(shape, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format") or torch.preserve_format)
-    device = kwargs.get("device")
-    return wanted, "jax" if device is None else torch.device(device).type
+    if device is not None and torch.device(device).type != "jax":
+        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device=device)
+    return _laid_out_like(self, empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype))
 
 
-def _lies_as_marked(tensor: torch.Tensor) -> bool:
-    buffer = buffer_of(tensor)
-    return buffer.annotation is not None and recording.get() is None and is_whole(tensor, buffer)
+def filled(adapter: Any, number: float | None = None) -> Any:
+    """Kernel of `zeros`, `ones_like`, `full` and their like.
+
+    Args:
+        adapter: the kernel for traces, layouts other than row-major, and numbers that the dtype may not hold.
+        number: what the op fills with; None: its argument `fill_value`.
+    """
+
+    def kernel(first: Any, *rest: Any, **kwargs: Any) -> Any:
+        given = number if number is not None or not rest else rest[0]
+        like = first if isinstance(first, torch.Tensor) else None
+        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+        device = kwargs.get("device")
+        if like is not None and device is not None and torch.device(device).type != "jax":
+            return empty_like(like, **kwargs).fill_(given)
+        plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
+        exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
+        typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point)
+        if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()):
+            return adapter(first, *rest, **kwargs)
+        shape: Any = tuple(first if like is None else like.shape)
+        made = wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), shape))
+        return made if like is None else _laid_out_like(like, made)
+
+    return kernel
+
+
+def _laid_out_like(model: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    buffer = buffer_of(model)
+    if buffer.annotation is not None and recording.get() is None and is_whole(model, buffer) and is_whole(made, buffer_of(made)):
+        buffer_of(made).annotate(buffer.annotation)
+    return made

@@ -16,6 +16,7 @@ import torch
 
 from spmd._convert import exact_dtypes
 from spmd.device._adapter import Adapter
+from spmd.device._kept import kept_or_new
 from spmd.device._storage import load, wrap
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -42,7 +43,7 @@ class WholeOp:
         plan, _ = self.adapter.plan(args, kwargs)
         call = self._calls.get(id(plan))
         if call is None:
-            call = self._calls[id(plan)] = Call(plan.run, f"{self.op}")
+            call = self._calls[id(plan)] = Call(plan.run, self.adapter.name)
         updated: list[Any] = []
         out = _Differentiable.apply(call, self.adapter.key(args, kwargs), updated, *flat)
         with exact_dtypes():
@@ -106,6 +107,7 @@ class _Differentiable(torch.autograd.Function):
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
             out, vjp, new_values = call.forward_jit(arrays, key, wanted)
+            out = kept_or_new(call.name, out)
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
         ctx.call, ctx.wanted, ctx.key, ctx.count = call, wanted, key, len(tensors)
