@@ -391,3 +391,27 @@ def test_every_name_is_there_and_a_star_import_works() -> None:
     a, b = space["shard_as"](torch.ones(4, device="xla"), torch.zeros(4, device="xla"))
     assert torch.equal((a + b).cpu(), torch.ones(4))
     assert list(space["ShardingType"]) == list(mesh_.ShardingType)
+
+
+def test_a_dim_that_the_devices_do_not_divide_is_padded_in_its_last_shards() -> None:
+    import torch_xla.distributed.parallel_loader as pl  # pyright: ignore
+
+    count = mesh_.device_count()
+    host, grid = torch.arange(count + 1.0), xs().get_1d_mesh("data")
+    t = xs().mark_sharding(host.to("xla"), grid, ("data",))
+    piece = -(-(count + 1) // count)
+    for position, shard in enumerate(t.local_shards):
+        start, end = (min(i * piece, count + 1) for i in (position, position + 1))
+        if count > 1:
+            assert shard.data.shape == (piece,) and shard.indices == [slice(start, end, 1)]
+            assert torch.equal(shard.unpadded_data, host[start:end])
+            assert shard.data[end - start :].abs().sum() == 0
+    assert torch.equal(t.cpu(), host) and t.shape == (count + 1,)
+    for name in ("annotate_custom_sharding", "mark_sharding_with_gradients"):
+        x = host.to("xla").requires_grad_()
+        (getattr(xs(), name)(x, grid, ("data",)) * 2).sum().backward()
+        assert torch.equal(x.grad.cpu(), torch.full((count + 1,), 2.0))
+    rows = batch(count + 1, 3)
+    (loaded,) = list(pl.MpDeviceLoader([rows], "xla", input_sharding=xs().ShardingSpec(grid, ("data", None))))
+    assert loaded.shape == rows.shape and loaded.sharding_spec == xs().ShardingSpec(grid, ("data", None)).to_xla()
+    assert torch.equal(loaded.cpu(), rows)

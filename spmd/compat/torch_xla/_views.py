@@ -84,7 +84,8 @@ def shards(t: torch.Tensor) -> list[XLAShard]:
     """The local shards with torch_xla's indices: `...` for the whole, else a list of full slices."""
     ours: Any = XLAShardedTensor(t.detach())
     held: list[XLAShard] = _local_shards(ours)
-    whole = ours.jax.sharding.is_fully_replicated
+    spec = layout(t)
+    whole = spec is None or spec.is_replicated
     for position, shard in enumerate(held):
         if whole:
             shard.indices, shard.replica_id = ..., position
