@@ -12,6 +12,7 @@ from spmd._errors import NonFiniteError as NonFiniteError
 from spmd._errors import SpmdError as SpmdError
 from spmd._errors import TraceError as TraceError
 from spmd._errors import UnsupportedOpError as UnsupportedOpError
+from spmd._moves import register as _show_layouts
 from spmd._tensor import XLAShard as XLAShard
 from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
@@ -24,6 +25,7 @@ from spmd.program._step import compile as compile
 from spmd.rules import shard_module as shard_module
 
 _register()
+_show_layouts()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [

@@ -19,6 +19,7 @@ from spmd._errors import SpmdError, message
 from spmd._jax import is_tracer
 from spmd._names import name_of
 from spmd._tensor import XLAShardedTensor, become_sharded
+from spmd.device._layout import remember
 from spmd.device._storage import buffer_of, load, recording, store
 
 
@@ -29,24 +30,28 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
     function it constrains the value at this point, and its gradient, as `jax.lax.with_sharding_constraint` does.
 
     Args:
-        tensor: on device 'jax': a parameter, buffer, input or activation, any dtype.
+        tensor: a parameter, buffer, input or activation, any dtype; on device 'jax', or on the host or 'meta', where the
+            layout is remembered for the move to the device.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
 
     Raises:
         SpecError: wrong rank, unknown axis, an axis used twice, or a dim that its axes do not divide.
-        SpmdError: the tensor is not on device 'jax', or is a view of a tensor that shows other dims.
+        SpmdError: the tensor is on another device, or is a view of a tensor that shows other dims.
     """
     grid = as_mesh(mesh)
-    if tensor.device.type != "jax":
+    if tensor.device.type not in ("jax", "cpu", "meta"):
         raise SpmdError(
             message(
                 f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
-                "a sharding needs device 'jax'",
+                "a sharding needs device 'jax'; on the host and on 'meta' it is remembered for the move there",
                 fix="move it first: model.to('jax'), or x = x.to('jax')",
             )
         )
     spec = _validated(tensor, grid, partition_spec)
+    if tensor.device.type != "jax":
+        remember(tensor, spec)
+        return become_sharded(tensor)
     buffer = buffer_of(tensor)
     value = None if buffer.value is None else buffer.value
     if recording.get() is not None or is_tracer(value):

@@ -18,6 +18,7 @@ import mesh as mesh_
 from spmd import _counters
 from spmd._convert import host_tensor
 from spmd._jax import is_tracer
+from spmd.device._layout import annotation_of, hand_over
 from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load
 
@@ -54,6 +55,8 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
+        if self.device.type != "jax":
+            return annotation_of(self)
         buffer = buffer_of(self)
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
@@ -102,21 +105,23 @@ class XLAShardedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
         if id(self) not in memo:
             plain = copy.deepcopy(self.global_tensor if not self.is_leaf else self.global_tensor.detach(), memo)
+            hand_over(self, plain)
             plain.requires_grad_(self.requires_grad)
             plain.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = become_sharded(plain)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a CPU tensor without a mesh (see `spmd.device._serialize`)."""
+        """Pickled as a CPU tensor that remembers its layout in plain data (see `spmd.device._serialize`)."""
         return host_copy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        spec = self.sharding_spec if buffer_of(self).dropped is None else None
+        buffer = buffer_of(self) if self.device.type == "jax" else None
+        spec = self.sharding_spec if buffer is None or buffer.dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if is_tracer(buffer_of(self).value) or self.numel() > 1000 or buffer_of(self).dropped is not None:
+        if self.is_meta or self.numel() > 1000 or (buffer is not None and (is_tracer(buffer.value) or buffer.dropped is not None)):
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"
@@ -130,12 +135,16 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
         if id(self) not in memo:
-            data = copy.deepcopy(self.global_tensor.detach(), memo)
-            memo[id(self)] = become_sharded(torch.nn.Parameter(data, self.requires_grad))
+            twin = torch.nn.Parameter(copy.deepcopy(self.global_tensor.detach(), memo), self.requires_grad)
+            hand_over(self, twin)
+            memo[id(self)] = become_sharded(twin)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(host_copy(self), self.requires_grad).__reduce_ex__(protocol)
+        host = host_copy(self)
+        plain = torch.nn.Parameter(host.detach(), self.requires_grad)
+        vars(plain).update(vars(host))
+        return plain.__reduce_ex__(protocol)
 
 
 def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:

@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd.lowering",),
     ("spmd.device",),
     ("spmd._names", "spmd._tensor"),
+    ("spmd._moves",),
     ("spmd._constraint",),
     ("spmd._annotate",),
     ("spmd.rules",),

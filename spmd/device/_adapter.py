@@ -8,6 +8,7 @@ look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, what that 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "template")
+    __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "results", "template")
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Plan:
         self.compute = compute
         self.results = results
         self.jitted = jax.jit(self.run)
+        self.jitted_to = functools.cache(lambda sharding: jax.jit(self.run, out_shardings=(sharding, None)))
         self.bound: dict[Any, Any] = {}
 
     def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
@@ -127,8 +129,11 @@ class Adapter:
         with exact_dtypes():
             return self._wrapped(self.arrays(args, kwargs))
 
-    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""
+    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any = None) -> Any:
+        """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`).
+
+        `sharding`: where an eager result is computed; None: where jax likes.
+        """
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
         needs_values = self.lowering.data_dependent
@@ -137,7 +142,8 @@ class Adapter:
         if not is_tracing():
             if needs_values:
                 _counters.count("host_reads")
-            out, updated = (plan.run if needs_values else plan.jitted)(dynamic, key)
+            jitted = plan.jitted if sharding is None else plan.jitted_to(sharding)
+            out, updated = (plan.run if needs_values else jitted)(dynamic, key)
         else:
             try:
                 out, updated = plan.run(dynamic, key) if needs_values else plan.traced(dynamic, key)

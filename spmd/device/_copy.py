@@ -17,6 +17,7 @@ from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing
+from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted
 from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided, wrap_unset
 
@@ -164,7 +165,7 @@ def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
     buffer = buffer_of(self)
     with exact_dtypes():
-        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype))
+        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype), device=filled_sharding(self))
         if buffer.dropped is not None and self.shape == buffer.shape and self.is_contiguous() and not self.storage_offset():
             buffer.set(zeros)
         else:
@@ -191,7 +192,14 @@ def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride:
 
 
 def from_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A device tensor with the values of a CPU tensor; nothing is uploaded yet."""
+    """A device tensor with the values of a CPU tensor, to be laid out as that remembers; nothing is uploaded yet."""
+    moved = _from_host(tensor)
+    if vars(tensor):
+        hand_over(tensor, moved)
+    return moved
+
+
+def _from_host(tensor: torch.Tensor) -> torch.Tensor:
     argument = _argument(tensor)
     if argument is not None:
         return wrap(argument)
@@ -266,6 +274,15 @@ def like_placement(value: Any, dst: torch.Tensor) -> Any:
     if annotation is None or is_tracer(value) or not is_whole(dst, buffer_of(dst)):
         return value
     return jax.device_put(value, annotation.to_jax())
+
+
+def filled_sharding(self: torch.Tensor) -> Any:
+    """Where an operation that overwrites all of `self` eagerly should write, so that no device fills more than its shard."""
+    buffer = buffer_of(self)
+    annotation = buffer.annotation
+    if annotation is None or annotation.mesh.topology is not None or recording.get() is not None or is_tracer(buffer.value):
+        return None
+    return annotation.to_jax() if buffer.dropped is None and is_whole(self, buffer) else None
 
 
 def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

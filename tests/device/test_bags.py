@@ -17,7 +17,6 @@ CASES: list[dict[str, Any]] = [
     {"mode": "mean", "padding_idx": -13},
     {"mode": "sum", "per_sample_weights": batch(4, 5, seed=3)},
     {"mode": "sum", "per_sample_weights": batch(4, 5, seed=3), "padding_idx": 3},
-    {"mode": "sum", "scale_grad_by_freq": True},
     {"mode": "sum", "max_norm": 0.5},
 ]
 
