@@ -3,6 +3,7 @@
 Importing it makes `torch.device("jax")` a real PyTorch device. See `docs/architecture.md` for how.
 """
 
+from spmd import collectives as collectives
 from spmd import lowering as lowering
 from spmd import metrics as metrics
 from spmd._annotate import mark_sharding as mark_sharding
@@ -23,6 +24,7 @@ from spmd.program._accumulate import accumulate as accumulate
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 from spmd.rules import shard_module as shard_module
+from spmd.shard_map import shard_map as shard_map
 
 _register()
 _show_layouts()
@@ -39,6 +41,9 @@ __all__ = [
     "Step",
     "accumulate",
     "compile",
+    # manual regions
+    "collectives",
+    "shard_map",
     # operators
     "lowering",
     # counts

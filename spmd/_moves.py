@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spmd._tensor import become_sharded
 from spmd.device._layout import annotation_of
@@ -29,7 +29,7 @@ def register() -> None:
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         return show_layouts(inner(self, fn, recurse))
 
-    apply.shows_layouts = True  # pyright: ignore[reportFunctionMemberAccess]
+    vars(apply)["shows_layouts"] = True
     nn.Module._apply = apply
 
 
@@ -37,7 +37,7 @@ def show_layouts(module: nn.Module) -> nn.Module:
     """Change the class of the marked device tensors directly in `module`; its children do so themselves."""
     for registry in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
         for tensor in registry.values():
-            if tensor is None or isinstance(tensor, UninitializedTensorMixin) or tensor.device.type != "jax":
+            if tensor is None or isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.device.type != "jax":
                 continue
             if annotation_of(tensor) is not None:
                 become_sharded(tensor)

@@ -223,7 +223,7 @@ class _Call:
             registry[name] = whole
         drops = unit.stage == 3 and unit.reshard and not is_again and torch.is_grad_enabled()
         # Under somebody else's hooks (checkpointing) nothing is kept from forward to backward anyway, and two would not nest.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
         if drops and (outer is None or isinstance(self._outer, _Call)):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)

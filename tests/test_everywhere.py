@@ -124,8 +124,9 @@ def test_gradients_and_optimizer_state_follow_the_parameter(place: str, optimize
         assert tensor.as_subclass(spmd.XLAShardedTensor).jax.sharding.shard_shape((8, 16)) == (4, 16)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_under_torch_compile_a_mark_is_what_it_is_without(backend: str, mesh_4x2: mesh.Mesh) -> None:
+# Dynamo asks every tensor that enters a graph for .grad; of a subclass also when it is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_under_torch_compile_a_mark_is_what_it_is_without(mesh_4x2: mesh.Mesh) -> None:
     model = made_on("cpu").to("jax")
     spmd.mark_sharding(model.linear.weight, mesh_4x2, SPEC)
 
@@ -135,7 +136,7 @@ def test_under_torch_compile_a_mark_is_what_it_is_without(backend: str, mesh_4x2
         return hidden * 2
 
     expected = torch.tanh(made_on("cpu").linear(batch(8, 16))) * 2
-    compiled = torch.compile(run, backend=backend)
+    compiled = torch.compile(run, backend="eager")
     out: Any = compiled(batch(8, 16).to("jax"))
     assert_same(out.detach(), expected.detach())
     assert out.jax.sharding.shard_shape((8, 8)) == (2, 4)

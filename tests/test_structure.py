@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "spmd.dynamo",
         "spmd.visualize",
         "spmd.shard_map",
+        "spmd.collectives",
         "spmd.doctor",
         "spmd._demo_gpt2",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import mesh
 from spmd.device._storage import buffer_of
@@ -51,7 +51,7 @@ def set_state_sharding(parameter: torch.Tensor, sharding: mesh.ShardingSpec) -> 
 
 def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
     """The layout of `source` is that of `target`, which has the same shape and lies anywhere; True if there is one."""
-    if isinstance(source, UninitializedTensorMixin):
+    if isinstance(source, UninitializedParameter | UninitializedBuffer):
         return False
     annotation = annotation_of(source)
     if target.device.type == "jax":  # there it hangs on the storage
