@@ -25,6 +25,8 @@ from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 from spmd.rules import shard_module as shard_module
 from spmd.shard_map import shard_map as shard_map
+from spmd.visualize import visualize as visualize
+from spmd.visualize import visualize_sharding as visualize_sharding
 
 _register()
 _show_layouts()
@@ -44,6 +46,9 @@ __all__ = [
     # manual regions
     "collectives",
     "shard_map",
+    # seeing it
+    "visualize",
+    "visualize_sharding",
     # operators
     "lowering",
     # counts

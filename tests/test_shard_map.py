@@ -134,7 +134,6 @@ def test_a_region_is_compiled_once_per_program_and_never_stale(mesh_4x2: mesh.Me
         assert_same(mapped(x.to("jax")), x * value)
 
 
-
 def reads_outside(x: torch.Tensor) -> torch.Tensor:
     return x + _OUTSIDE[0]
 

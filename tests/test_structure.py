@@ -34,6 +34,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "spmd.interop",
         "spmd.dynamo",
         "spmd.visualize",
+        "spmd._picture",
+        "spmd._tiling",
         "spmd.shard_map",
         "spmd.collectives",
         "spmd.doctor",
