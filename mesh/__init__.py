@@ -9,7 +9,10 @@ sharding.shard_shape((64, 16))  # (16, 16)
 """
 
 from mesh._devices import Device, device_count, devices, virtual_devices
-from mesh._errors import AcceleratorIdle, DeviceError, MeshError, RulesError, SpecError
+from mesh._errors import AcceleratorIdle, DeviceError, JobError, MeshError, RulesError, SpecError
+from mesh._host import PREEMPTED, Host
+from mesh._hosts import barrier, init, long, report_saved, should_stop
+from mesh._hybrid import HybridMesh, device_attributes, simulated_slices
 from mesh._mesh import Mesh, init_device_mesh
 from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
@@ -25,8 +28,11 @@ __all__ = [
     "topology_devices",
     "virtual_devices",
     # mesh
+    "HybridMesh",
     "Mesh",
+    "device_attributes",
     "init_device_mesh",
+    "simulated_slices",
     # specs
     "PartitionSpec",
     "SpecLike",
@@ -36,6 +42,14 @@ __all__ = [
     "ShardSlice",
     "ShardingSpec",
     "ShardingType",
+    # jobs of several processes
+    "Host",
+    "PREEMPTED",
+    "barrier",
+    "init",
+    "long",
+    "report_saved",
+    "should_stop",
     # rules
     "LARGE_BYTES",
     "Finding",
@@ -52,6 +66,7 @@ __all__ = [
     # errors
     "AcceleratorIdle",
     "DeviceError",
+    "JobError",
     "MeshError",
     "RulesError",
     "SpecError",

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -54,6 +54,7 @@ class ShardingSpec:
     Args:
         mesh: the devices.
         partition_spec: one entry per dim of the tensor; kept in the form of `PartitionSpec.resolved`.
+        minibatch: where it lays out input, each host brings its own part of the batch, not the whole; no part of equality.
 
     Raises:
         SpecError: the spec does not fit the mesh.
@@ -61,10 +62,21 @@ class ShardingSpec:
 
     mesh: Mesh
     partition_spec: PartitionSpec
+    minibatch: bool = field(default=False, compare=False, repr=False)
 
-    def __init__(self, mesh: Mesh, partition_spec: SpecLike) -> None:
+    def __init__(self, mesh: Mesh, partition_spec: SpecLike, minibatch: bool = False) -> None:
+        object.__setattr__(self, "minibatch", minibatch)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "partition_spec", as_spec(partition_spec).resolved(mesh.axis_names))
+
+    def __eq__(self, other: object) -> bool:
+        # By value, whatever the class: `spmd.ShardingSpec` can also be applied to tensors.
+        if not isinstance(other, ShardingSpec):
+            return NotImplemented
+        return (self.mesh, self.partition_spec) == (other.mesh, other.partition_spec)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.partition_spec))
 
     @property
     def num_shards(self) -> int:
@@ -85,22 +97,35 @@ class ShardingSpec:
             return ShardingType.REPLICATED
         return ShardingType.OTHER if self.num_shards == self.mesh.size() else ShardingType.PARTIAL
 
-    def validate(self, shape: Sequence[int], name: str | None = None) -> None:
+    def validate(self, shape: Sequence[int], name: str | None = None, uneven: Literal["pad", "error"] = "pad") -> None:
         """Check that a tensor can lie so.
 
         Args:
             shape: the tensor's global shape.
             name: what the message calls the tensor, e.g. "parameter 'up.weight'".
+            uneven: "error" refuses a dim that does not split evenly over its axes; "pad" allows it, see `padded_shape`.
 
         Raises:
-            SpecError: the spec has not one entry per dim, or a dim does not split evenly over its axes.
+            SpecError: the spec has not one entry per dim, or `uneven` refuses a dim.
         """
         title = f"{name or 'a tensor'} of shape {tuple(shape)}"
         _require_rank(self, shape, title)
-        _require_even(self, shape, title)
+        if uneven == "error":
+            _require_even(self, shape, title)
+        elif uneven != "pad":
+            raise SpecError(message(f"uneven={uneven!r} is no way to treat uneven dims", [], 'uneven="pad" or uneven="error"'))
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape in which a tensor is stored: a dim that its axes do not divide is padded at its end to equal pieces.
+
+        Raises:
+            SpecError: a tensor of this rank cannot lie so.
+        """
+        self.validate(shape)
+        return tuple(-(-size // shards) * shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one device's piece.
+        """Shape of one device's piece, the padding of uneven dims included.
 
         Args:
             shape: global shape, in elements.
@@ -111,11 +136,11 @@ class ShardingSpec:
         Raises:
             SpecError: a tensor of this shape cannot lie so.
         """
-        self.validate(shape)
-        return tuple(size // shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
+        padded = self.padded_shape(shape)
+        return tuple(size // shards for size, shards in zip(padded, self._shards_per_dim, strict=True))
 
     def shard_slices(self, shape: Sequence[int]) -> list[ShardSlice]:
-        """What every device holds, in the mesh's device order; agrees with jax's `devices_indices_map`.
+        """What every device holds, without padding, in the mesh's device order; agrees with jax's `devices_indices_map`.
 
         Raises:
             SpecError: a tensor of this shape cannot lie so.
@@ -127,8 +152,8 @@ class ShardingSpec:
         for position, device in enumerate(cast("list[Device]", self.mesh.devices.ravel().tolist())):
             starts = tuple(int(starts[position]) for starts in starts_by_dim)
             slices = tuple(
-                slice(start, start + piece) if shards > 1 else slice(None)
-                for start, piece, shards in zip(starts, pieces, self._shards_per_dim, strict=True)
+                slice(min(start, size), min(start + piece, size)) if shards > 1 else slice(None)
+                for start, piece, shards, size in zip(starts, pieces, self._shards_per_dim, shape, strict=True)
             )
             replica_id = copies_seen.get(starts, 0)
             copies_seen[starts] = replica_id + 1
@@ -154,6 +179,21 @@ class ShardingSpec:
         if len(spec) > ndim:
             raise SpecError(message(f"{sharding.spec} does not fit {ndim} dims", [f"it has {len(spec)} entries"], f"pass ndim={len(spec)}"))
         return cls(Mesh.from_jax(sharding.mesh), PartitionSpec(*spec, *[None] * (ndim - len(spec))))
+
+    def to_xla(self) -> str:
+        """The layout as XLA and torch_xla print it: "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}" or "{replicated}".
+
+        Devices that hold copies of one piece are listed in rising order, as XLA's own normal form has it.
+        """
+        if self.is_replicated:
+            return "{replicated}"
+        tiled = [axis for axes in self._axes_per_dim for axis in axes]
+        rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in tiled]
+        num_copies = self.mesh.size() // self.num_shards
+        pieces = np.sort(self.mesh.get_logical_mesh().transpose(tiled + rest).reshape(-1, num_copies), axis=1)
+        dims = [*self._shards_per_dim, *([num_copies] if num_copies > 1 else [])]
+        suffix = " last_tile_dim_replicate" if num_copies > 1 else ""
+        return f"{{devices=[{','.join(map(str, dims))}]{','.join(map(str, pieces.ravel().tolist()))}{suffix}}}"
 
     def to_dict(self) -> dict[str, object]:
         """JSON-able form; `from_dict` reads it."""
@@ -186,8 +226,8 @@ class ShardingSpec:
         mesh_text, parenthesis, spec_text = text.partition("(")
         return cls(Mesh.from_string(mesh_text), PartitionSpec.from_string(parenthesis + spec_text))
 
-    def __reduce__(self) -> tuple[type[ShardingSpec], tuple[Mesh, PartitionSpec]]:
-        return ShardingSpec, (self.mesh, self.partition_spec)
+    def __reduce__(self) -> tuple[type[ShardingSpec], tuple[Mesh, PartitionSpec, bool]]:
+        return type(self), (self.mesh, self.partition_spec, self.minibatch)
 
     @functools.cached_property
     def _named_sharding(self) -> jax.sharding.NamedSharding:
@@ -223,7 +263,11 @@ def _require_rank(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
     if len(spec) < len(shape):
         fix = f"pad the spec with None to the rank: {PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))!r}"
     raise SpecError(
-        message(f"{title} cannot be sharded by {spec}", [f"the tensor has rank {len(shape)}, the spec has {len(spec)} entries"], fix)
+        message(
+            f"{title} cannot be sharded by {spec}",
+            [f"the tensor has rank {len(shape)}, the spec has {len(spec)} {'entry' if len(spec) == 1 else 'entries'}"],
+            fix,
+        )
     )
 
 
@@ -231,6 +275,7 @@ def _require_even(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
     spec, mesh = sharding.partition_spec, sharding.mesh
     details: list[str] = []
     fixes: list[str] = []
+    padded = sharding.padded_shape(shape)
     for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
         axes = entry_axes(entry)
         sizes = [mesh.axis_size(axis) for axis in axes]
@@ -238,8 +283,12 @@ def _require_even(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
         if size % shards == 0:
             continue
         named = " and ".join(f"axis {axis!r} has size {axis_size}" for axis, axis_size in zip(axes, sizes, strict=True))
-        details.append(f"dim {dim} has {size} elements, {named}" + (f", together {shards}" if len(axes) > 1 else ""))
-        fixes.append(f"pad dim {dim} to {-(-size // shards) * shards}")
+        details.append(
+            f"dim {dim} has {size} elements, {named}"
+            + (f", together {shards}" if len(axes) > 1 else "")
+            + ', and uneven="error" was asked for'
+        )
         fixes += [f"shard dim {i} ({n})" for i, n in enumerate(shape) if spec[i] is None and n and n % shards == 0]
     if details:
-        raise SpecError(message(f"{title} cannot be sharded by {spec}", details, ", or ".join(fixes)))
+        drop = f'drop uneven="error" to pad to {padded}'
+        raise SpecError(message(f"{title} cannot be sharded by {spec}", details, ", or ".join([drop, *fixes])))

@@ -7,7 +7,7 @@ activations.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import torch
@@ -18,13 +18,15 @@ from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd._jax import is_tracer
 from spmd._names import name_of
-from spmd._tensor import XLAShardedTensor, become_sharded
-from spmd.device._layout import remember
+from spmd._tensor import XLAShardedTensor, become_plain, become_sharded
+from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 
 
 @torch._disable_dynamo  # under torch.compile it runs as it does without: in place, on the value of this moment
-def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> XLAShardedTensor:
+def mark_sharding(
+    tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
+) -> XLAShardedTensor:
     """Lay `tensor` out over `mesh`, in place, and return it.
 
     A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
@@ -35,21 +37,14 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
             layout is remembered for the move to the device.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
+        uneven: a dim that its axes do not divide is padded in storage ("pad"; values, shapes and files never show it), or refused
+            ("error").
 
     Raises:
-        SpecError: wrong rank, unknown axis, an axis used twice, or a dim that its axes do not divide.
+        SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
         SpmdError: the tensor is on another device, or is a view of a tensor that shows other dims.
     """
-    grid = as_mesh(mesh)
-    if tensor.device.type not in ("jax", "cpu", "meta"):
-        raise SpmdError(
-            message(
-                f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
-                "a sharding needs device 'jax'; on the host and on 'meta' it is remembered for the move there",
-                fix="move it first: model.to('jax'), or x = x.to('jax')",
-            )
-        )
-    spec = _validated(tensor, grid, partition_spec)
+    spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
     if tensor.device.type != "jax":
         remember(tensor, spec)
         return become_sharded(tensor)
@@ -73,6 +68,37 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
     return become_sharded(tensor)
 
 
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """Take the annotation off `t`, in place: a plain tensor or Parameter again, whole on every device of its mesh.
+
+    Args:
+        t: marked or not, also a `torch.nn.Parameter`.
+
+    Returns:
+        `t` itself.
+    """
+    if t.device.type != "jax":
+        forget(t)
+        return become_plain(t)
+    buffer = buffer_of(t)
+    spec = buffer.annotation
+    if spec is not None and recording.get() is None and not is_tracer(buffer.value):
+        buffer.annotation = None
+        if buffer.value is not None:
+            buffer.place(mesh_.ShardingSpec(spec.mesh, (None,) * len(buffer.shape)).to_jax())
+    return become_plain(t)
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """`x` as an `XLAShardedTensor` on the same storage if it is a tensor that lies on a mesh in pieces; else `x` itself."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, XLAShardedTensor) or x.device.type != "jax":
+        return x
+    buffer = buffer_of(x)
+    placed = None if buffer.value is None or is_tracer(buffer.value) else buffer.value.sharding
+    in_pieces = isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated
+    return x.as_subclass(XLAShardedTensor) if buffer.annotation is not None or in_pieces else x
+
+
 def as_mesh(mesh: Any) -> mesh_.Mesh:
     """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh` (ranks are device positions)."""
     if isinstance(mesh, mesh_.Mesh):
@@ -90,19 +116,39 @@ def as_mesh(mesh: Any) -> mesh_.Mesh:
     )
 
 
-def _validated(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike) -> mesh_.ShardingSpec:
+def checked_spec(
+    tensor: torch.Tensor,
+    grid: mesh_.Mesh,
+    partition_spec: mesh_.SpecLike,
+    uneven: Literal["pad", "error"] = "pad",
+    devices: tuple[str, ...] = ("jax",),
+) -> mesh_.ShardingSpec:
+    """The layout that `tensor` is to get.
+
+    Raises:
+        SpecError: it does not fit the tensor; the message has the tensor's name.
+        SpmdError: the tensor is on none of `devices`.
+    """
+    if tensor.device.type not in devices:
+        raise SpmdError(
+            message(
+                f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
+                "a sharding needs device 'jax'",
+                fix="move it first: model.to('jax'), or x = x.to('jax')",
+            )
+        )
     try:
         spec = mesh_.ShardingSpec(grid, partition_spec)
-        spec.validate(tuple(tensor.shape))
+        spec.validate(tuple(tensor.shape), uneven=uneven)
         return spec
     except mesh_.SpecError as error:
         name = name_of(tensor)
         try:
-            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name)
+            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name, uneven)
         except mesh_.SpecError as named:
             text = str(named) if name in str(named) else f"{name} cannot be sharded by {partition_spec!r}: {named}"
             raise mesh_.SpecError(text) from error
         raise
 
 
-__all__ = ["as_mesh", "mark_sharding"]
+__all__ = ["as_mesh", "checked_spec", "clear_sharding", "mark_sharding", "wrap_if_sharded"]

@@ -94,7 +94,7 @@ class _Region:
                 kind = f"a tensor on {arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__
                 what = f"argument {position} of {self.name} is {kind}"
                 raise SpmdError(message(what, fix="pass tensors on device 'jax'; bind other values with functools.partial"))
-            sharding.validate(tuple(arg.shape), f"argument {position} of {self.name}")
+            sharding.validate(tuple(arg.shape), f"argument {position} of {self.name}", uneven="error")
 
     def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The region on whole arrays. Eagerly it is traced on every call and compiled once per program that this gives."""

@@ -313,6 +313,6 @@ def peak_bytes(how: str, rows: int) -> tuple[int, int]:
 
 def test_materialising_a_meta_model_needs_its_shards_and_no_whole_tensor() -> None:
     growth, table = peak_bytes("split", 64 * 1024)
-    # All eight devices' shards together are one table; the random numbers of one round lie beside the shards they fill.
-    # A whole copy on one device or the host would be one table more, on every device eight.
-    assert table <= growth < 2.6 * table, f"grew by {growth / table:.2f} tables"
+    # All eight devices' shards together are one table. Three such are alive at once: the zeros that are overwritten, the random
+    # bits, and the numbers made of them. A whole copy on one device or the host would be a fourth, on every device eight more.
+    assert table <= growth < 3.6 * table, f"grew by {growth / table:.2f} tables"

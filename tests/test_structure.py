@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd._names", "spmd._tensor"),
     ("spmd._moves",),
     ("spmd._constraint",),
-    ("spmd._annotate",),
+    ("spmd._annotate", "spmd._precision"),
     ("spmd.rules",),
     ("spmd.program",),
     (

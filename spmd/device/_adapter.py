@@ -24,9 +24,11 @@ from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dty
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
 from spmd.device import _random
+from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
+from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
-from spmd.device._storage import load, once, store, wrap
+from spmd.device._storage import load, once, reduce_dtype, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -47,7 +49,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "results", "template")
+    __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "results", "seen", "template")
 
     def __init__(
         self,
@@ -61,8 +63,11 @@ class Plan:
         self.compute = compute
         self.results = results
         self.jitted = jax.jit(self.run)
-        self.jitted_to = functools.cache(lambda sharding: jax.jit(self.run, out_shardings=(sharding, None)))
+        self.jitted_to = functools.cache(
+            lambda sharding: jax.jit(functools.partial(self._run_to, sharding), out_shardings=(sharding, None))
+        )
         self.bound: dict[Any, Any] = {}
+        self.seen: set[Any] = set()
 
     def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out.
@@ -90,13 +95,23 @@ class Plan:
             return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out)), updated
         return _cast(out, self.results[0]), updated
 
+    def _run_to(self, sharding: Any, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        """`run`, its result as it is stored under `sharding`."""
+        out, updated = self.run(dynamic, key)
+        return (out if padded_shape(out.shape, sharding) == out.shape else padded(out, sharding)), updated
+
     def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
-        """`run` inside a trace. The rule is traced once per shapes and Python numbers, and what it recorded is recorded again."""
+        """`run` inside a trace. What the rule recorded for the same shapes and Python numbers is recorded again, from the second
+        time on: most ops of a small model come once, and a jit of their own costs them more than their rule."""
         values = [_cast_scalar(value, dtype) for value, dtype in zip(dynamic, self.compute, strict=True)]
         if key is None and not any(getattr(value, "shape", None) for value in values):
             return once(self, values, lambda: self.run(values))
         is_array = [isinstance(value, jax.Array | np.ndarray) for value in values]
         numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not is_array[i])  # repr: 0.0 == -0.0
+        seen = (numbers, *((value.shape, value.dtype) for array, value in zip(is_array, values, strict=True) if array))
+        if seen not in self.seen:
+            self.seen.add(seen)
+            return self.run(values, key)
         bound = self.bound.get(numbers)
         if bound is None:
             held = [None if array else value for array, value in zip(is_array, values, strict=True)]
@@ -115,6 +130,7 @@ class Adapter:
     def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
         self.op = lowering.op
+        self.name = lowering.op._schema.name.partition("::")[2]
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
@@ -127,7 +143,7 @@ class Adapter:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors, return tensors."""
         with exact_dtypes():
-            return self._wrapped(self.arrays(args, kwargs))
+            return self._wrapped(kept_or_new(self.name, self.arrays(args, kwargs)))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any = None) -> Any:
         """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`).
@@ -180,6 +196,8 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
+        if self.lowering.reduces:
+            key.append(reduce_dtype())
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -230,6 +248,8 @@ class Adapter:
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
+        if self.lowering.reduces:
+            named["reduce_dtype"] = reduce_dtype()
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast)
 

@@ -41,6 +41,12 @@ def remember(tensor: torch.Tensor, sharding: mesh.ShardingSpec) -> None:
     vars(tensor)[_LAYOUT] = sharding.to_dict()
 
 
+def forget(tensor: torch.Tensor) -> None:
+    """A host or meta tensor will lie wherever the device puts it."""
+    vars(tensor).pop(_LAYOUT, None)
+    vars(tensor).pop(_STATE, None)
+
+
 def set_state_sharding(parameter: torch.Tensor, sharding: mesh.ShardingSpec) -> None:
     """Gradient and optimizer state of `parameter` go elsewhere than the parameter itself."""
     if parameter.device.type == "jax":
@@ -55,8 +61,7 @@ def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
         return False
     annotation = annotation_of(source)
     if target.device.type == "jax":  # there it hangs on the storage
-        vars(target).pop(_LAYOUT, None)
-        vars(target).pop(_STATE, None)
+        forget(target)
     if annotation is None or tuple(source.shape) != tuple(target.shape):
         return False
     state = state_sharding_of(source)
@@ -79,4 +84,4 @@ def _remembered(tensor: torch.Tensor, key: str) -> mesh.ShardingSpec | None:
         return None
 
 
-__all__ = ["annotation_of", "hand_over", "plain_layouts", "remember", "set_state_sharding", "state_sharding_of"]
+__all__ = ["annotation_of", "forget", "hand_over", "plain_layouts", "remember", "set_state_sharding", "state_sharding_of"]

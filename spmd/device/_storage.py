@@ -14,23 +14,20 @@ operator and no program.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
 
 import mesh
-from spmd import _counters
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
 from spmd._jax import current_trace, is_tracer
+from spmd.device._arrays import cropped, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,6 +45,8 @@ class Recorder(Protocol):
 
     def will_write(self, buffer: Buffer) -> None: ...
 
+    def is_state(self, array: Any) -> bool: ...
+
     @property
     def scalars(self) -> dict[Any, Any]: ...
 
@@ -59,22 +58,24 @@ class Buffer:
     """The value of one storage: the root array whose row-major flattening is the storage's content.
 
     Attributes:
-        value: a jax.Array or tracer of shape `shape`; None while the value is still on the host, or dropped.
+        value: a jax.Array or tracer, of shape `stored` or, where somebody else made it, `shape`; None while the value is still on
+            the host, or dropped.
         host: the values to upload on first use, or None: a numpy array private to this buffer, or a read-only one, which
             repeats one value without memory behind it (`torch.empty`).
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
+        stored: shape of the array that holds it: uneven dims are padded. See Note [Uneven dims].
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "state_annotation", "value")
+    __slots__ = ("__weakref__", "_annotation", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
         self.host = host
-        self.shape = shape
-        self.annotation: mesh.ShardingSpec | None = None
+        self.shape = self.stored = shape
+        self._annotation: mesh.ShardingSpec | None = None
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.reads: dict[Any, Any] = {}
@@ -82,8 +83,32 @@ class Buffer:
         if recorder is not None:
             recorder.born(self)
 
+    @property
+    def annotation(self) -> mesh.ShardingSpec | None:
+        """Where `mark_sharding` put it, or None."""
+        return self._annotation
+
+    @annotation.setter
+    def annotation(self, spec: mesh.ShardingSpec | None) -> None:
+        self._annotation = spec
+        self.stored = self.shape if spec is None else padded_shape(self.shape, spec.to_jax())
+
     def get(self) -> Any:
         """The root array, uploaded if it is still on the host."""
+        value = self.raw()
+        return value if value.shape == self.shape else self._cropped(value)
+
+    def _cropped(self, value: Any) -> Any:
+        whole = self.reads.get("whole")
+        if whole is None:
+            with exact_dtypes():
+                whole = cropped(value, self.shape, None if self._annotation is None else self._annotation.to_jax())
+            if recording.get() is not None:  # a program holds each read once; eagerly a kept one would be a second copy in memory
+                self.reads["whole"] = whole
+        return whole
+
+    def raw(self) -> Any:
+        """The array that holds the root, with the padding of uneven dims."""
         if self.value is None:
             self._materialise()
         recorder = recording.get()
@@ -92,10 +117,14 @@ class Buffer:
         return self.value
 
     def set(self, value: Any) -> None:
-        """Replace the root array (same shape and dtype)."""
+        """Replace the root array (same shape and dtype; padded or not)."""
         recorder = recording.get()
         if recorder is not None:
             recorder.will_write(self)
+        if self.stored != self.shape and value is not None and value.shape != self.stored:
+            assert self._annotation is not None
+            with exact_dtypes():
+                value = padded(value, self._annotation.to_jax())
         self.value = value
         self.host = None
         self.dropped = None
@@ -103,8 +132,8 @@ class Buffer:
             self.reads.clear()
 
     def annotate(self, spec: mesh.ShardingSpec) -> None:
-        """Note where `mark_sharding` wants the value, and lay it out so; on a topology, which has no memory, only note it."""
-        if spec.mesh.topology is None:
+        """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
+        if spec.mesh.topology is None and not is_unset(self):
             self.place(spec.to_jax())
         self.annotation = spec
 
@@ -112,9 +141,8 @@ class Buffer:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
             self.value, self.host = upload(self.host, sharding), None
-        elif sharding is not None and self.get().sharding != sharding:
-            with jax.ensure_compile_time_eval():
-                self.value = jax.device_put(self.value, sharding)
+        elif sharding is not None:
+            self.value = laid_out(self.raw(), self.shape, sharding)
         self.reads.clear()
 
     def _materialise(self) -> None:
@@ -143,31 +171,9 @@ def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdErro
     )
 
 
-def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got.
-
-    One value repeated without memory (a read-only array without strides) is not sent: each device fills its own shard.
-    """
-    with exact_dtypes(), jax.ensure_compile_time_eval():
-        if host.size > 1 and not host.flags.writeable and not any(host.strides):
-            return _repeat(host.flat[0], host.shape, sharding)
-        if sharding is None:
-            array = jax.device_put(host)
-        else:
-            array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
-    _counters.count("uploads")
-    return array
-
-
-@functools.cache
-def _filler(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
-    return jax.jit(lambda value: jnp.broadcast_to(value, shape), out_shardings=sharding)
-
-
-def _repeat(value: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    return _filler(shape, sharding)(value)
+def reduce_dtype() -> np.dtype[Any] | None:
+    """The dtype in which the traced program sums gradients of weights over devices; None: their own."""
+    return getattr(recording.get(), "reduce_dtype", None)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
@@ -244,8 +250,9 @@ def store(tensor: torch.Tensor, value: Any) -> None:
         flat = _bitcast_root(root, dtype)
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
         new = _bitcast_root(new, root.dtype).reshape(buffer.shape)
-        if buffer.annotation is not None and not is_tracer(new):  # a write to a part moves nothing
-            new = jax.device_put(new, buffer.annotation.to_jax())
+        annotation = buffer.annotation if buffer.stored == buffer.shape else None
+        if annotation is not None and not is_tracer(new):  # a write to a part moves nothing
+            new = jax.device_put(new, annotation.to_jax())
         buffer.set(new)
 
 
@@ -256,11 +263,25 @@ def wrap(array: Any) -> torch.Tensor:
     return tensor
 
 
+def wrap_stored(array: Any, shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> torch.Tensor:
+    """A new device tensor of `shape` marked as `annotation` says, whose value is stored in `array`, padded where uneven."""
+    tensor = _create(shape, to_torch_dtype(array.dtype))
+    buffer = Buffer(array, shape)
+    buffer.annotation = annotation
+    tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
 def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A new device tensor whose values stay in `array` (handed over) until the first use or `mark_sharding`."""
     tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
     tensor.untyped_storage().spmd_buffer = Buffer(None, tuple(array.shape), host=array)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
+
+
+def is_unset(buffer: Buffer) -> bool:
+    """Whether its value is one number repeated, with no memory behind it yet."""
+    return buffer.value is None and buffer.host is not None and not buffer.host.flags.writeable
 
 
 def wrap_unset(shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
@@ -319,15 +340,17 @@ __all__ = [
     "Recorder",
     "buffer_of",
     "contiguous_stride",
+    "is_unset",
     "is_whole",
     "load",
     "once",
     "recording",
+    "reduce_dtype",
     "store",
     "strided_alias",
-    "upload",
     "wrap",
     "wrap_host",
+    "wrap_stored",
     "wrap_strided",
     "wrap_unset",
 ]

@@ -21,11 +21,13 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, wrap
+from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._job import require_sound, watched
 from spmd.program._repeat import repeated
 
 
@@ -84,6 +86,7 @@ class Program:
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
+        self.watched = watched()
         self._lower(arg_buffers, name, spent)
 
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
@@ -119,7 +122,11 @@ class Program:
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
             lowered = jitted.lower(*args)
             middle = time.perf_counter()
+            if self.watched is not None:
+                self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
             self.compiled = lowered.compile()
+            if self.watched is not None and self.waits:
+                require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
 
     def _function(self) -> Any:
@@ -155,16 +162,17 @@ class Program:
         """Bring the buffer's value to where the program wants it: unmarked values on a mesh are replicated."""
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
+        elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
+            buffer.place(buffer.annotation.to_jax())
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
-            with jax.ensure_compile_time_eval():
-                buffer.value = jax.device_put(buffer.value, self.replicated)
+            buffer.value = moved(buffer.value, self.replicated)
 
     def _example(self, buffer: Buffer) -> Any:
         """The buffer's array, or its shape, dtype and sharding for a program that is only compiled."""
         if not self.is_ahead:
             return buffer.value
         sharding = self.replicated if buffer.annotation is None else buffer.annotation.to_jax()
-        return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
@@ -194,13 +202,20 @@ class Program:
         if self.is_ahead:
             return jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=self.replicated)
         with exact_dtypes():
-            return jax.device_put(host, self.replicated) if self.replicated is not None else jnp.asarray(host)
+            if self.replicated is None:
+                return jnp.asarray(host)
+            if self.replicated.is_fully_addressable:
+                return jax.device_put(host, self.replicated)
+            # jax.device_put would run a collective of its own to compare the processes' values; see `_digest` for that
+            return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         if self.is_ahead:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
+        if self.watched is not None:
+            self.watched.begin(self.captured.numbers.today)
         changed: list[Any] = []
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
@@ -228,6 +243,8 @@ class Program:
             arg_buffers[i].value = value
         default_stream.draws += self.captured.draws * self.options.steps_per_call
         self._leave_gradients(grads, given)
+        if self.watched is not None:
+            self.watched.end()
         return self._result(outputs)
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
@@ -244,7 +261,7 @@ class Program:
     def _require_finite(self, flags: list[Any]) -> None:
         """Raise, before state is written back, if a module's output was not finite."""
         for name, flag in zip(self.captured.finite, flags, strict=True):
-            if not np.all(np.asarray(flag)):
+            if not np.all(fetched(flag)):
                 raise NonFiniteError(
                     message(
                         f"the output of module '{name}' is not finite",
@@ -282,8 +299,11 @@ class Program:
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
         for owner, grad in self.captured.gradients:
-            left = wrap(next(values)) if grad is not None and self.options.keep_grads else grad
             leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
+            left = grad
+            if grad is not None and self.options.keep_grads:
+                value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
+                left = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
             if leaf.grad is not left:
                 leaf.grad = left
         for (parameter, state), value in zip(self.captured.born, values, strict=True):
@@ -299,7 +319,7 @@ class Program:
                 tensor = wrap(next(values))
                 flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
             elif leaf.kind == "number":
-                number = np.asarray(next(values))
+                number = fetched(next(values))
                 flat.append(number.item() if number.ndim == 0 else number.tolist())
             else:
                 flat.append(leaf.value)
