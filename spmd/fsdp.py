@@ -32,7 +32,7 @@ from spmd._jax import is_tracing
 from spmd._names import name_of
 from spmd._tensor import become_sharded
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
-from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
+from spmd.device._storage import Buffer, buffer_of, load, recording, strided_alias, wrap
 from spmd.rules import fsdp_axis
 
 Stage = Literal[1, 2, 3]
@@ -183,6 +183,15 @@ class _Unit:
             result = _cast(result, self.policy.output_dtype)
         return call.fenced(result)
 
+    def reduce_wide(self) -> None:
+        """Tell a traced program to sum gradients in a wider dtype than it computes in."""
+        recorder: Any = recording.get()
+        policy = self.policy
+        if recorder is None or policy is None or policy.reduce_dtype is None or policy.param_dtype is None:
+            return
+        if policy.reduce_dtype.itemsize > policy.param_dtype.itemsize and hasattr(recorder, "reduce_in"):
+            recorder.reduce_in(to_numpy_dtype(policy.reduce_dtype))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
         return _Unit(self.mesh, self.axes, self.stage, self.reshard, self.policy, self.ignored)
 
@@ -206,6 +215,7 @@ class _Call:
     def gather(self, module: nn.Module) -> None:
         """Replace the parameters of the unit by whole ones, on autograd's tape."""
         unit = self.unit
+        unit.reduce_wide()
         # In a backward this forward is a recomputation (torch.utils.checkpoint): XLA must not merge it with the first one.
         is_again = torch._C._current_graph_task_id() != -1
         wholes: dict[int, torch.Tensor] = {}

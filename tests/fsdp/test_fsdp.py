@@ -292,10 +292,12 @@ def program_on_pod(width: int, depth: int, **options: Any) -> Any:
     return step.program(*(spmd.mark_sharding(torch.empty(64, width, device="jax"), pod, ("fsdp", None)) for _ in range(2)))
 
 
-def test_on_tpu_gathers_are_in_the_dtype_to_compute_in_and_gradients_are_reduce_scattered() -> None:
-    found = program_on_pod(1024, 3, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)).collectives()
+@pytest.mark.parametrize(("reduce_dtype", "summed"), [(None, "bf16"), (torch.float32, "f32")])
+def test_on_tpu_gathers_and_reduce_scatters_are_in_the_dtypes_of_the_policy(reduce_dtype: Any, summed: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
+    found = program_on_pod(1024, 3, mp_policy=policy).collectives()
     assert {c.dtype for c in found if c.kind == "all-gather" and any(len(shape) == 2 for shape in c.shapes)} == {"bf16"}
-    assert found.counts().get("reduce-scatter", 0) >= 1
+    assert {c.dtype for c in found if c.kind == "reduce-scatter" and any(len(shape) == 2 for shape in c.shapes)} == {summed}
 
 
 def test_on_tpu_gathering_again_needs_less_memory_than_keeping_weights() -> None:
