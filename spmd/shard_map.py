@@ -50,13 +50,16 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
     inputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in in_specs)
     is_many = bool(out_specs) and all(isinstance(s, tuple | list | mesh_.PartitionSpec | jax.sharding.PartitionSpec) for s in out_specs)
     many = is_many and not isinstance(out_specs, mesh_.PartitionSpec | jax.sharding.PartitionSpec) and not _is_one_spec(out_specs, grid)
-    outputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in out_specs) if many else (mesh_.ShardingSpec(grid, out_specs),)
+    listed: tuple[Any, ...] = tuple(out_specs)
+    outputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in listed) if many else (mesh_.ShardingSpec(grid, out_specs),)
     region = _Region(fn, grid, inputs, outputs)
 
     @functools.wraps(fn)
     def mapped(*args: torch.Tensor) -> Any:
         results = region(args)
-        return type(out_specs)(results) if many else results[0]
+        if not many:
+            return results[0]
+        return results if isinstance(out_specs, list) else tuple(results)
 
     return mapped
 

@@ -269,14 +269,26 @@ def test_what_cannot_be_is_refused(fsdp_8: mesh.Mesh, mesh_4x2: mesh.Mesh) -> No
         spmd.fully_shard(Stack().to("jax"), fsdp_8, axis="tensor")
     with pytest.raises(spmd.SpmdError, match="has no axis for FSDP"):
         spmd.fully_shard(Stack().to("jax"), mesh.Mesh(range(8), (4, 2), ("x", "y")))
-    with pytest.raises(mesh.SpecError, match="layers.0.linear.weight"):
-        shard(Stack(12).to("jax"), fsdp_8, shard_placement_fn=lambda p: Shard(0) if p.dim() == 2 else None)
+    with pytest.raises(mesh.SpecError, match="uses axis 'data' more than once"):
+        shard(Stack().to("jax"), mesh_4x2, axis=("data", "data"), shard_placement_fn=lambda p: Shard(0) if p.dim() == 2 else None)
 
 
 def test_a_parameter_that_the_axis_does_not_divide_stays_whole(fsdp_8: mesh.Mesh) -> None:
     device = shard(Stack(12).to("jax"), fsdp_8)
     assert tuple(device.layers[0].linear.weight.partition_spec) == (None, None)
     assert device(torch.ones(8, 12).to("jax")).shape == (8, 12)
+
+
+def test_a_placement_by_hand_may_pad(fsdp_8: mesh.Mesh) -> None:
+    host, device = pair(fsdp_8, lambda: Stack(12), shard_placement_fn=lambda p: Shard(0))
+    weight = device.layers[0].linear.weight
+    assert tuple(weight.partition_spec) == ("fsdp", None) and weight.shape == (12, 12)
+    at_host, at_mesh = on_mesh(fsdp_8, 12)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (host, device)]
+    step = spmd.compile(lambda x, y: train(device, optimizers[1], x, y))
+    for _ in range(2):
+        assert_same(step(*at_mesh).detach(), train(host, optimizers[0], *at_host).detach())
+    assert_same_model(device, host)
 
 
 def program_on_pod(width: int, depth: int, **options: Any) -> Any:
