@@ -18,6 +18,7 @@ from spmd._jax import is_tracer
 from spmd._load import load_shards
 from spmd._shard import XLAShard
 from spmd.device._arrays import is_readable
+from spmd.device._layout import annotation_of, hand_over
 from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load, recording
 
@@ -54,7 +55,7 @@ class XLAShardedTensor(torch.Tensor):
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
         if self.device.type != "jax":
-            return None
+            return annotation_of(self)
         buffer = buffer_of(self)
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
@@ -139,23 +140,26 @@ class XLAShardedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
         if id(self) not in memo:
             plain = copy.deepcopy(self.global_tensor if not self.is_leaf else self.global_tensor.detach(), memo)
+            hand_over(self, plain)
             plain.requires_grad_(self.requires_grad)
             plain.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = become_sharded(plain)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a CPU tensor without a mesh (see `spmd.device._serialize`)."""
+        """Pickled as a CPU tensor that remembers its layout in plain data (see `spmd.device._serialize`)."""
         return host_copy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if self.device.type != "jax":  # torch keeps the class in .cpu()
+        buffer = buffer_of(self) if self.device.type == "jax" else None
+        spec = self.sharding_spec if buffer is None or buffer.dropped is None else None
+        if spec is None and buffer is None:  # torch keeps the class in .cpu()
             return repr(self.as_subclass(torch.Tensor))
-        spec = self.sharding_spec if buffer_of(self).dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if self.numel() > 1000 or buffer_of(self).dropped is not None or not is_readable(buffer_of(self).value):
+        unreadable = self.is_meta if buffer is None else buffer.dropped is not None or not is_readable(buffer.value)
+        if unreadable or self.numel() > 1000:
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"
@@ -173,12 +177,16 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ign
 
     def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
         if id(self) not in memo:
-            data = copy.deepcopy(self.global_tensor.detach(), memo)
-            memo[id(self)] = become_sharded(torch.nn.Parameter(data, self.requires_grad))
+            twin = torch.nn.Parameter(copy.deepcopy(self.global_tensor.detach(), memo), self.requires_grad)
+            hand_over(self, twin)
+            memo[id(self)] = become_sharded(twin)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(host_copy(self), self.requires_grad).__reduce_ex__(protocol)
+        host = host_copy(self)
+        plain = torch.nn.Parameter(host.detach(), self.requires_grad)
+        vars(plain).update(vars(host))
+        return plain.__reduce_ex__(protocol)
 
 
 def _laid_out_like(grad: torch.Tensor, annotation: mesh_.ShardingSpec | None) -> torch.Tensor:

@@ -26,7 +26,7 @@ from jax import lax
 import mesh
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace
+from spmd._jax import current_trace, is_tracer
 from spmd.device._arrays import cropped, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 
@@ -249,7 +249,11 @@ def store(tensor: torch.Tensor, value: Any) -> None:
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         flat = _bitcast_root(root, dtype)
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
-        buffer.set(_bitcast_root(new, root.dtype).reshape(buffer.shape))
+        new = _bitcast_root(new, root.dtype).reshape(buffer.shape)
+        annotation = buffer.annotation if buffer.stored == buffer.shape else None
+        if annotation is not None and not is_tracer(new):  # a write to a part moves nothing
+            new = jax.device_put(new, annotation.to_jax())
+        buffer.set(new)
 
 
 def wrap(array: Any) -> torch.Tensor:

@@ -217,7 +217,8 @@ def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
             value = state[key] = from_host(value)
         if annotation is not None and value.shape == parameter.shape:
             buffer = buffer_of(value)
-            if buffer.annotation is None and buffer.shape == tuple(value.shape):
+            elsewhere = buffer_of(parameter).state_annotation is not None and buffer.annotation != annotation
+            if (buffer.annotation is None or elsewhere) and buffer.shape == tuple(value.shape):
                 buffer.annotate(annotation)
 
 
