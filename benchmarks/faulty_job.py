@@ -25,7 +25,24 @@ import torch.nn.functional as F
 import mesh
 import spmd
 
-SPOILS = ("op", "shape", "dtype", "spec", "mesh", "seed", "constant", "order", "skip", "double", "data", "lr", "raise", "exit", "hang", "stop")
+SPOILS = (
+    "op",
+    "shape",
+    "dtype",
+    "spec",
+    "mesh",
+    "seed",
+    "constant",
+    "order",
+    "skip",
+    "double",
+    "data",
+    "lr",
+    "raise",
+    "exit",
+    "hang",
+    "stop",
+)
 
 
 def parsed() -> argparse.Namespace:
@@ -63,7 +80,9 @@ class Run:
         self.grid = mesh.Mesh(ids, (count // 2, 2), ("data", "model"))
         width = 48 if self.spoil == "shape" else 32
         activation = torch.nn.ReLU() if self.spoil == "op" else torch.nn.GELU()
-        self.model = torch.nn.Sequential(torch.nn.Linear(16, width), activation, torch.nn.Dropout(0.1), torch.nn.Linear(width, 16)).to("jax")
+        self.model = torch.nn.Sequential(torch.nn.Linear(16, width), activation, torch.nn.Dropout(0.1), torch.nn.Linear(width, 16)).to(
+            "jax"
+        )
         if self.spoil == "dtype":
             self.model = self.model.double()
         self.marks = {"0.weight": (None, "model") if self.spoil == "spec" else ("model", None), "3.weight": (None, "model")}

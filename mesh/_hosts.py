@@ -247,13 +247,13 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
         start = roll.start
     else:
         address, start = report((ip, port), own, host.key, timeout_s), _nothing
-    _configure(limits)
+    _configure(host, limits)
     _start_jax(host, address, start)
     _joined.job = _watched(host, limits, roll)
     atexit.register(_leave)
 
 
-def _configure(limits: Limits) -> None:
+def _configure(host: Host, limits: Limits) -> None:
     """Flags of XLA and jax that a job needs; before jax starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_cpu_collective_timeout_seconds" not in flags:
@@ -261,6 +261,13 @@ def _configure(limits: Limits) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={int(max(limits.least_s, limits.first_s))}".strip()
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM; see mesh/_preemption.py
     jax.config.update("jax_check_proxy_envs", False)
+    if host.directory is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+        # A restarted gang finds its programs compiled. The folder is the job's own: what lies in it is run.
+        programs = host.directory / "programs"
+        programs.mkdir(mode=0o700, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(programs))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _gloo.install()
 
 

@@ -102,8 +102,8 @@ class Buffer:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
             self.value, self.host = upload(self.host, sharding), None
-        elif sharding is not None and self.get().sharding != sharding:
-            self.value = moved(self.value, sharding)
+        elif sharding is not None and (value := self.get()).sharding != sharding:
+            self.value = moved(value, sharding)
         self.reads.clear()
 
     def _materialise(self) -> None:

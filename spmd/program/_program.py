@@ -157,6 +157,7 @@ class Program:
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
+            assert self.replicated is not None
             buffer.value = moved(buffer.value, self.replicated)
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:

@@ -1,0 +1,375 @@
+"""Joining a job: what schedulers say, the roll call, what is compared, who is blamed; no process is started here but threads."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mesh import JobError
+from mesh._agreement import difference, duplicate
+from mesh._clusters import detect, expand_hostlist
+from mesh._host import Host
+from mesh._hosts import init
+from mesh._preemption import Preemption
+from mesh._rollcall import MAX_BYTES, Report, RollCall, report, resolve
+from mesh._watchdog import Beat, blame
+
+VERSIONS = {"jax": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+LAUNCHER = {"SPMD_COORDINATOR": "a:1", "SPMD_PROCESS": "1", "SPMD_PROCESSES": "2", "SPMD_DEVICES": "4", "SPMD_JOB_DIR": "/x"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "r",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "n"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NODELIST": "n[01-03]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_NODEID": "2",
+}
+TPU = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t0,t1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (LAUNCHER, Host(1, 2, "a:1", "launcher", None, 4, Path("/x"))),
+        (TORCHRUN, Host(3, 4, "a:29501", "torchrun", 2, key="r")),
+        ({**SLURM, "SPMD_COORDINATOR": "n01:9"}, Host(5, 6, "n01:9", "SLURM", 2, key="77.0")),
+        (TPU, Host(1, 2, "t0:8476", "TPU", 1)),
+        (
+            {**TPU, "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "s0:8080"},
+            Host(3, 4, "s0:8476", "TPU", 1),
+        ),
+    ],
+    ids=["launcher", "torchrun", "SLURM", "TPU", "TPU slices"],
+)
+def test_place_is_read_from_the_schedulers_variables(environ: dict[str, str], expected: Host) -> None:
+    assert detect(environ) == expected
+
+
+def test_the_more_particular_scheduler_wins() -> None:
+    everything = {**TPU, **SLURM, **OPEN_MPI, **TORCHRUN, **LAUNCHER}
+    order: list[str] = []
+    for variables in (LAUNCHER, TORCHRUN, OPEN_MPI, SLURM, TPU):
+        found = detect(everything)
+        assert found is not None
+        order.append(found.found_by)
+        everything = {name: value for name, value in everything.items() if name not in variables}
+    assert order == ["launcher", "torchrun", "Open MPI", "SLURM", "TPU"]
+    assert detect(everything) is None
+
+
+def test_processes_of_one_job_derive_the_same_port_and_those_of_another_a_different_one() -> None:
+    coordinators = [detect({**SLURM, "SLURM_PROCID": str(i)}) for i in range(6)]
+    assert len({host.coordinator for host in coordinators if host is not None}) == 1
+    other, first = detect({**SLURM, "SLURM_JOB_ID": "78"}), coordinators[0]
+    assert other is not None and first is not None and other.coordinator != first.coordinator
+    assert (first.coordinator or "").startswith("n01:")
+
+
+def test_open_mpi_on_several_machines_says_what_to_pass() -> None:
+    with pytest.raises(JobError, match="does not say where process 0 runs(?s:.*)mpirun -x SPMD_COORDINATOR"):
+        detect({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[01-03,7],login", ["n01", "n02", "n03", "n7", "login"]),
+        ("r[1-2]n[8-9]", ["r1n8", "r1n9", "r2n8", "r2n9"]),
+        ("a-b[9-11]-x", ["a-b9-x", "a-b10-x", "a-b11-x"]),
+    ],
+)
+def test_host_lists_are_spelled_out(text: str, names: list[str]) -> None:
+    assert expand_hostlist(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1-2]]", "n[1-999999999]"])
+def test_host_list_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(JobError, match="is no list of hosts"):
+        expand_hostlist(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [({**LAUNCHER, "SPMD_PROCESS": "one"}, "SPMD_PROCESS is 'one'"), ({**TORCHRUN, "RANK": ""}, "the environment has no RANK")],
+)
+def test_variables_that_make_no_sense_are_named(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        detect(environ)
+
+
+def test_init_wants_all_of_its_place_or_nothing() -> None:
+    with pytest.raises(JobError, match="got some of coordinator, count and index(?s:.*)count=2"):
+        init(count=2)
+
+
+# The roll call
+
+
+def called(count: int, reports: list[Report], key: str = "k", timeout_s: float = 3.0, own_count: int | None = None) -> list[str]:
+    """What everybody hears: process 0 last. A report's answer or error is its text."""
+    port = free_port()
+    roll = RollCall("127.0.0.1", port, Report(0, own_count or count, VERSIONS, "host 0"), key)
+
+    def ask(own: Report) -> str:
+        try:
+            return report(("127.0.0.1", port), own, key, timeout_s)
+        except JobError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(reports) or 1) as pool:
+        asked: list[Future[str]] = [pool.submit(ask, own) for own in reports]
+        try:
+            roll.wait(timeout_s)
+            roll.start("127.0.0.1:1")
+            roll.close()
+            end = "all there"
+        except JobError as error:
+            end = str(error)
+        return [future.result() for future in asked] + [end]
+
+
+def test_processes_that_fit_are_told_where_the_service_is() -> None:
+    reports = [Report(i, 4, VERSIONS, f"host {i}") for i in (3, 1, 2)]
+    assert called(4, reports) == ["127.0.0.1:1"] * 3 + ["all there"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "text"),
+    [
+        ([Report(1, 3, VERSIONS, "host 1")], "do not agree on how many they are"),
+        ([Report(0, 2, VERSIONS, "host 9")], "process 0 reported twice"),
+        ([Report(5, 2, VERSIONS, "host 5")], "there is no process 5 in a job of 2"),
+        ([Report(1, 2, {"jax": "2"}, "host 1")], "different versions of jax"),
+        ([Report(1, 2, {"jax": "1", "torch": "3"}, "host 1")], "different versions of torch"),
+    ],
+    ids=["count", "process 0 twice", "number too large", "version", "package on one only"],
+)
+def test_everybody_hears_what_does_not_fit(reports: list[Report], text: str) -> None:
+    answers = called(2, reports)
+    assert all(text in answer and "fix:" in answer for answer in answers)
+
+
+def test_number_given_twice_is_named_with_both_places() -> None:
+    answers = called(3, [Report(1, 3, VERSIONS, "host a"), Report(1, 3, VERSIONS, "host b")])
+    assert "process 1 reported twice" in answers[-1]
+    assert "host a" in answers[-1] and "host b" in answers[-1]
+
+
+def test_absent_process_is_named_to_those_who_came() -> None:
+    answers = called(3, [Report(2, 3, VERSIONS, "host 2")], timeout_s=0.5)
+    assert all("process 1 did not report within 0.5 s" in answer for answer in answers)
+    assert "2 of 3 processes came" in answers[-1]
+
+
+def test_without_process_0_the_others_say_so() -> None:
+    with pytest.raises(JobError, match="process 0 did not answer at 127.0.0.1:\\d+ within 0.3 s"):
+        report(("127.0.0.1", free_port()), Report(1, 2, VERSIONS, "here"), "", 0.3)
+
+
+def test_another_jobs_process_is_not_counted() -> None:
+    port = free_port()
+    roll = RollCall("127.0.0.1", port, Report(0, 2, VERSIONS, "host 0"), "our key")
+    with ThreadPoolExecutor(1) as pool:
+        stranger = pool.submit(report, ("127.0.0.1", port), Report(1, 2, VERSIONS, "host 1"), "their key", 0.5)
+        with pytest.raises(JobError, match="process 1 did not report"):
+            roll.wait(0.7)
+        with pytest.raises(JobError, match="did not answer(?s:.*)another job's process"):
+            stranger.result()
+
+
+def test_port_that_somebody_listens_on_is_refused_at_once() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(JobError, match=f"port {port} of 127.0.0.1 is in use"):
+        RollCall("127.0.0.1", port, Report(0, 2, VERSIONS, "host 0"), "")
+
+
+def test_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(JobError, match="192.0.2.1 is not an address of this host"):
+        RollCall("192.0.2.1", free_port(), Report(0, 2, VERSIONS, "here"), "")
+
+
+def test_late_comer_is_turned_away() -> None:
+    port = free_port()
+    roll = RollCall("127.0.0.1", port, Report(0, 1, VERSIONS, "host 0"), "")
+    roll.wait(1.0)
+    roll.start("127.0.0.1:1")
+    with pytest.raises(JobError, match="the job has started without this process"):
+        report(("127.0.0.1", port), Report(1, 2, VERSIONS, "late"), "", 2.0)
+    roll.close()
+
+
+def test_random_bytes_do_not_disturb_the_roll_call() -> None:
+    """Connections full of noise and well-formed nonsense; then the real process comes."""
+    port, rng = free_port(), random.Random(0)
+    roll = RollCall("127.0.0.1", port, Report(0, 2, VERSIONS, "host 0"), "k")
+    nonsense = [b"{}\n", b"[]\n", b"null\n", b'{"report": 1, "mac": 2}\n', b'{"report": "{}", "mac": ""}\n', b"[" * 4000 + b"\n"]
+    signed = [Report(1, 2, VERSIONS, "x").to_line("other"), Report(1, 2, VERSIONS, "x").to_line("k").replace(b"jax", b"jex")]
+
+    def disturb() -> None:
+        for _ in range(60):
+            noise = rng.randbytes(rng.randrange(0, 3 * MAX_BYTES)) if rng.random() < 0.7 else rng.choice(nonsense + signed)
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                    connection.sendall(noise)
+            except OSError:
+                continue
+
+    with ThreadPoolExecutor(2) as pool:
+        noise = pool.submit(disturb)
+        real = pool.submit(lambda: (noise.result(), report(("127.0.0.1", port), Report(1, 2, VERSIONS, "host 1"), "k", 10.0))[1])
+        roll.wait(60.0)
+        roll.start("127.0.0.1:1")
+        assert real.result() == "127.0.0.1:1"
+        roll.close()
+
+
+def test_bytes_that_are_no_report_of_this_job_are_none() -> None:
+    rng = random.Random(1)
+    line = Report(1, 2, VERSIONS, "host 1").to_line("k")
+    for _ in range(10_000):
+        spoiled = bytearray(line)
+        for _ in range(rng.randrange(1, 8)):
+            spoiled[rng.randrange(len(spoiled) - 1)] = rng.randrange(256)
+        found = Report.from_line(rng.choice((bytes(spoiled), rng.randbytes(rng.randrange(200)))), "k")
+        assert found is None or found == Report(1, 2, VERSIONS, "host 1")
+    assert Report.from_line(line, "k") == Report(1, 2, VERSIONS, "host 1")
+    assert Report.from_line(line, "another job's key") is None
+
+
+# Names
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:x", "host:0", "host:65535", "host:99999"])
+def test_address_without_a_sensible_port_is_refused(address: str) -> None:
+    with pytest.raises(JobError, match="is no address of a coordinator"):
+        resolve(address, spans_machines=False)
+
+
+def test_unknown_name_is_refused_in_one_line_with_a_fix() -> None:
+    with pytest.raises(JobError, match="the coordinator's name 'no-such-host.invalid' is not known on this host"):
+        resolve("no-such-host.invalid:1", spans_machines=False)
+
+
+def test_name_that_leads_back_to_this_machine_is_refused_when_others_must_reach_it() -> None:
+    assert resolve("localhost:1", spans_machines=False)[1] == 1
+    with pytest.raises(JobError, match="resolves to loopback(?s:.*)/etc/hosts"):
+        resolve("localhost:1", spans_machines=True)
+    assert resolve("127.0.0.1:1", spans_machines=True) == ("127.0.0.1", 1)  # written as an address: meant so
+
+
+# What is compared
+
+
+def test_odd_process_and_item_are_named() -> None:
+    items = {i: {"mesh": "data=4", "seed": "0"} for i in range(4)} | {2: {"mesh": "data=4", "seed": "1"}}
+    text = difference("program 0 (step)", items) or ""
+    assert text.startswith("process 2 differs from the others at program 0 (step): seed")
+    assert "process 2: 1" in text and "process 0: 0" in text
+
+
+def test_of_two_processes_the_one_that_differs_from_process_0_is_named() -> None:
+    assert (difference("x", {0: {"a": "1"}, 1: {"a": "2"}}) or "").startswith("process 1 differs")
+
+
+def test_process_0_is_named_when_all_others_agree() -> None:
+    assert (difference("x", {0: {"a": "1"}, 1: {"a": "2"}, 2: {"a": "2"}}) or "").startswith("process 0 differs")
+
+
+def test_item_that_one_process_lacks_is_a_difference() -> None:
+    text = difference("x", {0: {"a": "1", "b": "1"}, 1: {"a": "1"}}) or ""
+    assert "process 1 differs" in text and "missing" in text
+
+
+def test_equal_items_are_no_difference() -> None:
+    assert difference("x", {0: {"a": "1"}, 1: {"a": "1"}}) is None
+
+
+def test_two_processes_that_feed_the_same_part_are_named() -> None:
+    assert "process 2 fed the same data as process 0" in (duplicate("step 1", {0: {"x": "1"}, 1: {"x": "2"}, 2: {"x": "1"}}) or "")
+    assert duplicate("step 1", {0: {"x": "1"}, 1: {"x": "2"}}) is None
+
+
+# Who stopped first
+
+
+def beats(*steps_phases_counts: tuple[int, str, int]) -> dict[int, Beat]:
+    return {i: Beat(*entry) for i, entry in enumerate(steps_phases_counts)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "culprit"),
+    [
+        (beats((9, "in a step", 5), (9, "in a step", 7), (9, "in a step", 5)), beats((9, "x", 8), (9, "x", 7), (9, "x", 8)), 1),
+        (beats((9, "x", 5), (8, "x", 5), (9, "x", 5)), beats((9, "in a step", 8), (8, "in a step", 8), (9, "in a step", 8)), 1),
+        (beats((9, "x", 5), (9, "x", 5), (9, "x", 5)), beats((9, "in a step", 8), (9, "in a step", 8), (9, "between steps", 8)), 2),
+        (beats((9, "x", 5), (9, "x", 5), (9, "x", 5)), beats((9, "in a step", 8), (9, "in a step", 8), (9, "in a step", 8)), None),
+        (beats((9, "x", 5)), beats((9, "in a step", 8), (9, "in a step", 8)), 2),
+    ],
+    ids=["no sign of life", "fewest steps", "not in a step", "all in the same step", "never came"],
+)
+def test_process_that_stopped_first_is_named(before: dict[int, Beat], now: dict[int, Beat], culprit: int | None) -> None:
+    assert blame(before, now, 0, 3, "here")[0] == culprit
+
+
+# Preemption
+
+
+def test_all_processes_stop_at_the_same_step_wherever_they_are() -> None:
+    """Threads stand for processes: each runs its own way, one is told to stop; step n of one needs step n of all."""
+    for trial in range(20):
+        rng, count = random.Random(trial), 4
+        everyone: list[Preemption] = []
+
+        def say(index: int, step: int, everyone: list[Preemption] = everyone) -> None:
+            for other in everyone:
+                other.hear(index, step)
+
+        everyone += [Preemption(count, lambda step, i=i: say(i, step)) for i in range(count)]
+        together = threading.Barrier(count, timeout=20)
+        told = rng.randrange(1, 20)
+
+        def run(index: int, everyone: list[Preemption] = everyone, together: threading.Barrier = together, told: int = told) -> int:
+            for step in range(100):
+                if everyone[index].should_stop(step):
+                    return step
+                together.wait()  # the step's collective
+                if index == 1 and step == told:
+                    for other in everyone:
+                        threading.Thread(target=other.ask).start()
+            return -1
+
+        with ThreadPoolExecutor(count) as pool:
+            stopped = {future.result() for future in [pool.submit(run, i) for i in range(count)]}
+        assert len(stopped) == 1 and stopped.pop() >= told
+
+
+def test_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh._preemption._AGREE_S", 0.1)
+    preemption = Preemption(2, lambda step: preemption.hear(0, step))
+    preemption.ask()
+    with pytest.raises(JobError, match="process 1 did not say within 0.1 s where it can stop"):
+        preemption.should_stop(3)
