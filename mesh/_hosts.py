@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import signal
@@ -35,13 +36,13 @@ from mesh._errors import JobError, message
 from mesh._host import Host
 from mesh._notices import Notice, Notices
 from mesh._preemption import Preemption
-from mesh._rollcall import Report, RollCall, report, resolve
+from mesh._rollcall import Report, RollCall, report, require_reachable_name, resolve
 from mesh._service import Service, ServiceLost
 from mesh._watchdog import Limits, Watchdog
 
 HEARTBEAT_S = 30  # a link that is down for seconds must not end the job; jax's own value is 100
 _LEAVE_S = 300.0
-_VERSIONED = ("jax", "jaxlib", "numpy", "torch")
+_VERSIONED = ("jax", "jaxlib", "libtpu", "ml_dtypes", "numpy", "spmd-mesh", "torch")
 
 
 @dataclass
@@ -237,7 +238,10 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
             )
         )
     assert host.coordinator is not None
-    ip, port = resolve(host.coordinator, spans_machines=host.num_local is not None and host.num_local < host.count)
+    spans_machines = host.num_local is not None and host.num_local < host.count
+    ip, port = resolve(host.coordinator, spans_machines=spans_machines)
+    if spans_machines and not ipaddress.ip_address(ip.split("%")[0]).is_loopback and jax.config.values["jax_platforms"] == "cpu":
+        require_reachable_name(socket.gethostname())
     own = Report(host.index, host.count, _versions(), f"{socket.gethostname()}, pid {os.getpid()}")
     roll = None
     if host.index == 0:
@@ -420,15 +424,7 @@ def _versions() -> dict[str, str]:
     for name in _VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["spmd-mesh"] = os.environ.get("SPMD_TEST_VERSION") or _own_version()
     return found
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("spmd-mesh")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def program_environment() -> dict[str, str]:

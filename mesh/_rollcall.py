@@ -94,6 +94,32 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
     return ip, int(port)
 
 
+def require_reachable_name(name: str) -> None:
+    """gloo tells the other processes this host's own name as it resolves here: refuse one that leads back to this host.
+
+    Raises:
+        JobError: it does, or it does not resolve.
+    """
+    try:
+        found = socket.gethostbyname(name)
+    except OSError as error:
+        raise JobError(
+            message(
+                f"this host's own name {name!r} is not known here",
+                [str(error), "collectives between CPU processes announce it"],
+                f"add a line '<its IP address> {name}' to /etc/hosts",
+            )
+        ) from error
+    if ipaddress.ip_address(found).is_loopback:
+        raise JobError(
+            message(
+                f"this host's own name {name!r} resolves to loopback ({found}), where other hosts cannot reach it",
+                ["collectives between CPU processes announce it; Debian writes '127.0.1.1 <own name>' into /etc/hosts"],
+                f"replace that line in /etc/hosts by '<its IP address> {name}'",
+            )
+        )
+
+
 @dataclass
 class RollCall:
     """Process 0's side: a listening socket that belongs to this process alone.

@@ -72,6 +72,9 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         began = time.time()
         outcome, output, names = _attempt(options, stops, keeper, directory, attempt, told)
         tell(outcome, output, names(outcome), began, directory)
+        if outcome.first is not None:
+            record = {"process": outcome.first.member, "code": outcome.first.code, "seen": outcome.first.time, "why": outcome.why}
+            (directory / f"first-exit-{attempt}.json").write_text(json.dumps(record), encoding="utf-8")
         output.close()
         if outcome.first is None or not outcome.may_restart or options.node is not None:
             return outcome.code

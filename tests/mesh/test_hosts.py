@@ -16,7 +16,7 @@ from mesh._clusters import detect, expand_hostlist
 from mesh._host import Host
 from mesh._hosts import init
 from mesh._preemption import Preemption
-from mesh._rollcall import MAX_BYTES, Report, RollCall, report, resolve
+from mesh._rollcall import MAX_BYTES, Report, RollCall, report, require_reachable_name, resolve
 from mesh._watchdog import Beat, blame
 
 VERSIONS = {"jax": "1"}
@@ -279,6 +279,12 @@ def test_name_that_leads_back_to_this_machine_is_refused_when_others_must_reach_
     with pytest.raises(JobError, match="resolves to loopback(?s:.*)/etc/hosts"):
         resolve("localhost:1", spans_machines=True)
     assert resolve("127.0.0.1:1", spans_machines=True) == ("127.0.0.1", 1)  # written as an address: meant so
+
+
+@pytest.mark.parametrize(("name", "text"), [("localhost", "resolves to loopback"), ("no-such-host.invalid", "is not known here")])
+def test_own_name_that_others_cannot_use_is_refused_with_the_line_to_write(name: str, text: str) -> None:
+    with pytest.raises(JobError, match=f"this host's own name '{name}' {text}(?s:.*)/etc/hosts"):
+        require_reachable_name(name)
 
 
 # What is compared

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from mesh._host import PREEMPTED, STUCK
@@ -41,6 +40,14 @@ def wait_for(what: Any, timeout_s: float = 60.0) -> Any:
             return found
         time.sleep(0.02)
     raise AssertionError(f"nothing came within {timeout_s} s")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def pids_of(job: Path) -> dict[str, int]:
@@ -171,13 +178,16 @@ time.sleep(1000)
     pids = [int(pid) for path in files for pid in path.read_text().split()]
     running.kill()
     running.wait()
-    wait_for(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids), 10)
+    wait_for(lambda: not any(map(is_running, pids)), 10)
 
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     text = "import mesh, time\nhost = mesh.init()\nprint('here', flush=True)\ntime.sleep(1000)\n"
     running = subprocess.Popen(
-        command(*QUICK, "--job-dir", tmp_path, program=script(tmp_path, text)), env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command(*QUICK, "--job-dir", tmp_path, program=script(tmp_path, text)),
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert running.stdout is not None
     for _ in range(2):
@@ -185,7 +195,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=20)
     assert running.returncode == 130
-    assert not any(psutil.pid_exists(pid) for pid in pids_of(tmp_path).values())
+    assert not any(map(is_running, pids_of(tmp_path).values()))
 
 
 def test_process_that_never_comes_is_named(tmp_path: Path) -> None:
@@ -274,6 +284,8 @@ def test_exit_codes_in_words(code: int, text: str) -> None:
 def test_single_process_pays_nothing_and_is_never_told_to_stop() -> None:
     run = "import mesh\nassert mesh.init().count == 1\nassert not mesh.should_stop(0)\nmesh.barrier('b')\nwith mesh.long('x'): pass\n"
     run += "mesh.virtual_devices(2)\nimport spmd, torch\nf = spmd.compile(lambda x: x + 1)\nf(torch.ones(2).to('jax'))\n"
-    run += "assert f._latest.watched is None\nimport threading\nassert {t.name for t in threading.enumerate()} <= {'MainThread', 'SIGTERM'}\n"
+    run += (
+        "assert f._latest.watched is None\nimport threading\nassert {t.name for t in threading.enumerate()} <= {'MainThread', 'SIGTERM'}\n"
+    )
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, env=environ(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
