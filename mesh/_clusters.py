@@ -9,6 +9,7 @@ to the most general, because one runs inside another (mpirun and torchrun inside
     4. SLURM (srun)           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST
     5. GKE, JobSet, TPU VMs   TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, and MEGASCALE_* for several slices
 
+A TPU VM outside GKE says nothing there; its metadata server does (`on_tpu_vm`), which is asked last, where there is a TPU.
 Everything here is a function of a mapping: the environment itself is read in `mesh/_hosts.py` only.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -130,6 +132,32 @@ READERS: dict[str, Callable[[Environ], Host | None]] = {
     "SLURM": _slurm,
     "TPU": _tpu,
 }
+
+
+def on_tpu_vm(ask: Callable[[str], str | None]) -> Host | None:
+    """The place of a TPU VM's host among the hosts of its slice, or None for a slice of one host or another machine.
+
+    Args:
+        ask: an attribute of the machine by name, or None.
+    """
+    number, endpoints = ask("agent-worker-number"), ask("worker-network-endpoints")
+    if number is None or endpoints is None or not number.isdigit():
+        return None
+    addresses = [entry.split(":")[-1] for entry in endpoints.split(",") if entry]  # "unused:unused:10.0.0.2,..."
+    if len(addresses) < 2:
+        return None
+    return Host(int(number), len(addresses), f"{addresses[0]}:{DEFAULT_PORT}", "TPU VM", 1, key=endpoints)
+
+
+def metadata(name: str) -> str | None:
+    """An attribute of this Google Cloud machine, or None; waits a second at most."""
+    url = f"http://metadata.google.internal/computeMetadata/v1/instance/attributes/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=1.0) as answer:
+            return answer.read(65536).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
 
 
 def expand_hostlist(text: str) -> list[str]:

@@ -109,6 +109,11 @@ def platform() -> str:
     return devices()[0].platform
 
 
+def has_tpu() -> bool:
+    """Whether this machine seems to have a TPU that this program may use; starts nothing."""
+    return jax.config.values["jax_platforms"] != "cpu" and any(name.startswith("TPU") for name in _accelerators())
+
+
 def has_started() -> bool:
     """Whether jax has started its devices, so that their number is fixed."""
     return _backends_are_initialized()

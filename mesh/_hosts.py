@@ -31,7 +31,7 @@ import jax
 from mesh import _devices, _gloo
 from mesh._agreement import Steps
 from mesh._alarm import Alarm
-from mesh._clusters import detect
+from mesh._clusters import detect, metadata, on_tpu_vm
 from mesh._errors import JobError, message
 from mesh._host import Host
 from mesh._notices import Notice, Notices
@@ -213,7 +213,7 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
             )
         )
     else:
-        host = detect(os.environ) or Host()
+        host = detect(os.environ) or (on_tpu_vm(metadata) if _devices.has_tpu() else None) or Host()
     if not 0 <= host.index < host.count:
         raise JobError(
             message(f"there is no process {host.index} in a job of {host.count}", [f"read from: {host.found_by}"], "number them from 0")
@@ -323,7 +323,7 @@ def _watched(host: Host, limits: Limits, roll: RollCall | None) -> Job:
         alarm.peer_failed(0, str(error).splitlines()[0])
 
     preemption = Preemption(host.count, lambda step: announce("can stop", step=step))
-    watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck)
+    watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck, lambda text: alarm.say(f"slow: {text}"))
     notices = Notices(service, host.index, hear, lost)
     alarm.install()
     return Job(host, service, alarm, notices, watchdog, preemption, Steps(service, host.index, alarm.failed), roll)
@@ -371,11 +371,17 @@ def _listen_for_sigterm() -> None:
             if asked:
                 _force()
             asked = True
+            _say(f"{_joined.host or 'this process'} was told to stop (SIGTERM): before the next step that asks mesh.should_stop; once more: at once")
             _ask_to_stop()
 
     thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)
     thread.ends = (reader, writer)  # type: ignore[attr-defined]  # kept open as long as the thread lives
     thread.start()
+
+
+def _say(text: str) -> None:
+    if _joined.job is not None:
+        _joined.job.alarm.say(text)
 
 
 def _ask_to_stop() -> None:

@@ -21,6 +21,7 @@ from mesh._service import Service, ServiceLost
 
 FOLDER = "spmd/beat"
 _FACTOR = 20
+_SLOW_FACTOR, _SLOW_S, _SLOW_STEPS = 3, 1.0, 5  # when to say that a step is slow: so many medians, seconds, and steps before
 _ANSWER_S = 0.3
 
 
@@ -62,10 +63,19 @@ class Watchdog:
         index, count: this process, and how many there are.
         limits: when to bite.
         bite: called once, with who stopped first (or None) and a line that says why.
+        warn: called with a line for each step that takes three medians and more.
     """
 
-    def __init__(self, service: Service, index: int, count: int, limits: Limits, bite: Callable[[int | None, str], None]) -> None:
-        self._service, self._index, self._count, self._limits, self._bite = service, index, count, limits, bite
+    def __init__(
+        self,
+        service: Service,
+        index: int,
+        count: int,
+        limits: Limits,
+        bite: Callable[[int | None, str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._service, self._index, self._count, self._limits, self._bite, self._warn = service, index, count, limits, bite, warn
         self._steps, self._phase = 0, "before the first step"
         self._since = self._entered = time.monotonic()
         self._durations: deque[float] = deque(maxlen=101)
@@ -131,12 +141,25 @@ class Watchdog:
             except ServiceLost:  # the listener of notices deals with it
                 return
 
+    def _slow(self, stood_s: float) -> str | None:
+        """A line about the step that runs now, if it takes much longer than the others did."""
+        if self._is_long or len(self._durations) < _SLOW_STEPS:
+            return None
+        median_s = statistics.median(self._durations)
+        if stood_s < max(_SLOW_S, _SLOW_FACTOR * median_s):
+            return None
+        return f"step {self._steps} has taken {stood_s:.1f} s so far, the median is {median_s:.2f} s ({self._phase})"
+
     def _watch(self) -> None:
+        told_of = 0
         while not self._over.wait(min(0.1, self._interval_s)):
             since = self._since
             limit_s, stood_s = self.limit_s, time.monotonic() - since
             if stood_s > limit_s - self._window_s and self._before[0] != since:  # once for this standstill
                 self._before = since, self._beats()
+            if told_of != self._steps and (slow := self._slow(stood_s)) is not None:
+                told_of = self._steps
+                self._warn(slow)
             if stood_s < limit_s:
                 continue
             if not self._over.is_set():

@@ -12,7 +12,7 @@ import pytest
 
 from mesh import JobError
 from mesh._agreement import difference, duplicate
-from mesh._clusters import detect, expand_hostlist
+from mesh._clusters import detect, expand_hostlist, on_tpu_vm
 from mesh._host import Host
 from mesh._hosts import init
 from mesh._preemption import Preemption
@@ -66,6 +66,15 @@ TPU = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t0,t1"}
 )
 def test_place_is_read_from_the_schedulers_variables(environ: dict[str, str], expected: Host) -> None:
     assert detect(environ) == expected
+
+
+def test_place_on_a_tpu_vm_is_what_its_metadata_server_says() -> None:
+    said = {"agent-worker-number": "2", "worker-network-endpoints": "u:u:10.0.0.5,u:u:10.0.0.6,u:u:10.0.0.7"}
+    found = on_tpu_vm(said.get)
+    assert found is not None
+    assert (found.index, found.count, found.coordinator) == (2, 3, "10.0.0.5:8476")
+    assert on_tpu_vm({"agent-worker-number": "0", "worker-network-endpoints": "u:u:10.0.0.5"}.get) is None
+    assert on_tpu_vm(lambda name: None) is None
 
 
 def test_the_more_particular_scheduler_wins() -> None:

@@ -228,6 +228,57 @@ def test_hosts_over_ssh_run_one_job_and_end_together(tmp_path: Path) -> None:
     assert "host two failed first" in done.last_line
 
 
+LISTENING = """import mesh, jax, os
+host = mesh.init()
+mesh.barrier("all")
+jax.device_count()
+inodes = set()
+for descriptor in os.listdir("/proc/self/fd"):
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        continue
+    if target.startswith("socket:["):
+        inodes.add(target[8:-1])
+for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+    for line in open(table).readlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and words[9] in inodes:
+            print("listens on", words[1].partition(":")[0], flush=True)
+mesh.barrier("read")
+"""
+
+
+def test_job_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
+    done = launch(*QUICK, program=script(tmp_path, LISTENING))
+    assert done.code == 0, done.err
+    addresses = [line.rpartition(" ")[2] for line in done.out.splitlines() if "listens on" in line]
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert len(addresses) >= 2  # the roll call's port and jax's service
+    assert set(addresses) <= loopback
+
+
+def test_second_job_at_the_same_address_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    text = f"""import mesh, pathlib, time
+host = mesh.init()
+mesh.barrier("in")
+here = pathlib.Path({str(tmp_path)!r})
+(here / f"in{{host.index}}").touch()
+while not (here / "go").exists():
+    time.sleep(0.05)
+mesh.barrier("still fine")
+"""
+    address = ("--coordinator", f"127.0.0.1:{25_000 + os.getpid() % 5_000}")
+    program = script(tmp_path, text)
+    first = subprocess.Popen(command(*QUICK, *address, program=program), env=environ(), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (tmp_path / "in0").exists() and (tmp_path / "in1").exists())
+    second = launch(*QUICK, *address, "--timeout", 3, program=program)
+    (tmp_path / "go").touch()
+    _, err = first.communicate(timeout=60)
+    assert second.code == 1 and "is in use: another job or program listens there" in second.err
+    assert first.returncode == 0, err
+
+
 # The command line
 
 
