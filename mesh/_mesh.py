@@ -14,7 +14,7 @@ import functools
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from mesh import _devices
 from mesh._devices import Device
 from mesh._errors import DeviceError, MeshError, message
+from mesh._topology import topology_devices
 
 # What the string form needs to stay readable: no separator of that form inside a name.
 _AXIS_NAME = re.compile(r"[^\s=,@]+")
@@ -39,28 +40,41 @@ class Mesh:
         device_ids: logical ids (positions in `mesh.devices()`), in the mesh's device order; each at most once.
         mesh_shape: size of each axis; the product equals the number of ids.
         axis_names: one name per axis; without them the axes are called "0", "1", ...
+        topology: name of a slice of chips that is not here ("v5e:16x16"): programs over the mesh are compiled, not run, and the
+            ids are positions in `mesh.topology_devices(topology)`.
 
     Raises:
         MeshError: the arguments do not fit each other.
-        DeviceError: the mesh names devices that do not exist.
+        DeviceError: the mesh names devices that do not exist, or the topology is unknown.
     """
 
     _ids: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+    topology: str | None
 
     def __init__(
         self,
         device_ids: Sequence[int] | npt.NDArray[np.integer],
         mesh_shape: Sequence[int],
         axis_names: Sequence[str] | None = None,
+        *,
+        topology: str | None = None,
     ) -> None:
         shape = _checked_shape(mesh_shape)
         names = _checked_names(axis_names, shape)
         title = _title(names, shape)
-        object.__setattr__(self, "_ids", _checked_ids(device_ids, shape, title))
+        object.__setattr__(self, "topology", topology)
+        object.__setattr__(self, "_ids", _checked_ids(device_ids, shape, title, topology))
         object.__setattr__(self, "mesh_shape", shape)
         object.__setattr__(self, "axis_names", names)
+
+    def __eq__(self, other: object) -> bool:
+        # By value, whatever the class: a value's own layout is read back as a plain Mesh, its annotation may hold a HybridMesh.
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        mine, its = (self._ids, self.mesh_shape, self.axis_names), (other._ids, other.mesh_shape, other.axis_names)
+        return mine == its
 
     @property
     def device_ids(self) -> npt.NDArray[np.int64]:
@@ -145,7 +159,12 @@ class Mesh:
 
     def to_dict(self) -> dict[str, object]:
         """JSON-able form; `from_dict` reads it."""
-        return {"device_ids": list(self._ids), "mesh_shape": list(self.mesh_shape), "axis_names": list(self.axis_names)}
+        data: dict[str, object] = {
+            "device_ids": list(self._ids),
+            "mesh_shape": list(self.mesh_shape),
+            "axis_names": list(self.axis_names),
+        }
+        return data if self.topology is None else {**data, "topology": self.topology}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Mesh:
@@ -158,22 +177,28 @@ class Mesh:
         if missing:
             raise MeshError(message("this dict is no mesh", [f"missing: {', '.join(sorted(missing))}"], "write it with Mesh.to_dict()"))
         return cls(
-            cast("Sequence[int]", data["device_ids"]), cast("Sequence[int]", data["mesh_shape"]), cast("Sequence[str]", data["axis_names"])
+            cast("Sequence[int]", data["device_ids"]),
+            cast("Sequence[int]", data["mesh_shape"]),
+            cast("Sequence[str]", data["axis_names"]),
+            topology=cast("str | None", data.get("topology")),
         )
 
     def to_string(self) -> str:
-        """One line that `from_string` reads: 'data=4,model=2', or 'data=4,model=2@7,6,...' for another device order."""
+        """One line that `from_string` reads: 'data=4,model=2', 'data=4,model=2@7,6,...' for another device order,
+        'data=4,model=2 on v5e:2x4' for a topology."""
         axes = ",".join(f"{name}={size}" for name, size in self.shape().items())
-        return axes if self._is_default_order else f"{axes}@{','.join(map(str, self._ids))}"
+        ordered = axes if self._is_default_order else f"{axes}@{','.join(map(str, self._ids))}"
+        return ordered if self.topology is None else f"{ordered} on {self.topology}"
 
     @classmethod
     def from_string(cls, text: str) -> Mesh:
-        """Mesh from 'data=4,model=2': the first eight devices, or those listed after an '@'.
+        """Mesh from 'data=4,model=2': the first eight devices, or those listed after an '@', or of the topology after ' on '.
 
         Raises:
             MeshError: the text is malformed.
         """
-        axes_text, at, ids_text = text.partition("@")
+        grid_text, _, topology = text.partition(" on ")
+        axes_text, at, ids_text = grid_text.partition("@")
         axes = [_AXIS.fullmatch(part) for part in axes_text.split(",")]
         ids_valid = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ids_text) is not None
         if not all(axes) or (at and not ids_valid):
@@ -181,21 +206,22 @@ class Mesh:
         names = [match[1] for match in axes if match]
         shape = [int(match[2]) for match in axes if match]
         ids = [int(part) for part in ids_text.split(",")] if at else range(math.prod(shape))
-        return cls(ids, shape, names)
+        return cls(ids, shape, names, topology=topology.strip() or None)
 
     def __str__(self) -> str:
-        return _title(self.axis_names, self.mesh_shape)
+        return _title(self.axis_names, self.mesh_shape, self.topology)
 
     def __repr__(self) -> str:
         ids = f"range({len(self._ids)})" if self._is_default_order else str(list(self._ids))
-        return f"Mesh({ids}, {self.mesh_shape}, {self.axis_names})"
+        topology = "" if self.topology is None else f", topology={self.topology!r}"
+        return f"Mesh({ids}, {self.mesh_shape}, {self.axis_names}{topology})"
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type[Mesh], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[[Mapping[str, object]], Mesh], tuple[dict[str, object]]]:
         # Through the constructor: a process with fewer devices refuses, and no jax object is pickled.
-        return Mesh, (self._ids, self.mesh_shape, self.axis_names)
+        return Mesh.from_dict, (self.to_dict(),)
 
     def __copy__(self) -> Mesh:
         return self
@@ -206,7 +232,7 @@ class Mesh:
     @functools.cached_property
     def _hash(self) -> int:
         # Kept: a pod's mesh has thousands of ids, and every jax cache lookup hashes it.
-        return hash((self._ids, self.mesh_shape, self.axis_names))
+        return hash((self._ids, self.mesh_shape, self.axis_names, self.topology))
 
     @functools.cached_property
     def _is_default_order(self) -> bool:
@@ -220,7 +246,7 @@ class Mesh:
 
     @functools.cached_property
     def _device_array(self) -> npt.NDArray[np.object_]:
-        existing = _devices.devices()
+        existing = _existing(self.topology)
         grid = np.empty(len(self._ids), dtype=object)
         grid[:] = [existing[i] for i in self._ids]
         grid = grid.reshape(self.mesh_shape)
@@ -267,8 +293,13 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     return Mesh(range(math.prod(shape)), shape, mesh_dim_names)
 
 
-def _title(names: Sequence[str], shape: Sequence[int]) -> str:
-    return f"Mesh({', '.join(f'{name}={size}' for name, size in zip(names, shape, strict=True))})"
+def _existing(topology: str | None) -> tuple[Device, ...]:
+    return _devices.devices() if topology is None else topology_devices(topology)
+
+
+def _title(names: Sequence[str], shape: Sequence[int], topology: str | None = None) -> str:
+    place = "" if topology is None else f" on {topology}"
+    return f"Mesh({', '.join(f'{name}={size}' for name, size in zip(names, shape, strict=True))}){place}"
 
 
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
@@ -298,13 +329,15 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
     return names
 
 
-def _checked_ids(device_ids: Sequence[int] | npt.NDArray[np.integer], shape: tuple[int, ...], title: str) -> tuple[int, ...]:
+def _checked_ids(
+    device_ids: Sequence[int] | npt.NDArray[np.integer], shape: tuple[int, ...], title: str, topology: str | None
+) -> tuple[int, ...]:
     size = math.prod(shape)
     count = device_ids.size if isinstance(device_ids, np.ndarray) else len(device_ids)
     if count != size:
         raise MeshError(message(f"{title} needs {size} device ids, got {count}", [], f"pass {size} ids, e.g. range({size})"))
     # Before a range is spelled out: "data=1000000000" must not fill the memory.
-    _require_devices(size - 1, size, title)
+    _require_devices(size - 1, size, title, topology)
     ids = np.asarray(device_ids).ravel()
     if ids.dtype.kind not in "iu" or (ids < 0).any():
         raise MeshError(
@@ -314,15 +347,18 @@ def _checked_ids(device_ids: Sequence[int] | npt.NDArray[np.integer], shape: tup
     if (counts > 1).any():
         repeated = values[counts > 1].tolist()
         raise MeshError(message(f"{title} names a device more than once", [f"repeated ids: {repeated}"], "name every device once"))
-    _require_devices(int(ids.max()), size, title)
+    _require_devices(int(ids.max()), size, title, topology)
     return tuple(int(i) for i in ids)
 
 
-def _require_devices(last_id: int, size: int, title: str) -> None:
-    count = _devices.device_count()
+def _require_devices(last_id: int, size: int, title: str, topology: str | None) -> None:
+    count = _devices.device_count() if topology is None else len(topology_devices(topology))
     if last_id < count:
         return
     names = f"{size} devices" if last_id == size - 1 else f"{size} devices up to id {last_id}"
+    if topology is not None:
+        details = [f"the mesh names {names}, topology {topology!r} has {count}"]
+        raise DeviceError(message(f"{title} names devices that do not exist", details, f"a mesh of at most {count} devices"))
     virtual = f"mesh.virtual_devices({last_id + 1}) at the top of the program, or " if _devices.platform() == "cpu" else ""
     raise DeviceError(
         message(

@@ -3,6 +3,7 @@
 A command's module is imported only when that command is asked for. To add one: a loader, and a line in `COMMANDS`.
 
     spmd doctor
+    spmd ckpt verify runs/a
     spmd demo --help
 """
 
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spmd._errors import CheckpointError
+from spmd.checkpoint import Step, Verdict
 from spmd.doctor import Check, DeviceGroup, Report
 
 
@@ -46,6 +49,35 @@ def demo_command() -> Callable[..., Any]:
     return demo.main
 
 
+def ckpt_command() -> Callable[..., Any]:
+    from spmd import checkpoint
+    from spmd.checkpoint._command import Ls, Reshard, Verify
+
+    def run(action: Ls | Verify | Reshard) -> int:
+        """Look at checkpoints, check them, cut them for another mesh."""
+        console = Console(markup=False, highlight=False, soft_wrap=True)
+        try:
+            if isinstance(action, Reshard):
+                console.print(f"wrote {checkpoint.reshard(action.source, action.target, action.mesh, step=action.step)}")
+                return 0
+            found = checkpoint.steps(action.path)
+            if not found:
+                console.print(f"{action.path} holds no checkpoint")
+                return 1
+            if isinstance(action, Ls):
+                show_steps(found, console)
+                return 1 if any(step.problem for step in found) else 0
+            verdicts = [checkpoint.verify_step(step) for step in found if action.step in (None, step.step)]
+        except CheckpointError as error:
+            console.print(Text(str(error), style="red"))
+            return 1
+        for verdict in verdicts:
+            show_verdict(verdict, console)
+        return 0 if verdicts and not any(verdict.problems for verdict in verdicts) else 1
+
+    return run
+
+
 def launch_command() -> Callable[..., Any]:
     from mesh import launch
 
@@ -54,6 +86,7 @@ def launch_command() -> Callable[..., Any]:
 
 COMMANDS = {
     "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
+    "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
     "launch": Command("Run a program as one job of several processes.", launch_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
@@ -94,6 +127,24 @@ def show_report(report: Report, console: Console) -> None:
     console.print(table)
     for check in report.problems:
         console.print(Text(f"{check.problem}", style="red"), Text(f"  fix: {check.fix}"), sep="\n", soft_wrap=True)
+
+
+def show_steps(found: Sequence[Step], console: Console) -> None:
+    table = Table("step", "saved", "arrays", "MiB", "processes", "", box=rich.box.SIMPLE)
+    for step in found:
+        about = {} if step.manifest is None else step.manifest.about
+        arrays = "" if step.manifest is None else str(len(step.manifest.arrays))
+        verdict = Text("OK", style="green") if step.problem is None else Text(step.problem, style="bold red", overflow="fold")
+        size = f"{step.nbytes / 2**20:.1f}"
+        table.add_row(str(step.step), str(about.get("saved", "")), arrays, size, str(about.get("processes", "")), verdict)
+    console.print(table)
+
+
+def show_verdict(verdict: Verdict, console: Console) -> None:
+    if not verdict.problems:
+        console.print(f"{verdict.folder}: {verdict.nbytes / 2**20:.1f} MiB as they were written")
+    for problem in verdict.problems:
+        console.print(Text(f"{verdict.folder}: {problem}", style="red"))
 
 
 def mark(check: Check) -> Text:

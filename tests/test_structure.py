@@ -18,7 +18,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd.lowering",),
     ("spmd.device",),
     ("spmd._names", "spmd._tensor"),
-    ("spmd._annotate",),
+    ("spmd._constraint",),
+    ("spmd._annotate", "spmd._precision"),
+    ("spmd.rules",),
     ("spmd.program",),
     (
         "spmd.fsdp",
@@ -42,7 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NEVER: dict[str, tuple[str, ...]] = {"mesh": ("torch",), "spmd.lowering": ("mesh",)}
 # dotted name -> the only files and folders that may say it
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "os.environ": ("mesh/_hosts.py", "mesh/launch"),
+    "os.environ": ("mesh/_hosts.py", "mesh/launch", "mesh/_topology.py"),  # the last writes what libtpu reads
     "os.environb": ("mesh/_hosts.py", "mesh/launch"),
     "os.getenv": ("mesh/_hosts.py", "mesh/launch"),
     "os.putenv": ("mesh/_hosts.py", "mesh/launch"),

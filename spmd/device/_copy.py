@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
-from spmd._jax import is_tracer, is_tracing
+from spmd._jax import is_tracer, is_tracing, known_value
 from spmd.device._numbers import lifted
 from spmd.device._storage import (
     buffer_of,
@@ -30,13 +31,21 @@ from spmd.device._storage import (
     wrap,
     wrap_host,
     wrap_strided,
+    wrap_unset,
 )
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty`: zeros, because jax has no uninitialised memory; XLA drops them if nobody reads them."""
+    """`torch.empty`: zeros, because jax has no uninitialised memory, but not before somebody reads them."""
+    return unset(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype()))
+
+
+def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
+    """A tensor without a value yet; in a trace zeros, which XLA drops if nobody reads them."""
+    if not is_tracing():
+        return wrap_unset(size, dtype)
     with exact_dtypes():
-        return wrap(jnp.zeros(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())))
+        return wrap(jnp.zeros(size, dtype))
 
 
 def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
@@ -44,11 +53,10 @@ def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
     size, stride = tuple(size), tuple(stride)
     dtype = to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())
     order = sorted(range(len(size)), key=lambda dim: -stride[dim])
-    with exact_dtypes():
-        if fills_block(size, stride):
-            root = wrap(jnp.zeros(tuple(size[dim] for dim in order), dtype))
-        else:  # gaps or overlaps: a flat storage long enough for the last element
-            root = wrap(jnp.zeros((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype))
+    if fills_block(size, stride):
+        root = unset(tuple(size[dim] for dim in order), dtype)
+    else:  # gaps or overlaps: a flat storage long enough for the last element
+        root = unset((1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),), dtype)
     return strided_alias(root, size, stride, 0)
 
 
@@ -61,7 +69,7 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
     buffer = buffer_of(self)
     if buffer.value is None and buffer.host is not None and is_whole(self, buffer) and recording.get() is None:
-        return wrap_host(buffer.host.copy())  # still on the host: so is the copy
+        return wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)  # still on the host: so is the copy
     with exact_dtypes():
         value = load(self)
         if not is_tracing():
@@ -111,7 +119,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
             buffer.set(None)
             buffer.host = host
             if kept is not None:
-                buffer.place(kept.to_jax())
+                buffer.annotate(kept)
             return dst
         with exact_dtypes():
             store(dst, jnp.broadcast_to(jnp.asarray(host), tuple(dst.shape)))
@@ -134,10 +142,14 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 
 def local_scalar_dense(self: torch.Tensor) -> Any:
-    """`tensor.item()`: a Python number eagerly, a lifted number in a traced program."""
+    """`tensor.item()`: a Python number eagerly, or where a traced program computed it from constants; else a lifted number."""
     value = load(self)
-    if is_tracer(value) or recording.get() is not None:
+    recorder = recording.get()
+    if is_tracer(value) or recorder is not None:
         with exact_dtypes():
+            known = None if recorder is None else known_value(value, recorder.is_state)
+            if known is not None:
+                return np.asarray(known).reshape(()).item()
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
             return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
     _counters.count("host_reads")
@@ -147,8 +159,10 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
     buffer = buffer_of(self)
+    whole = buffer.annotation is not None and not is_tracing() and is_whole(self, buffer)
     with exact_dtypes():
-        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype))
+        placed = buffer.annotation.to_jax() if whole and buffer.annotation is not None else None
+        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype), device=placed)
         if buffer.dropped is not None and self.shape == buffer.shape and self.is_contiguous() and not self.storage_offset():
             buffer.set(zeros)
         else:
@@ -245,11 +259,20 @@ def _converted(value: Any, dtype: Any) -> Any:
 
 
 def like_placement(value: Any, dst: torch.Tensor) -> Any:
-    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout."""
-    annotation = buffer_of(dst).annotation
-    if annotation is None or is_tracer(value) or not is_whole(dst, buffer_of(dst)):
+    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout.
+
+    A parameter without annotation stays whole on every device, as in a compiled step: an update by a sharded gradient would
+    otherwise leave a bias in another layout after the first step than before it.
+    """
+    buffer = buffer_of(dst)
+    if is_tracer(value) or not is_whole(dst, buffer):
         return value
-    return moved(value, annotation.to_jax())
+    if buffer.annotation is not None:
+        return moved(value, buffer.annotation.to_jax())
+    placed = value.sharding
+    if isinstance(dst, torch.nn.Parameter) and isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated:
+        return moved(value, jax.sharding.NamedSharding(placed.mesh, jax.sharding.PartitionSpec()))
+    return value
 
 
 def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -65,7 +65,7 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
         if buffer.value is not None:
             new = wrap(jnp.copy(buffer.get()))
         elif buffer.host is not None:
-            new = wrap_host(buffer.host.copy())
+            new = wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)
         else:
             new = wrap(jnp.zeros(buffer.shape))
             buffer_of(new).value, buffer_of(new).dropped = None, buffer.dropped

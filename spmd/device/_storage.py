@@ -14,12 +14,14 @@ operator and no program.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
@@ -47,6 +49,8 @@ class Recorder(Protocol):
 
     def will_write(self, buffer: Buffer) -> None: ...
 
+    def is_state(self, array: Any) -> bool: ...
+
     @property
     def scalars(self) -> dict[Any, Any]: ...
 
@@ -59,19 +63,22 @@ class Buffer:
 
     Attributes:
         value: a jax.Array or tracer of shape `shape`; None while the value is still on the host, or dropped.
-        host: the values to upload on first use (numpy, private to this buffer), or None.
+        host: the values to upload on first use, or None: a numpy array private to this buffer, or a read-only one, which
+            repeats one value without memory behind it (`torch.empty`).
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
+        state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "value")
+    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "state_annotation", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
         self.host = host
         self.shape = shape
         self.annotation: mesh.ShardingSpec | None = None
+        self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
@@ -98,6 +105,12 @@ class Buffer:
         if self.reads:
             self.reads.clear()
 
+    def annotate(self, spec: mesh.ShardingSpec) -> None:
+        """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
+        if spec.mesh.topology is None and not is_unset(self):
+            self.place(spec.to_jax())
+        self.annotation = spec
+
     def place(self, sharding: jax.sharding.Sharding | None) -> None:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
@@ -108,6 +121,8 @@ class Buffer:
 
     def _materialise(self) -> None:
         if self.host is not None:
+            if self.annotation is not None and self.annotation.mesh.topology is not None:
+                raise _not_here(self.shape, self.annotation)
             self.place(None if self.annotation is None else self.annotation.to_jax())
             return
         raise DroppedValueError(self.dropped or "the tensor has no value")
@@ -120,9 +135,24 @@ class Buffer:
         return held.dtype
 
 
+def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdError:
+    return SpmdError(
+        message(
+            f"a tensor of shape {shape} has no value: it lies on topology {annotation.mesh.topology!r}",
+            "programs over a topology are compiled and not run",
+            fix="compile with step.program(...), or mark the tensor over a mesh of devices that are here",
+        )
+    )
+
+
 def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got."""
+    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got.
+
+    One value repeated without memory (a read-only array without strides) is not sent: each device fills its own shard.
+    """
     with exact_dtypes(), jax.ensure_compile_time_eval():
+        if host.size > 1 and not host.flags.writeable and not any(host.strides):
+            return _repeat(host.flat[0], host.shape, sharding)
         if sharding is None:
             array = jax.device_put(host)
         else:
@@ -133,6 +163,15 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
     return array
+
+
+@functools.cache
+def _filler(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
+    return jax.jit(lambda value: jnp.broadcast_to(value, shape), out_shardings=sharding)
+
+
+def _repeat(value: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    return _filler(shape, sharding)(value)
 
 
 def moved(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -176,6 +215,11 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
             )
         )
     return np.asarray(value)
+
+
+def reduce_dtype() -> np.dtype[Any] | None:
+    """The dtype in which the traced program sums gradients of weights over devices; None: their own."""
+    return getattr(recording.get(), "reduce_dtype", None)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
@@ -268,6 +312,16 @@ def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return tensor
 
 
+def is_unset(buffer: Buffer) -> bool:
+    """Whether its value is one number repeated, with no memory behind it yet."""
+    return buffer.value is None and buffer.host is not None and not buffer.host.flags.writeable
+
+
+def wrap_unset(shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
+    """A new device tensor that nobody has given a value: zeros, but no memory anywhere until the first use."""
+    return wrap_host(np.broadcast_to(np.zeros((), dtype), shape))
+
+
 def wrap_strided(array: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     """A new device tensor over `array`, whose flattening is the storage, with torch's strides (dense, any order)."""
     tensor = wrap(array)
@@ -321,15 +375,18 @@ __all__ = [
     "contiguous_stride",
     "fetched",
     "is_readable",
+    "is_unset",
     "is_whole",
     "load",
     "moved",
     "once",
     "recording",
+    "reduce_dtype",
     "store",
     "strided_alias",
     "upload",
     "wrap",
     "wrap_host",
     "wrap_strided",
+    "wrap_unset",
 ]

@@ -27,12 +27,14 @@ from spmd.device._numbers import carried, needs_value
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
 from spmd.program import _guards
+from spmd.program._ahead import on_topology, waiting_for_topology
+from spmd.program._averages import counting_on_device
 from spmd.program._discover import Reachable
 from spmd.program._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program._guards import Guard
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
-from spmd.program._jaxpr import constant_outputs, pruned
+from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
 from spmd.program._remat import recomputing_for_real
@@ -100,6 +102,11 @@ class Captured:
     shared: list[Buffer]
     copies: dict[Buffer, Buffer]
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its tensors lie on a topology that is not here."""
+        return any(on_topology(b) for b in (*self.arg_buffers, *self.const_buffers, *self.written) if b is not None)
+
 
 @dataclass
 class Recorder:
@@ -122,6 +129,7 @@ class Recorder:
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    reduce_dtype: Any = None
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -144,6 +152,10 @@ class Recorder:
         self.touched.setdefault(buffer, (buffer.value, buffer.host))
         self.written[buffer] = None
 
+    def is_state(self, array: Any) -> bool:
+        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
+        return id(array) in self.reads
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, HostArgument):
             return None
@@ -158,6 +170,11 @@ class Recorder:
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
+
+    def reduce_in(self, dtype: Any) -> None:
+        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
+        if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
+            self.reduce_dtype = dtype
 
     def on_branch(self, evaluate: Callable[[], bool], outcome: bool) -> None:
         self.branches.append((evaluate, outcome))
@@ -204,7 +221,10 @@ def capture(
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
     python = PythonState(found.places(), found.all_modules())
     cpu_tensors = found.cpu_tensors()
-    arg_values = [b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
+    waiting = waiting_for_topology([*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers])
+    arg_values = [waiting.get(b) or b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
+    for buffer in arg_buffers:
+        waiting.pop(buffer, None)
     counters = equal_counters(found.optimizers) if share_counters else {}
     with (
         exact_dtypes(),
@@ -215,18 +235,19 @@ def capture(
         Gradients(leaves, unmarked) as gradients,
     ):
         state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
-        jaxpr = jax.make_jaxpr(lambda values, vector, words: state.run(arg_buffers, host_tensors, values, vector, words))(
-            arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
+        jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
+            list(waiting.values()), arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
         )
-    return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors))
+    return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
 
 
-def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[Buffer], num_hosts: int) -> Captured:
+def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[Buffer], num_hosts: int, waiting: list[Buffer]) -> Captured:
     """What the trace found, now that everything is put back."""
     recorder, gradients = state.recorder, state.gradients
     assert recorder is not None
     copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
-    jaxpr = _without_assigned(jaxpr, state.assigned, recorder)
+    jaxpr = with_constants_first(_without_assigned(jaxpr, state.assigned, recorder), len(waiting))
+    recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
     return Captured(
         jaxpr=jaxpr,
@@ -333,10 +354,11 @@ class _Running:
     effects: list[Action] = field(default_factory=list[Action])
     assigned: list[Assigned] = field(default_factory=list[Assigned])
 
-    def run(self, buffers: list[Buffer], hosts: list[torch.Tensor], values: list[Any], vector: Any, words: Any) -> Any:
+    def run(self, buffers: list[Buffer], hosts: list[torch.Tensor], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
         """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
+        self.arguments = frozenset(buffers[len(shapes) :])
+        values = [*shapes, *values]
         inputs = dict(zip(map(identity_of, hosts), values[len(buffers) :], strict=True))
-        self.arguments = frozenset(buffers)
         recorder = self.recorder = Recorder(words, inputs, default_stream.draws, self.counters)
         token = recording.set(recorder)
         try:
@@ -350,6 +372,7 @@ class _Running:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_watching(recorder, self.found, self.debug_nans))
                 stack.enter_context(recomputing_for_real())
+                stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
                 args, kwargs = self.call
                 result = self.fn(*args, **kwargs)

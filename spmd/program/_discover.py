@@ -90,6 +90,11 @@ class Reachable:
         """Parameters, buffers and other tensors in reach that are on device 'jax'."""
         return [t for _, t in self.named_tensors()]
 
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        """The optimizers' state that is on device 'jax'."""
+        states = (s for o in self.optimizers for s in o.state.values() if isinstance(s, dict))
+        return [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and v.device.type == "jax"]
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor in reach that is on device 'jax', once, with a name for messages."""
         yield from ((name, t) for name, t in self._named() if t.device.type == "jax")

@@ -19,6 +19,17 @@ def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
     return [hasattr(v, "val") or v not in depends for v in jaxpr.outvars]
 
 
+def with_constants_first(closed: Any, count: int) -> Any:
+    """The closed jaxpr with its first `count` inputs turned into its first constants, each an object that stands for one."""
+    if not count:
+        return closed
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(
+        constvars=[*jaxpr.invars[:count], *jaxpr.constvars], invars=jaxpr.invars[count:], debug_info=jaxpr.debug_info.with_unknown_names()
+    )
+    return closed.replace(jaxpr=jaxpr, consts=[*(object() for _ in range(count)), *closed.consts])
+
+
 def pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
     """The jaxpr with only the given outputs, and the equations and inputs they need."""
     outvars = [jaxpr.outvars[i] for i in outputs]

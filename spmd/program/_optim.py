@@ -9,7 +9,7 @@ from a trace of that step alone, with its parameter's sharding; so the loop has 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import torch
 import torch.optim._adafactor as adafactor_module
 
-from spmd._convert import exact_dtypes
+from spmd._convert import exact_dtypes, to_numpy_dtype
 from spmd._errors import TraceError, message
 from spmd._jax import eval_jaxpr
 from spmd.device._copy import from_host
+from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import lifted
-from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_unset
 from spmd.program._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
@@ -186,11 +187,15 @@ class OptimizerStates:
     def __enter__(self) -> OptimizerStates:
         return self
 
+    def put_back(self) -> None:
+        """Give the optimizers the state that they had."""
+        for optimizer, state in self._kept.values():
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
     def __exit__(self, kind: Any, *error: object) -> None:
         if kind is not None:
-            for optimizer, state in self._kept.values():
-                optimizer.state.clear()
-                optimizer.state.update(state)
+            self.put_back()
 
 
 def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
@@ -198,12 +203,12 @@ def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
         if group["momentum"] != 0 and group["dampening"] == 0:
             for p in group["params"]:
                 if p.requires_grad and not optimizer.state.get(p):
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    optimizer.state[p]["momentum_buffer"] = wrap_unset(tuple(p.shape), to_numpy_dtype(p.dtype))
 
 
 def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Counters move to the device; tensors of the parameter's shape take its sharding."""
-    annotation = buffer_of(parameter).annotation
+    annotation = state_sharding_of(parameter)
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -212,8 +217,7 @@ def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
         if annotation is not None and value.shape == parameter.shape:
             buffer = buffer_of(value)
             if buffer.annotation is None and buffer.shape == tuple(value.shape):
-                buffer.place(annotation.to_jax())
-                buffer.annotation = annotation
+                buffer.annotate(annotation)
 
 
 def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]:
@@ -235,14 +239,24 @@ def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]
     return {buffer: (*key, value.tobytes()) for (buffer, key), value in zip(found.items(), values, strict=True)}
 
 
-class _Births:
-    """Recorder of a birth trace: the first value that each new buffer gets."""
+class _AllBorn(Exception):
+    """Every parameter has its state: the rest of the step need not be traced."""
 
-    def __init__(self) -> None:
+
+class _Births:
+    """Recorder of a birth trace: the first value that each new buffer gets.
+
+    torch's own optimizers make a group's whole state before they use it, so their trace ends at the first write to anything
+    that existed before, once every parameter of `missing` has state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
         self.first: dict[Buffer, Any] = {}
-        self.before: dict[Buffer, Any] = {}
+        self.before: dict[Buffer, tuple[Any, Any]] = {}
         self.existing: set[int] = set()  # ids of the arrays that were read and not made here
         self.scalars: dict[Any, Any] = {}
+        self._state = optimizer.state
+        self._waiting_for = missing if type(optimizer).__module__.startswith("torch.optim.") else []
 
     def born(self, buffer: Buffer) -> None:
         self.first[buffer] = buffer.value
@@ -255,8 +269,10 @@ class _Births:
             self.first[buffer] = buffer.value
 
     def will_write(self, buffer: Buffer) -> None:
+        if self._waiting_for and all(self._state.get(p) for p in self._waiting_for):
+            raise _AllBorn
         if buffer not in self.first:
-            self.before.setdefault(buffer, buffer.value)
+            self.before.setdefault(buffer, (buffer.value, buffer.host))
 
     def host_argument(self, tensor: torch.Tensor) -> None:
         return None
@@ -270,52 +286,63 @@ class _Births:
 
 def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
     """Trace one `optimizer.step()` alone with zero gradients, and keep the first value of each state tensor it makes."""
-    births = _Births()
+    births = _Births(optimizer, missing)
     made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
     others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not m for m in missing)]
-    kept_grads = [p.grad for p in (*missing, *others)]
-    groups = optimizer.param_groups
-    kept_flags = [group.get("capturable") for group in groups]
-    kept_state = {p: dict(s) for p, s in optimizer.state.items()}
+    waiting = [b for b in dict.fromkeys(map(buffer_of, (*missing, *others))) if b.value is None and b.host is not None]
 
-    def first_step() -> list[Any]:
+    def first_step(values: list[Any]) -> list[Any]:
+        for buffer, value in zip(waiting, values, strict=True):
+            births.before[buffer] = None, buffer.host
+            buffer.value = value
         for p in others:
             p.grad = None
         for p in missing:
-            p.grad = wrap(jnp.zeros(p.shape, load(p).dtype))
-        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]):
+            p.grad = wrap(jnp.zeros(p.shape, to_numpy_dtype(p.dtype)))
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_AllBorn):
             optimizer.step()
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and v.device.type == "jax")
         return [births.first[buffer_of(v)] for _, _, v in made]
 
+    with _as_before(optimizer, [*missing, *others], births, made):
+        try:
+            with exact_dtypes():
+                jaxpr = jax.make_jaxpr(first_step)([jax.ShapeDtypeStruct(b.shape, b.dtype) for b in waiting])
+        except TraceError:
+            made.clear()  # its state depends on values: left to the first traced step
+            return
+    _fill_births(optimizer, made, jaxpr, births.existing)
+
+
+@contextmanager
+def _as_before(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _Births, made: list[Any]) -> Generator[None]:
+    """Around a birth trace: flags, gradients and values are put back, and all state but what is in `made`."""
+    groups = optimizer.param_groups
+    kept_grads = [p.grad for p in params]
+    kept_flags = [group.get("capturable") for group in groups]
+    kept_state = {p: dict(s) for p, s in optimizer.state.items()}
     for group in groups:
         if "capturable" in group:
             group["capturable"] = True
     token = recording.set(births)  # pyright: ignore[reportArgumentType]
     try:
-        with exact_dtypes():
-            jaxpr = jax.make_jaxpr(first_step)()
-    except TraceError:
-        made.clear()  # its state depends on values: left to the first traced step
-        jaxpr = None
+        yield
     finally:
         recording.reset(token)
         for group, flag in zip(groups, kept_flags, strict=True):
             if flag is not None:
                 group["capturable"] = flag
-        for p, grad in zip((*missing, *others), kept_grads, strict=True):
+        for p, grad in zip(params, kept_grads, strict=True):
             p.grad = grad
-        for buffer, value in births.before.items():
-            buffer.value = value
+        for buffer, (value, host) in births.before.items():
+            buffer.value, buffer.host = value, host
             buffer.reads.clear()
         for p in list(optimizer.state):
             if p in kept_state:
                 optimizer.state[p] = kept_state[p]
             elif not any(m[0] is p for m in made):
                 del optimizer.state[p]
-    if jaxpr is not None:
-        _fill_births(optimizer, made, jaxpr, births.existing)
 
 
 def _fill_births(
@@ -337,8 +364,12 @@ def _fill_births(
             ready.extend(entries)
     if not ready:
         return
+    if any(a is not None and a.mesh.topology is not None for a in (buffer_of(p).annotation for p, _, _ in made)):
+        for p, key, state in (made[i] for i in ready if made[i][2].dim()):  # to compile for, and not to run on: shapes only
+            optimizer.state[p][key] = wrap_unset(tuple(state.shape), to_numpy_dtype(state.dtype))
+        ready = [i for i in ready if not made[i][2].dim()]
     # Two programs: the trace reads the counters and must not wait for the moments. See Note [Equal counters].
-    for chosen in ([i for i in ready if not made[i][2].dim()], [i for i in ready if made[i][2].dim()]):
+    for chosen in filter(None, ([i for i in ready if not made[i][2].dim()], [i for i in ready if made[i][2].dim()])):
         annotations = [_inherited(made[i][0], made[i][2]) for i in chosen]
         jaxpr = pruned(closed.jaxpr, chosen)
         placed = [None if a is None else a.to_jax() for a in annotations]
@@ -353,7 +384,7 @@ def _fill_births(
 
 def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:
     """The parameter's annotation, for state of its shape."""
-    return buffer_of(parameter).annotation if state.shape == parameter.shape else None
+    return state_sharding_of(parameter) if state.shape == parameter.shape else None
 
 
 __all__ = ["LiftedNumbers", "OptimizerStates", "equal_counters", "prepare_state", "static_settings"]

@@ -21,6 +21,7 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
 from spmd.program import _hlo
@@ -56,6 +57,7 @@ class Program:
     Attributes:
         captured: the trace it was made from.
         mesh: the mesh its state lies on, or None (one device).
+        is_ahead: the mesh is of a topology that is not here: compiled and not run.
         compiled: jax's executable.
     """
 
@@ -73,6 +75,7 @@ class Program:
         self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
         self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]
         self.mesh = common_mesh([*written, *read, *captured.arg_buffers])
+        self.is_ahead = self.mesh is not None and self.mesh.topology is not None
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
         # Note [One program at a time]. XLA:CPU runs a program's devices on one pool of threads, where each waits in a thread for
         # the others at a collective. Devices that are already in the next program can hold all the threads that the last one
@@ -87,8 +90,11 @@ class Program:
 
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
         """Make the executable for arguments like those in `arg_buffers`."""
-        for buffer in (*self.written, *self.read, *arg_buffers):
-            self._settle(buffer)
+        if not self.is_ahead:
+            for buffer in (*self.written, *self.read, *arg_buffers):
+                self._settle(buffer)
+        state, given = [self._example(b) for b in self.written], [self._example(b) for b in arg_buffers]
+        read = [self._example(b) for b in self.read]
         run = self._function()
         if self.options.steps_per_call > 1:
             run = repeated(
@@ -100,17 +106,16 @@ class Program:
                 self.options.keep_grads,
             )
         run.__name__ = run.__qualname__ = name
-        state = [b.value for b in self.written]
-        donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
-        self.shardings = [b.value.sharding for b in self.written] if self.mesh is not None else None
-        self.read_shardings = [b.value.sharding for b in self.read] if self.mesh is not None else None
+        donated = state[: self.num_donated], [given[i] for i in self.written_args]
+        self.shardings = [v.sharding for v in state] if self.mesh is not None else None
+        self.read_shardings = [v.sharding for v in read] if self.mesh is not None else None
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            grads.extend(buffer_of(p).value.sharding if p.shape == t.shape else None for p, t in self.captured.born)
+            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.born)
             pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
-        args = (donated, state[self.num_donated :], [b.value for b in self.read], *self._inputs(arg_buffers, self._example_hosts()))
-        self.arg_shardings = [b.value.sharding for b in arg_buffers]
+        args = (donated, state[self.num_donated :], read, *self._inputs(given, self._example_hosts()))
+        self.arg_shardings = [v.sharding for v in given]
         start = time.perf_counter()
         with exact_dtypes():
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
@@ -160,15 +165,27 @@ class Program:
             assert self.replicated is not None
             buffer.value = moved(buffer.value, self.replicated)
 
+    def _example(self, buffer: Buffer) -> Any:
+        """The buffer's array, or its shape, dtype and sharding for a program that is only compiled."""
+        if not self.is_ahead:
+            return buffer.value
+        sharding = self.replicated if buffer.annotation is None else buffer.annotation.to_jax()
+        return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=sharding)
+
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
-                return buffer_of(parameter).value.sharding
+                return self._state_sharding(parameter)
         return None
 
-    def _inputs(self, arg_buffers: list[Buffer], hosts: list[Any]) -> tuple[Any, ...]:
+    def _state_sharding(self, parameter: torch.Tensor) -> Any:
+        """Where gradient and optimizer state of a parameter go."""
+        own = buffer_of(parameter).state_annotation
+        return self._example(buffer_of(parameter)).sharding if own is None else own.to_jax()
+
+    def _inputs(self, args: list[Any], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
-        kept = [arg_buffers[i].value for i in self.kept_args]
+        kept = [args[i] for i in self.kept_args]
         numbers = self.captured.numbers.values()
         if numbers != self._numbers:
             self._numbers = numbers
@@ -180,6 +197,8 @@ class Program:
     _words: Any = None
 
     def _on_device(self, host: np.ndarray[Any, Any]) -> Any:
+        if self.is_ahead:
+            return jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=self.replicated)
         with exact_dtypes():
             if self.replicated is None:
                 return jnp.asarray(host)
@@ -190,6 +209,8 @@ class Program:
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
+        if self.is_ahead:
+            raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
         if self.watched is not None:
             self.watched.begin(self.captured.numbers.today)
@@ -202,7 +223,7 @@ class Program:
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
         self._refuse_shared(donated[0])
-        inputs = self._inputs(arg_buffers, [host_array(t) for t in hosts])
+        inputs = self._inputs([b.value for b in arg_buffers], [host_array(t) for t in hosts])
         if self.waits:
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
         with exact_dtypes():
@@ -283,7 +304,7 @@ class Program:
         for (parameter, state), value in zip(self.captured.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
-            buffer.annotation = buffer_of(parameter).annotation if parameter.shape == state.shape else None
+            buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any]) -> Any:
         values = iter(outputs)
@@ -298,6 +319,24 @@ class Program:
             else:
                 flat.append(leaf.value)
         return pytree.tree_unflatten(flat, self.captured.tree)
+
+    def _not_here(self) -> SpmdError:
+        assert self.mesh is not None
+        return SpmdError(
+            message(
+                f"this program cannot run: its tensors lie on {self.mesh}, which has no devices here",
+                "programs over a topology are compiled and not run",
+                fix="read it with step.program(...).memory(), or mark the tensors over a mesh of devices that are here",
+            )
+        )
+
+    def memory(self) -> _hlo.MemoryReport:
+        """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
+        return _hlo.memory(self.compiled)
+
+    def flops(self) -> int:
+        """Floating-point operations of one call on one device (dots and convolutions, 2 per multiply-add)."""
+        return _hlo.flops(self.hlo())
 
     def hlo(self) -> str:
         """The optimised HLO text."""
@@ -321,7 +360,7 @@ def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
         here = buffer.annotation.mesh
         if found is None:
             found = here
-        elif list(found.device_ids) != list(here.device_ids):
+        elif list(found.device_ids) != list(here.device_ids) or found.topology != here.topology:
             raise SpmdError(
                 message(
                     "one program uses tensors on two meshes with different devices",

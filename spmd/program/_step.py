@@ -20,6 +20,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from spmd._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.program import _guards, _hlo
+from spmd.program._averages import bring_counts
 from spmd.program._capture import Captured, UnequalCounters, Unreached, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
@@ -58,6 +59,21 @@ class Step(Generic[P, R]):
         """Run the function; its first call with a new signature traces and compiles it."""
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
+        program, call = self._obtained(args, kwargs)
+        return self._run(program, call, (args, kwargs))
+
+    def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
+        """The program that a call with these arguments would run, traced and compiled if there is none, and not run.
+
+        With tensors marked over a mesh of a topology (`mesh.Mesh(..., topology="v5e:16x16")`) it is compiled for chips that
+        are not here, from shapes alone: a `torch.empty` or a model made by `to_empty(device="jax")` has no memory until its
+        first use. Such a program can be read (`memory()`, `collectives()`, `flops()`, `hlo()`) and not run, and leaves nothing
+        behind: no optimizer state, no trace that is counted.
+        """
+        return self._obtained(args, kwargs)[0]
+
+    def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
+        """The program of a call, and the call as that program knows it."""
         call = signature(args, kwargs, self._state)
         failed: str | None = None  # why the newest program of this signature does not hold any more
         for program in self._programs.get(call.key, ()):
@@ -66,12 +82,14 @@ class Step(Generic[P, R]):
             if reason is None:
                 if self._options.check:
                     require_same(self._name, program.captured, self._traced(call.args, call.kwargs)[0])
-                return self._run(program, call, (args, kwargs))
+                return program, call
         start = time.perf_counter()
         with compiling():
             captured, prepare_s = self._traced(call.args, call.kwargs)
             trace_s = time.perf_counter() - start - prepare_s
             program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
+        if program.is_ahead:
+            return program, call
         self.num_traces += 1
         if failed is None and self._latest_key is not None:
             failed = changed_signature(self._latest_key, call.key)
@@ -81,7 +99,7 @@ class Step(Generic[P, R]):
         if captured.shared:  # known now to be state too: this program is for these very tensors
             call = call._replace(key=signature(args, kwargs, self._state).key)
         self._programs.setdefault(call.key, []).insert(0, program)
-        return self._run(program, call, (args, kwargs))
+        return program, call
 
     def _run(self, program: Program, call: Signature, given: Any) -> Any:
         for base, position in call.copied:
@@ -102,6 +120,7 @@ class Step(Generic[P, R]):
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs)
+        bring_counts(found.all_modules())
         with OptimizerStates() as states:
             while True:
                 start = time.perf_counter()
@@ -110,9 +129,13 @@ class Step(Generic[P, R]):
                     prepare_state(optimizer)
                 prepare_s += time.perf_counter() - start
                 try:
-                    return self._captured(args, kwargs, found), prepare_s
+                    captured = self._captured(args, kwargs, found)
                 except Unreached as unreached:
                     found.add(unreached.value)
+                    continue
+                if captured.is_ahead:
+                    states.put_back()
+                return captured, prepare_s
 
     def _captured(self, args: Any, kwargs: Any, found: Reachable) -> Captured:
         options, unmarked, share_counters = self._options, frozenset[int](), True
@@ -176,11 +199,11 @@ class Step(Generic[P, R]):
 
     def memory(self) -> _hlo.MemoryReport:
         """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
-        return _hlo.memory(self._program.compiled)
+        return self._program.memory()
 
     def flops(self) -> int:
         """Floating-point operations of one call on one device (dots and convolutions, 2 per multiply-add)."""
-        return _hlo.flops(self.hlo())
+        return self._program.flops()
 
     def hlo(self) -> str:
         """The optimised HLO text of the latest program."""

@@ -1,0 +1,56 @@
+"""Devices of a topology that is not here: a compiler's view of a slice of chips, to compile for and not to run on.
+
+    mesh.topology_devices("v5e:2x4")                                        # 8 devices, from libtpu, on a machine without a TPU
+    pod = mesh.Mesh(range(256), (32, 8), ("data", "model"), topology="v5e:16x16")
+
+libtpu holds the real XLA:TPU compiler and needs no TPU to compile. Names that it takes: v4:12x16x16, v5e:2x2 .. v5e:16x16,
+v5p:8x8x16, v6e:16x16, tpu7x:4x4x4. Knows nothing of meshes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import cast
+
+from jax.experimental import topologies
+
+from mesh._devices import Device
+from mesh._errors import DeviceError, message
+
+# Without the first three libtpu asks the cloud's metadata service who it is, and waits minutes for an answer that never comes.
+# Without the last only one process of the machine may load it, which is for those that own a chip.
+_FOR_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@functools.cache
+def topology_devices(name: str) -> tuple[Device, ...]:
+    """The devices of a TPU slice, in the compiler's order; the position is the logical id on meshes over this topology.
+
+    Args:
+        name: chip generation and shape, e.g. "v5e:16x16".
+
+    Raises:
+        DeviceError: libtpu is not installed, is in use by another process, or knows no such topology.
+    """
+    for variable, value in _FOR_LIBTPU.items():
+        os.environ.setdefault(variable, value)
+    try:
+        found = topologies.get_topology_desc(topology_name=name, platform="tpu")
+    except Exception as error:  # jax and libtpu raise RuntimeError, NotImplementedError and XlaRuntimeError here
+        raise DeviceError(
+            message(
+                f"topology {name!r} cannot be compiled for here",
+                [str(error).splitlines()[0]],
+                "pip install 'spmd-mesh[tpu]' for libtpu, and write the topology as in 'v5e:2x4' or 'v5p:8x8x16'",
+            )
+        ) from error
+    return tuple(cast("list[Device]", found.devices))
+
+
+__all__ = ["topology_devices"]
