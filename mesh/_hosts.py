@@ -371,7 +371,7 @@ def _listen_for_sigterm() -> None:
             if asked:
                 _force()
             asked = True
-            _say(f"{_joined.host or 'this process'} was told to stop (SIGTERM): before the next step that asks mesh.should_stop; once more: at once")
+            _say("told to stop (SIGTERM): all stop where they next ask mesh.should_stop; told once more, this one stops at once")
             _ask_to_stop()
 
     thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)

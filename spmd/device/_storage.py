@@ -68,10 +68,11 @@ class Buffer:
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
+        digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "state_annotation", "value")
+    __slots__ = ("__weakref__", "annotation", "digest", "dropped", "host", "reads", "shape", "state_annotation", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
@@ -80,6 +81,7 @@ class Buffer:
         self.annotation: mesh.ShardingSpec | None = None
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
+        self.digest: int | None = None
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
         if recorder is not None:
@@ -102,6 +104,7 @@ class Buffer:
         self.value = value
         self.host = None
         self.dropped = None
+        self.digest = None
         if self.reads:
             self.reads.clear()
 
@@ -114,6 +117,7 @@ class Buffer:
     def place(self, sharding: jax.sharding.Sharding | None) -> None:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
+            self.digest = digest_of(self.host, sharding)
             self.value, self.host = upload(self.host, sharding), None
         elif sharding is not None and (value := self.get()).sharding != sharding:
             self.value = moved(value, sharding)
@@ -157,8 +161,6 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
             array = jax.device_put(host)
         else:
             array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-            if not sharding.is_fully_addressable:
-                _note_upload(host)
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
@@ -187,11 +189,11 @@ def moved(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def _note_upload(host: np.ndarray[Any, Any]) -> None:
-    """All processes hold the whole of what they upload: let the job compare it."""
-    job = _hosts.job()
-    if job is not None:
-        job.steps.note("uploaded values", _agreement.digest(np.ascontiguousarray(host).reshape(-1).view(np.uint8)))
+def digest_of(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> int | None:
+    """Of values that every process of a job holds whole: a checksum for the job to compare. None alone."""
+    if sharding is None or sharding.is_fully_addressable or _hosts.job() is None:
+        return None
+    return _agreement.digest(np.ascontiguousarray(host).reshape(-1).view(np.uint8))
 
 
 def is_readable(value: Any) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mesh import JobError
-from mesh._agreement import difference, duplicate
+from mesh._agreement import difference
 from mesh._clusters import detect, expand_hostlist, on_tpu_vm
 from mesh._host import Host
 from mesh._hosts import init
@@ -321,11 +321,6 @@ def test_item_that_one_process_lacks_is_a_difference() -> None:
 
 def test_equal_items_are_no_difference() -> None:
     assert difference("x", {0: {"a": "1"}, 1: {"a": "1"}}) is None
-
-
-def test_two_processes_that_feed_the_same_part_are_named() -> None:
-    assert "process 2 fed the same data as process 0" in (duplicate("step 1", {0: {"x": "1"}, 1: {"x": "2"}, 2: {"x": "1"}}) or "")
-    assert duplicate("step 1", {0: {"x": "1"}, 1: {"x": "2"}}) is None
 
 
 # Who stopped first
