@@ -2,7 +2,7 @@
 
 Two forms. `compare` is a meeting: every process brings named items before a program runs for the first time, and nobody
 goes on until they are found equal. `Steps` is a running check: each process notes what it feeds, every step's notes are
-compared in the background, and a step is not begun before the one before the last was found equal. Items are short
+compared in the background, and a step is not begun before the last one was found equal. Items are short
 digests; process 0 compares and tells the others.
 """
 
