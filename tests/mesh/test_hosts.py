@@ -7,17 +7,19 @@ import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from mesh import JobError
-from mesh._agreement import difference
+from mesh._agreement import Steps, compare, difference
 from mesh._clusters import detect, expand_hostlist, on_tpu_vm
 from mesh._host import Host
 from mesh._hosts import init
 from mesh._preemption import Preemption
 from mesh._rollcall import MAX_BYTES, Report, RollCall, report, require_reachable_name, resolve
-from mesh._watchdog import Beat, blame
+from mesh._service import Service
+from mesh._watchdog import Beat, Limits, Watchdog, blame
 
 VERSIONS = {"jax": "1"}
 
@@ -323,7 +325,127 @@ def test_equal_items_are_no_difference() -> None:
     assert difference("x", {0: {"a": "1"}, 1: {"a": "1"}}) is None
 
 
+class SharedKeys:
+    """The coordination service, for threads that stand for processes."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._held, self._changed = count, dict[str, str](), threading.Condition()
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
+        with self._changed:
+            assert overwrite or key not in self._held
+            self._held[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._held, timeout_s)
+            return self._held.get(key)
+
+    def below(self, folder: str) -> dict[str, str]:
+        with self._changed:
+            return {key.removeprefix(folder + "/"): value for key, value in self._held.items() if key.startswith(folder + "/")}
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            for name in [name for name in self._held if name == key or name.startswith(key + "/")]:
+                del self._held[name]
+
+
+def service_of(count: int) -> Service:
+    return cast("Service", SharedKeys(count))
+
+
+def fed(service: Service, index: int, batches: list[int]) -> tuple[int, str]:
+    """Run the steps of one process that feeds these batches: how many began, and the error that stopped it."""
+    checks = Steps(service, index, lambda why, code: None)
+    for number, batch in enumerate(batches):
+        checks.note("batch", batch)
+        try:
+            checks.begin()
+        except JobError as error:
+            return number, str(error)
+    checks.stop()
+    return len(batches), ""
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [[0, 1, 2, 4, 5, 6, 7, 8], [0, 1, 2, 2, 3, 4, 5, 6], [0, 1, 2, 9, 4, 5, 6, 7]],
+    ids=["a step skipped", "a step run twice", "another batch"],
+)
+def test_process_whose_steps_are_not_the_others_is_stopped_within_one_step(spoiled: list[int]) -> None:
+    service, right = service_of(3), [*range(8)]
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(fed, service, i, spoiled if i == 1 else right) for i in range(3)]
+        for begun, error in (run.result() for run in runs):
+            assert begun == 4  # batch 3 was the first to differ: it may begin, the next step does not
+            assert error.startswith("process 1 differs from the others at step 3: batch")
+
+
+def test_processes_that_feed_the_same_go_on() -> None:
+    service = service_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert [run.result() for run in [pool.submit(fed, service, i, [*range(50)]) for i in range(2)]] == [(50, "")] * 2
+
+
+def test_meeting_before_a_program_names_who_does_not_come() -> None:
+    service = service_of(2)
+    with pytest.raises(JobError, match="process 1 did not come to program 0 \\(step\\) within 0.1 s"):
+        compare(service, 0, "program 0 (step)", {"a": "1"}, 0.1)
+
+
 # Who stopped first
+
+
+class Bitten:
+    """A watchdog whose warnings and bite are kept."""
+
+    def __init__(self, service: Service, index: int, limits: Limits) -> None:
+        self.bites: list[tuple[int | None, str]] = []
+        self.warnings: list[str] = []
+        self.over = threading.Event()
+        self.dog = Watchdog(service, index, 2, limits, self._bite, self.warnings.append)
+
+    def _bite(self, culprit: int | None, why: str) -> None:
+        self.bites.append((culprit, why))
+        self.over.set()
+
+    def step(self) -> None:
+        self.dog.enter()
+        self.dog.leave()
+
+
+def test_watchdog_bites_when_steps_stop_and_names_the_process_that_is_behind() -> None:
+    service = service_of(2)
+    here, there = (Bitten(service, i, Limits(1.0, 60.0)) for i in range(2))
+    for _ in range(4):
+        here.step()
+    there.step()
+    assert here.over.wait(20)
+    assert here.bites[0][0] == 1
+    assert "process 1 stopped first: it entered step 1 as the last, between steps" in here.bites[0][1]
+    there.dog.stop()
+
+
+def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -> None:
+    service = service_of(2)
+    first, saving = Bitten(service, 0, Limits(0.1, 60.0)), Bitten(service, 1, Limits(0.1, 60.0))
+    first.dog.enter()
+    with saving.dog.long("saving"):
+        assert not first.over.wait(0.7) and not saving.over.is_set()
+        assert saving.dog.limit_s == 60.0
+    for each in (first, saving):
+        each.dog.stop()
+
+
+def test_step_of_three_medians_and_more_is_told_once() -> None:
+    here = Bitten(service_of(2), 0, Limits(3.0, 60.0))
+    for _ in range(8):
+        here.step()
+    assert here.over.wait(20)
+    assert len(here.warnings) == 1
+    assert here.warnings[0].startswith("step 8 has taken")
 
 
 def beats(*steps_phases_counts: tuple[int, str, int]) -> dict[int, Beat]:
