@@ -56,6 +56,7 @@ def _launcher(environ: Environ) -> Host | None:
         directory=Path(directory) if directory else None,
         attempt=_number(environ, "SPMD_ATTEMPT") if "SPMD_ATTEMPT" in environ else 0,
         key=environ.get("SPMD_JOB_KEY", ""),
+        local_index=_number(environ, "SPMD_LOCAL_PROCESS") if "SPMD_LOCAL_PROCESS" in environ else None,
     )
 
 
@@ -72,6 +73,7 @@ def _torchrun(environ: Environ) -> Host | None:
         num_local=_number(environ, "LOCAL_WORLD_SIZE"),
         attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         key=environ["TORCHELASTIC_RUN_ID"],
+        local_index=_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None,
     )
 
 
@@ -90,7 +92,8 @@ def _open_mpi(environ: Environ) -> Host | None:
                 "mpirun -x SPMD_COORDINATOR=<first host>:8476 ...",
             )
         )
-    return Host(index, count, coordinator, "Open MPI", num_local, key=job)
+    local = int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]) if "OMPI_COMM_WORLD_LOCAL_RANK" in environ else None
+    return Host(index, count, coordinator, "Open MPI", num_local, key=job, local_index=local)
 
 
 def _slurm(environ: Environ) -> Host | None:
@@ -103,7 +106,14 @@ def _slurm(environ: Environ) -> Host | None:
     local = _tasks_on_node(here, int(environ.get("SLURM_NODEID", "0"))) if here else None
     coordinator = environ.get("SPMD_COORDINATOR") or f"{first}:{_port_of(step)}"
     return Host(
-        _number(environ, "SLURM_PROCID"), count, coordinator, "SLURM", local, attempt=int(environ.get("SLURM_RESTART_COUNT", "0")), key=step
+        index=_number(environ, "SLURM_PROCID"),
+        count=count,
+        coordinator=coordinator,
+        found_by="SLURM",
+        num_local=local,
+        attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        key=step,
+        local_index=_number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else None,
     )
 
 

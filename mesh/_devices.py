@@ -109,6 +109,23 @@ def platform() -> str:
     return devices()[0].platform
 
 
+def gpu_share(index: int, count: int, device_files: Path = Path("/dev")) -> list[int] | None:
+    """Which of this machine's GPUs belong to process `index` of the `count` on it; None without GPUs, or when all are its own."""
+    num_gpus = len(list(device_files.glob(_ACCELERATOR_FILES["NVIDIA GPU"][0])))
+    if count < 2 or num_gpus == 0 or jax.config.values["jax_platforms"] == "cpu":
+        return None
+    if num_gpus % count:
+        raise DeviceError(
+            message(
+                f"{count} processes cannot share this machine's GPUs evenly",
+                [f"it has {num_gpus}"],
+                f"start 1, or a divisor of {num_gpus}, on each machine",
+            )
+        )
+    each = num_gpus // count
+    return list(range(index * each, (index + 1) * each))
+
+
 def has_tpu() -> bool:
     """Whether this machine seems to have a TPU that this program may use; starts nothing."""
     return jax.config.values["jax_platforms"] != "cpu" and any(name.startswith("TPU") for name in _accelerators())

@@ -290,12 +290,19 @@ def _start_jax(host: Host, address: str, start: Callable[[str], None]) -> None:
         coordinator_address=address,
         num_processes=host.count,
         process_id=host.index,
+        local_device_ids=_own_gpus(host),
         cluster_detection_method="deactivate",
         initialization_timeout=60,
         heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=60,
         coordinator_bind_address=address,
     )
+
+
+def _own_gpus(host: Host) -> list[int] | None:
+    if host.devices is not None or host.num_local is None or host.local_index is None:
+        return None
+    return _devices.gpu_share(host.local_index, host.num_local)
 
 
 def _listens(address: str) -> bool:

@@ -139,7 +139,7 @@ def _start_here(
     }
     launcher = os.getpid()
     for member in members:
-        environ = {**common, "SPMD_PROCESS": str(member)}
+        environ = {**common, "SPMD_PROCESS": str(member), "SPMD_LOCAL_PROCESS": str(member - members[0])}
         if options.preload:
 
             def run(out: int, err: int, environ: dict[str, str] = environ) -> Callable[[], int]:
