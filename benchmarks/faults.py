@@ -41,6 +41,7 @@ SIGNALS = {
     "exception": signal.SIGUSR1,
     "out of memory": signal.SIGUSR2,
 }
+NETWORK_WATCHDOG_S = 12.0  # longer than the flap
 Row = dict[str, Any]
 
 
@@ -331,14 +332,14 @@ def network(trials: int, rng: random.Random) -> Row:
     """Two hosts as network namespaces: the link down, a flap of 5 s, loss one way and both, the coordinator's port alone."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("nft"):
         return {"trials": 0, "not run": "needs root, ip and nft"}
-    row: Row = {"trials": 0, "not run": ["50 ms delay: this kernel has no netem"]}
+    row: Row = {"trials": 0, "watchdog s": NETWORK_WATCHDOG_S, "not run": ["50 ms delay: this kernel has no netem"]}
     with namespaces() as ssh:
         size = ("-n", 2, "--devices-per-process", 1, "--hosts", "fault-a,fault-b", "--ssh", ssh, "--coordinator", "10.77.0.1:8476")
         reference, _ = undisturbed(size=size, arguments=("--pause", 0.3))
         for name, (start, end, lasts_s) in NETWORK.items():
             good, seconds, wrong = 0, [], []
             for _ in range(trials):
-                trial = Trial("--restarts", 3, size=size, arguments=("--pause", 0.3))
+                trial = Trial("--restarts", 3, "--watchdog", NETWORK_WATCHDOG_S, size=size, arguments=("--pause", 0.3))
                 until(lambda trial=trial: len(trial.steps()) > 3)
                 thrown = time.time()
                 subprocess.run(["sh", "-c", start], check=True)

@@ -240,7 +240,7 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
     assert host.coordinator is not None
     spans_machines = host.num_local is not None and host.num_local < host.count
     ip, port = resolve(host.coordinator, spans_machines=spans_machines)
-    if spans_machines and not ipaddress.ip_address(ip.split("%")[0]).is_loopback and jax.config.values["jax_platforms"] == "cpu":
+    if spans_machines and not ipaddress.ip_address(ip.split("%")[0]).is_loopback and _devices.is_confined_to_cpu():
         require_reachable_name(socket.gethostname())
     own = Report(host.index, host.count, _versions(), f"{socket.gethostname()}, pid {os.getpid()}")
     roll = None

@@ -122,7 +122,8 @@ def tell(outcome: Outcome, output: Output, name: str, began: float, directory: P
         for path in sorted(directory.glob("threads-*.txt")):
             if f"process {path.stem.partition('-')[2]} stopped first" in outcome.why:
                 sys.stderr.write(f"threads of process {path.stem.partition('-')[2]}:\n{path.read_text(encoding='utf-8')}")
-    say(f"{name} failed first, after {first.time - began:.1f} s: {outcome.why}")
+    did = "ended the job" if outcome.code == STUCK else "failed first"
+    say(f"{name} {did}, after {first.time - began:.1f} s: {outcome.why}")
 
 
 def meaning(code: int) -> str:

@@ -137,7 +137,7 @@ def test_processes_on_one_machine_share_its_gpus(tmp_path: Path, monkeypatch: py
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl"):
         (tmp_path / name).touch()
     assert gpu_share(1, 2, tmp_path) is None  # this process is confined to CPU
-    monkeypatch.setitem(_devices.jax.config.values, "jax_platforms", None)
+    monkeypatch.setattr(_devices, "is_confined_to_cpu", lambda: False)
     assert [gpu_share(i, 2, tmp_path) for i in range(2)] == [[0, 1], [2, 3]]
     assert gpu_share(0, 1, tmp_path) is None and gpu_share(0, 2, tmp_path / "none") is None
     with pytest.raises(DeviceError, match="3 processes cannot share this machine's GPUs evenly"):
@@ -449,6 +449,33 @@ def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -
         assert saving.dog.limit_s == 60.0
     for each in (first, saving):
         each.dog.stop()
+
+
+def test_process_that_stops_as_a_whole_is_named_also_while_it_compiles() -> None:
+    service = service_of(2)
+    here, there = (Bitten(service, i, Limits(1.0, 600.0)) for i in range(2))
+    stopped = threading.Event()
+
+    def set_unless_stopped(key: str, value: str, *, overwrite: bool = False) -> None:
+        if key.endswith("/1") and stopped.is_set():
+            threading.Event().wait(30)  # as a process does that got SIGSTOP
+        SharedKeys.set(cast("SharedKeys", service), key, value, overwrite=overwrite)
+
+    service.set = set_unless_stopped
+    assert not here.over.wait(1.5)
+    stopped.set()
+    assert here.over.wait(20)
+    assert here.bites[0][0] == 1
+    assert "process 1 stopped first: no sign of life for " in here.bites[0][1]
+    there.dog.stop()
+
+
+def test_process_that_has_left_in_order_is_not_missed() -> None:
+    service = service_of(2)
+    here, there = (Bitten(service, i, Limits(0.5, 600.0)) for i in range(2))
+    there.dog.stop()
+    assert not here.over.wait(2.5)
+    here.dog.stop()
 
 
 def test_step_of_three_medians_and_more_is_told_once() -> None:
