@@ -24,7 +24,6 @@ FOLDER = "spmd/beat"
 _FACTOR = 20
 _SLOW_FACTOR, _SLOW_S, _SLOW_STEPS = 3, 1.0, 5  # when to say that a step is slow: so many medians, seconds, and steps before
 _ANSWER_S = 0.3
-_BUSY_S = 2.0  # a busy machine may keep a living thread waiting for so long
 _LEFT = "left"  # the phase of a process that has ended in order
 
 
@@ -35,10 +34,12 @@ class Limits:
     Attributes:
         least_s: never less than this, however short the steps.
         first_s: for the first step and for what is announced as long.
+        silent_s: without a beat, never less than this: a busy machine keeps living threads waiting.
     """
 
     least_s: float = 60.0
     first_s: float = 1800.0
+    silent_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Watchdog:
         self._over = threading.Event()
         self._interval_s = min(2.0, max(0.05, limits.least_s / 40)) * max(1.0, count / 128)
         # A process whose beats do not advance in this time is silent: many intervals, because a busy machine is late.
-        self._window_s = min(0.6 * limits.least_s, max(10 * self._interval_s, 1.0))
+        self._window_s = 0.6 * limits.least_s
         self._answered = time.monotonic()
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._before: tuple[float, dict[int, Beat] | None] = (0.0, {})
@@ -160,7 +161,7 @@ class Watchdog:
 
     def _silent(self) -> tuple[int, str] | None:
         """A process that has shown no sign of life for `least_s` (and no less than a busy machine needs), and a line about it."""
-        now, least_s = time.monotonic(), max(self._limits.least_s, 10 * self._interval_s, _BUSY_S)
+        now, least_s = time.monotonic(), max(self._limits.least_s, self._limits.silent_s)
         if self._index and now - self._answered > least_s:
             return 0, f"process 0 stopped first: it has not answered for {now - self._answered:.1f} s"
         for index, (beat, since) in list(self._heard.items()):

@@ -97,13 +97,15 @@ def _failed(gang: Gang, output: Output, where: tuple[Path, int] | None) -> Outco
     output.only = {end.member for end in gang.exits if end.code not in (0, PREEMPTED, PEER_FAILED)}
     gang.end(_NOTICE_S)
     records = {} if where is None else _records(*where)
-    ends = [end for end in gang.exits if end.code not in (0, PREEMPTED)]
+    ends = [end for end in gang.exits if end.code not in (0, PREEMPTED) and end.member not in gang.killed]
 
-    def order(end: Exit) -> tuple[bool, float]:
+    def order(end: Exit) -> tuple[int, float]:
+        # A signal comes from outside: it is seen late on a busy machine, when the others have already told what followed from it.
+        # SIGABRT is how jax ends a process whose process 0 is gone.
+        follows = end.code in (PEER_FAILED, -signal.SIGABRT)
         record = records.get(end.member)
-        return end.code == PEER_FAILED, float(record["time"]) if record else end.time
+        return 2 if follows else int(end.code > 0), float(record["time"]) if record else end.time
 
-    # Those that this launcher killed itself came after the first; a kill from elsewhere has the earliest time.
     first = min(ends, key=order)
     record = records.get(first.member)
     if record is None:

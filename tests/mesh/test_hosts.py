@@ -453,7 +453,7 @@ def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -
 
 def test_process_that_stops_as_a_whole_is_named_also_while_it_compiles() -> None:
     service = service_of(2)
-    here, there = (Bitten(service, i, Limits(1.0, 600.0)) for i in range(2))
+    here, there = (Bitten(service, i, Limits(1.0, 600.0, silent_s=2.0)) for i in range(2))
     stopped = threading.Event()
 
     def set_unless_stopped(key: str, value: str, *, overwrite: bool = False) -> None:
@@ -472,7 +472,7 @@ def test_process_that_stops_as_a_whole_is_named_also_while_it_compiles() -> None
 
 def test_process_that_has_left_in_order_is_not_missed() -> None:
     service = service_of(2)
-    here, there = (Bitten(service, i, Limits(0.5, 600.0)) for i in range(2))
+    here, there = (Bitten(service, i, Limits(0.5, 600.0, silent_s=2.0)) for i in range(2))
     there.dog.stop()
     assert not here.over.wait(2.5)
     here.dog.stop()
