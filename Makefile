@@ -11,7 +11,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench ops clean
+.PHONY: help setup demo check test bench ops faults clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ bench: setup ## the Megatron step beside hand-written JAX
 
 ops: setup ## which PyTorch ops the device covers
 	@$(PY) benchmarks/ops.py
+
+TRIALS ?= 20
+
+faults: setup ## what a job survives: faults thrown at it, TRIALS of each (network faults where root may make namespaces)
+	@$(PY) benchmarks/faults.py --trials $(TRIALS)
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

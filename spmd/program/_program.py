@@ -165,6 +165,7 @@ class Program:
         elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
             buffer.place(buffer.annotation.to_jax())
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
+            assert self.replicated is not None
             buffer.value = moved(buffer.value, self.replicated)
 
     def _example(self, buffer: Buffer) -> Any:
@@ -206,7 +207,7 @@ class Program:
                 return jnp.asarray(host)
             if self.replicated.is_fully_addressable:
                 return jax.device_put(host, self.replicated)
-            # jax.device_put would run a collective of its own to compare the processes' values; see `_digest` for that
+            # jax.device_put would run a collective of its own to compare the processes' values; see `_job` for that
             return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
@@ -214,8 +215,6 @@ class Program:
         if self.is_ahead:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
-        if self.watched is not None:
-            self.watched.begin(self.captured.numbers.today)
         changed: list[Any] = []
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
@@ -225,7 +224,10 @@ class Program:
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
         self._refuse_shared(donated[0])
-        inputs = self._inputs([b.value for b in arg_buffers], [host_array(t) for t in hosts])
+        host_arrays = [host_array(t) for t in hosts]
+        if self.watched is not None:
+            self.watched.begin(self.captured.numbers.today, arg_buffers, host_arrays)
+        inputs = self._inputs([b.value for b in arg_buffers], host_arrays)
         if self.waits:
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
         with exact_dtypes():
