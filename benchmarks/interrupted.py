@@ -11,6 +11,7 @@ Results go to benchmarks/results/interrupted.json; a table is printed.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing

@@ -19,7 +19,8 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,19 +175,38 @@ class Store:
         block = memoryview(bytearray(min(nbytes, _BLOCK)))
         return self._read(name, offset, (block[: min(_BLOCK, nbytes - at)] for at in range(0, nbytes, _BLOCK)))
 
+    def holds(self, name: str, offset: int, data: memoryview) -> bool:
+        """True if a file has these bytes from `offset`; errors as of `read`. A second checksum would take twice as long."""
+        block = bytearray(min(len(data), _BLOCK))
+        with self._opened(name) as descriptor:
+            for at in range(0, len(data), _BLOCK):
+                part = data[at : at + _BLOCK]
+                if len(part) < len(block):
+                    block = bytearray(len(part))
+                _read_all(descriptor, memoryview(block), offset + at)
+                if not block.__eq__(part):  # of a bytearray and a view: one comparison of memory
+                    return False
+        return True
+
     def _read(self, name: str, offset: int, targets: Iterator[memoryview]) -> int:
         crc32 = 0
+        with self._opened(name) as descriptor:
+            for target in targets:
+                offset += _read_all(descriptor, target, offset)
+                crc32 = zlib.crc32(target, crc32)  # while the block is in the processor's cache
+        return crc32
+
+    @contextmanager
+    def _opened(self, name: str) -> Generator[int]:
+        """A file to read from; what the system refuses meanwhile is a CheckpointError."""
         try:
             descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                for target in targets:
-                    offset += _read_all(descriptor, target, offset)
-                    crc32 = zlib.crc32(target, crc32)  # while the block is in the processor's cache
+                yield descriptor
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise failed(f"{self._folder / name} cannot be read", error) from error
-        return crc32
 
 
 def write_all(descriptor: int, parts: Sequence[memoryview]) -> None:

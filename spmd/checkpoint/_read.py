@@ -23,7 +23,7 @@ from spmd.checkpoint._manifest import ArrayEntry, Manifest, Piece
 from spmd.checkpoint._scan import damaged
 from spmd.checkpoint._tree import malformed, numpy_dtype
 
-_READERS = 2
+_READERS = 4
 
 
 @dataclass
