@@ -280,3 +280,14 @@ def test_a_process_that_feeds_wrongly_is_named(other: str, text: str, mesh_4x2: 
 def test_no_value_waits_on_the_host(mesh_4x2: mesh.Mesh) -> None:
     (batch,) = spmd.shard_loader([torch.ones(8)], mesh_4x2, ("data",))
     assert isinstance(batch.jax, jax.Array)
+
+
+def test_a_place_holds_for_another_number_of_processes(mesh_4x2: mesh.Mesh) -> None:
+    """Two processes with 4 rows each are one with 8; `full` is the job's."""
+    batches = iter(
+        pair := spmd.shard_loader([torch.arange(4.0)] * 3, mesh_4x2, (None,), gang=Peers("4|same|[(None, None)]"), feeds="slice")
+    )
+    next(batches)
+    alone = spmd.shard_loader([torch.arange(8.0)] * 3, mesh_4x2, (None,))
+    alone.load_state_dict(pair.state_dict())
+    assert [batch.shape[0] for batch in alone] == [8, 8]
