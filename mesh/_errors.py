@@ -3,6 +3,7 @@
     ValueError
      +-- MeshError               a mesh, spec or device request makes no sense
           +-- SpecError          a PartitionSpec does not fit its mesh or its tensor
+               +-- RulesError    rules for a model leave something that is probably not meant
           +-- DeviceError        too few devices, or asked for too late (also a RuntimeError)
     RuntimeError
      +-- JobError                the processes of a job do not come together, or do not agree
@@ -28,6 +29,10 @@ class MeshError(ValueError):
 
 class SpecError(MeshError):
     """A PartitionSpec is malformed, or does not fit its mesh or its tensor."""
+
+
+class RulesError(SpecError):
+    """Rules for a model, applied strictly, leave something that is probably not meant."""
 
 
 class DeviceError(MeshError, RuntimeError):

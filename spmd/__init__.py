@@ -49,6 +49,7 @@ from spmd._tensor import XLAShardedTensor as XLAShardedTensor
 from spmd.data import shard_loader as shard_loader
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
+from spmd.fsdp import fully_shard as fully_shard
 from spmd.program._accumulate import accumulate as accumulate
 from spmd.program._control_flow import register as _register_control_flow
 from spmd.program._gradient_accumulation import gradient_accumulation as gradient_accumulation
@@ -58,6 +59,7 @@ from spmd.program._scan import scan as scan
 from spmd.program._scan import scan_layers as scan_layers
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
+from spmd.rules import shard_module as shard_module
 
 _register()
 _register_control_flow()
@@ -99,6 +101,8 @@ __all__ = [
     "enable_manual_sharding",
     # input
     "MpDeviceLoader",
+    "fully_shard",
+    "shard_module",
     # compile
     "Step",
     "accumulate",

@@ -21,8 +21,10 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._arrays import fetched, moved
+from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
+from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program import _hlo
 from spmd.program._capture import Captured
 from spmd.program._job import require_sound, watched
@@ -111,7 +113,7 @@ class Program:
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            grads.extend(self._example(buffer_of(p)).sharding if p.shape == t.shape else None for p, t in self.captured.born)
+            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.born)
             pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
         args = (donated, state[self.num_donated :], read, *self._inputs(given, self._example_hosts()))
         self.arg_shardings = [v.sharding for v in given]
@@ -160,6 +162,8 @@ class Program:
         """Bring the buffer's value to where the program wants it: unmarked values on a mesh are replicated."""
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
+        elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
+            buffer.place(buffer.annotation.to_jax())
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
             buffer.value = moved(buffer.value, self.replicated)
 
@@ -168,13 +172,18 @@ class Program:
         if not self.is_ahead:
             return buffer.value
         sharding = self.replicated if buffer.annotation is None else buffer.annotation.to_jax()
-        return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
-                return self._example(buffer_of(parameter)).sharding
+                return self._state_sharding(parameter)
         return None
+
+    def _state_sharding(self, parameter: torch.Tensor) -> Any:
+        """Where gradient and optimizer state of a parameter go."""
+        own = buffer_of(parameter).state_annotation
+        return self._example(buffer_of(parameter)).sharding if own is None else own.to_jax()
 
     def _inputs(self, args: list[Any], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
@@ -290,14 +299,17 @@ class Program:
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
         for owner, grad in self.captured.gradients:
-            left = wrap(next(values)) if grad is not None and self.options.keep_grads else grad
             leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
+            left = grad
+            if grad is not None and self.options.keep_grads:
+                value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
+                left = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
             if leaf.grad is not left:
                 leaf.grad = left
         for (parameter, state), value in zip(self.captured.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
-            buffer.annotation = buffer_of(parameter).annotation if parameter.shape == state.shape else None
+            buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any]) -> Any:
         values = iter(outputs)
