@@ -82,7 +82,7 @@ class Plan:
         args = [_filled(arg, values) for arg in self.template[0]]
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:
-            args.insert(0, jax.random.wrap_key_data(key))
+            args.insert(0, None if key is None else jax.random.wrap_key_data(key))
         out = self.lowering.rule(*args, **kwargs)
         updated: tuple[Any, ...] = ()
         if self.lowering.updates:
@@ -171,8 +171,17 @@ class Adapter:
         return out
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Key data of a random op's next draw; None for other ops."""
-        return _random.next_key(self.argument("generator", args, kwargs)) if self.lowering.random else None
+        """Key data of a random op's next draw; None for other ops, and for a call that draws nothing."""
+        if not self.lowering.random or self._draws_nothing(args, kwargs):
+            return None
+        return _random.next_key(self.argument("generator", args, kwargs))
+
+    def _draws_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True for dropout that is switched off: as in torch, an evaluation leaves the stream where it was."""
+        if "training" in self.accepts or "dropout_p" in self.accepts:
+            return not self.argument("training" if "training" in self.accepts else "dropout_p", args, kwargs)
+        chance = self.argument("p" if "p" in self.accepts else "dropout", args, kwargs)
+        return "train" in self.accepts and (self.argument("train", args, kwargs) is False or chance == 0)
 
     def update(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write new values into the arguments that the lowering updates in place."""
