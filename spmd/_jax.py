@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+import jax
 import jax.core
+import jax.extend
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.core import trace_state_clean as _trace_state_clean
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
 from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
+from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
 from jax._src.source_info_util import current as _current_source
 
 
@@ -35,6 +39,68 @@ def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return _inline_jaxpr_into_trace(trace, source, whole, (), *(trace.to_jaxpr_tracer(v, source) for v in (*consts, *args)))
 
 
+def known_value(value: Any, is_input: Callable[[Any], bool]) -> Any:
+    """What a tracer stands for, if it was computed from constants alone (positions, masks); None if an input has part in it.
+
+    Args:
+        is_input: whether a constant of the trace will be an input of the program.
+    """
+    equations: dict[int, Any] = {}  # in the order in which they must run
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:  # no recursion: a trace is thousands of equations deep
+        tracer, are_operands_done = waiting.pop()
+        equation = getattr(tracer, "parent", None)
+        if equation is None:
+            if _constant(tracer, is_input) is None:
+                return None
+        elif equation.effects:
+            return None
+        elif are_operands_done:
+            equations[id(equation)] = equation
+        elif id(equation) not in equations:
+            waiting.append((tracer, True))
+            waiting.extend((operand, False) for operand in equation.in_tracers)
+    return _evaluated(value, list(equations.values()), is_input)
+
+
+def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
+    """The array or number that `value` is, or that a tracer without an equation stands for; None for an input."""
+    if is_tracer(value):
+        atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
+        value = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if value is None or is_input(value) else value
+
+
+def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]) -> Any:
+    known: dict[int, Any] = {}
+
+    def read(tracer: Any) -> Any:
+        return _constant(tracer, is_input) if getattr(tracer, "parent", None) is None else known[id(tracer.val)]
+
+    with jax.ensure_compile_time_eval():
+        for equation in equations:
+            results = equation.primitive.bind(*(read(operand) for operand in equation.in_tracers), **equation.params)
+            listed = results if equation.primitive.multiple_results else [results]
+            known.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
+    return read(value)
+
+
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Interpret a jaxpr on arrays or tracers."""
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def split_by_dependence(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
+    """A closed jaxpr as two: what needs only the known inputs, and the rest.
+
+    Returns:
+        (known, rest, is_unknown): `known` maps the known inputs to the known outputs and then values that `rest` needs; `rest`
+        maps these values and the unknown inputs to the unknown outputs; `is_unknown` says which output is whose.
+    """
+    known, rest, is_unknown, _ = _partial_eval_jaxpr(closed, list(unknown), instantiate=False)
+    return known, rest, is_unknown
+
+
+def with_constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr with its constants as leading inputs, and these constants."""
+    return jax.extend.core.ClosedJaxpr(_convert_constvars(closed.jaxpr), ()), list(closed.consts)

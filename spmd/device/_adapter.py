@@ -47,7 +47,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "template")
+    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "seen", "template")
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Plan:
         self.results = results
         self.jitted = jax.jit(self.run)
         self.bound: dict[Any, Any] = {}
+        self.seen: set[Any] = set()
 
     def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out.
@@ -90,12 +91,17 @@ class Plan:
         return _cast(out, self.results[0]), updated
 
     def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
-        """`run` inside a trace. The rule is traced once per shapes and Python numbers, and what it recorded is recorded again."""
+        """`run` inside a trace. What the rule recorded for the same shapes and Python numbers is recorded again, from the second
+        time on: most ops of a small model come once, and a jit of their own costs them more than their rule."""
         values = [_cast_scalar(value, dtype) for value, dtype in zip(dynamic, self.compute, strict=True)]
         if key is None and not any(getattr(value, "shape", None) for value in values):
             return once(self, values, lambda: self.run(values))
         is_array = [isinstance(value, jax.Array | np.ndarray) for value in values]
         numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not is_array[i])  # repr: 0.0 == -0.0
+        seen = (numbers, *((value.shape, value.dtype) for array, value in zip(is_array, values, strict=True) if array))
+        if seen not in self.seen:
+            self.seen.add(seen)
+            return self.run(values, key)
         bound = self.bound.get(numbers)
         if bound is None:
             held = [None if array else value for array, value in zip(is_array, values, strict=True)]

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from spmd.lowering._arithmetic import mul
+
 Rule = Callable[..., Any]
 
 
@@ -147,4 +149,4 @@ def is_static(number: Any) -> bool:
 
 def scaled(array: Any, factor: Any) -> Any:
     """`array * factor`, without the multiplication when the factor is the Python number one."""
-    return array if is_static(factor) and factor == 1 else array * factor
+    return array if is_static(factor) and factor == 1 else mul(array, factor)

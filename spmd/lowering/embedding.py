@@ -23,13 +23,12 @@ def embedding_dense_backward(
 ) -> Any:
     if is_narrower(grad_output, reduce_dtype):
         grad_output = grad_output.astype(reduce_dtype)
-    width = grad_output.shape[-1]
-    rows, ids = grad_output.reshape(-1, width), indices.reshape(-1)
+    rows = grad_output  # not flattened: the dims of the ids may be split over different axes
     if scale_grad_by_freq:
-        rows = rows / _frequency(ids, num_weights, rows.dtype)[:, None]
+        rows = rows / _frequency(indices, num_weights, rows.dtype)[..., None]
     if padding_idx >= 0:
-        rows = jnp.where((ids != padding_idx)[:, None], rows, jnp.zeros((), rows.dtype))
-    return jnp.zeros((num_weights, width), rows.dtype).at[ids].add(rows)
+        rows = jnp.where((indices != padding_idx)[..., None], rows, jnp.zeros((), rows.dtype))
+    return jnp.zeros((num_weights, rows.shape[-1]), rows.dtype).at[indices].add(rows)
 
 
 def _frequency(ids: Any, num_weights: int, dtype: Any) -> Any:

@@ -152,6 +152,10 @@ class Recorder:
         self.touched.setdefault(buffer, (buffer.value, buffer.host))
         self.written[buffer] = None
 
+    def is_state(self, array: Any) -> bool:
+        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
+        return id(array) in self.reads
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, HostArgument):
             return None

@@ -25,6 +25,7 @@ from spmd.program._capture import Captured, UnequalCounters, Unreached, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
 from spmd.program._gradients import StaleGradients
+from spmd.program._job import compiling
 from spmd.program._optim import OptimizerStates, prepare_state
 from spmd.program._program import Options, Program, Timings
 from spmd.program._repeat import first_of_stack
@@ -83,9 +84,10 @@ class Step(Generic[P, R]):
                     require_same(self._name, program.captured, self._traced(call.args, call.kwargs)[0])
                 return program, call
         start = time.perf_counter()
-        captured, prepare_s = self._traced(call.args, call.kwargs)
-        trace_s = time.perf_counter() - start - prepare_s
-        program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
+        with compiling():
+            captured, prepare_s = self._traced(call.args, call.kwargs)
+            trace_s = time.perf_counter() - start - prepare_s
+            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
         if program.is_ahead:
             return program, call
         self.num_traces += 1

@@ -1,0 +1,208 @@
+"""GPT-2, trained as a language model: a block of our own, and Hugging Face's `GPT2LMHeadModel` unmodified.
+
+    python benchmarks/gpt2.py                                     # 4 layers of width 256 on data 2 x model 4
+    python benchmarks/gpt2.py --variant hf --mesh data=8
+    python benchmarks/gpt2.py --preset full --real-data book.txt  # the 124M shape
+
+This file is the PyTorch script: model, loss, optimizer, data, and the table that says how parameters are split. It imports
+torch alone, so every contender that is torch runs this very file; `gpt2_jax.py` is the same step written by hand in JAX.
+
+    B sequences   T tokens in one   V vocabulary   D width   H heads   K width of a head, D = H * K
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+UNIT = "tokens"
+VARIANTS = ("own", "hf")
+MESH = "data=2,model=4"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of a batch. `variant`: "own" or "hf"."""
+
+    variant: str = "own"
+    vocabulary: int = 50304  # GPT-2's 50257, padded to a multiple of 128: dims must divide by their mesh axes
+    seq: int = 1024
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    batch: int = 16
+
+
+PRESETS = {
+    "tiny": Config(vocabulary=256, seq=32, width=64, layers=2, heads=4, batch=8),
+    "small": Config(vocabulary=512, seq=128, width=256, layers=4, heads=8, batch=8),
+    "full": Config(),
+}
+
+# Megatron: the first linear of each pair is split by outputs, the second by inputs; the vocabulary is split too. "fsdp" splits
+# the other dim of each weight. Axes that the mesh lacks are left out; what no pattern names is replicated.
+SHARDINGS: dict[str, tuple[str | None, ...]] = {
+    "tokens.weight": ("model", "fsdp"),
+    "positions.weight": (None, "fsdp"),
+    "blocks.*.attention.qkv.weight": ("model", "fsdp"),
+    "blocks.*.attention.qkv.bias": ("model",),
+    "blocks.*.attention.out.weight": ("fsdp", "model"),
+    "blocks.*.mlp.up.weight": ("model", "fsdp"),
+    "blocks.*.mlp.up.bias": ("model",),
+    "blocks.*.mlp.down.weight": ("fsdp", "model"),
+}
+# Hugging Face's linears are Conv1D, weights [in, out]. Its 50257 tokens divide by nothing, so the embedding is split by width.
+HF_SHARDINGS: dict[str, tuple[str | None, ...]] = {
+    "transformer.wte.weight": (None, "fsdp"),
+    "transformer.wpe.weight": (None, "fsdp"),
+    "transformer.h.*.attn.c_attn.weight": ("fsdp", "model"),
+    "transformer.h.*.attn.c_attn.bias": ("model",),
+    "transformer.h.*.attn.c_proj.weight": ("model", "fsdp"),
+    "transformer.h.*.mlp.c_fc.weight": ("fsdp", "model"),
+    "transformer.h.*.mlp.c_fc.bias": ("model",),
+    "transformer.h.*.mlp.c_proj.weight": ("model", "fsdp"),
+}
+BATCH_SPECS = ((("data", "fsdp"), None), (("data", "fsdp"), None))
+# Results of modules that are split by sequences alone. Without this, weights split over "fsdp" make GSPMD split activations by width.
+ACTIVATIONS = {"own": ("tokens", "blocks.?", "blocks.??"), "hf": ("transformer.wte", "transformer.h.?", "transformer.h.??")}
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Rows of `qkv` are [H, 3, K], heads outermost: split over devices, each has whole heads."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv_BTH3K = self.qkv(x_BTD).unflatten(-1, (self.heads, 3, -1))
+        q_BHTK, k_BHTK, v_BHTK = qkv_BTH3K.transpose(1, 2).unbind(3)
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        return self.out(y_BHTK.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One layer, norms first."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class GPT(nn.Module):
+    """Tokens in, the next token's logits out; the head is the token embedding."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.seq, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.tokens(tokens_BT) + self.positions(positions_T)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))  # logits_BTV
+
+
+def initialise(model: nn.Module) -> None:
+    """GPT-2's: weights from a normal of 0.02, biases zero, norms one."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def build(config: Config) -> nn.Module:
+    """The model on the CPU (or wherever torch makes tensors now), from torch's seed."""
+    if config.variant == "own":
+        model = GPT(config)
+        initialise(model)
+        return model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": config.seq, "n_embd": config.width, "n_layer": config.layers, "n_head": config.heads}
+    vocabulary = 50257 if config.vocabulary == 50304 else config.vocabulary
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+    return model.train()
+
+
+def loss(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+    """Mean cross entropy of the next token."""
+    if isinstance(model, GPT):
+        return F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
+    return model(input_ids=x_BT, labels=x_BT).loss  # Hugging Face shifts the labels itself
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
+    """Parameters by pattern, and how each is split."""
+    return SHARDINGS if config.variant == "own" else HF_SHARDINGS
+
+
+def activations(config: Config) -> dict[str, tuple[str | tuple[str, ...] | None, ...]]:
+    """Modules whose result is held to a sharding."""
+    return {pattern: (("data", "fsdp"), None, None) for pattern in ACTIVATIONS[config.variant]}
+
+
+def num_items(config: Config) -> int:
+    """Tokens in a batch."""
+    return config.batch * config.seq
+
+
+def tokens(config: Config, real_data: Path | None) -> Tensor:
+    """int64 tokens: bytes of a text, by default of Python's own modules; a `.bin` file holds uint16 tokens, as nanoGPT writes them."""
+    if real_data is not None and real_data.suffix == ".bin":
+        return torch.from_file(str(real_data), size=real_data.stat().st_size // 2, dtype=torch.uint16).long() % config.vocabulary
+    files = [real_data] if real_data is not None else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:100]
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+
+
+def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches of (tokens, the token after each), int64[B, T], the same in every process."""
+    text_N, rng = tokens(config, real_data), torch.Generator().manual_seed(0)
+    drawn: list[tuple[Tensor, Tensor]] = []
+    for _ in range(count):
+        starts_B = torch.randint(len(text_N) - config.seq, (config.batch,), generator=rng)
+        windows_BT = text_N[starts_B[:, None] + torch.arange(config.seq + 1)]
+        drawn.append((windows_BT[:, :-1].contiguous(), windows_BT[:, 1:].contiguous()))
+    return drawn
+
+
+if __name__ == "__main__":
+    from spmd.bench import script
+
+    script("gpt2")

@@ -1,0 +1,129 @@
+"""What a contender is asked to run: a benchmark's script, its sizes and its mesh, as a plain value that crosses to another process.
+
+It imports neither torch nor jax nor `spmd`: a peer in an environment of its own reads this file by its path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib.util
+import math
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Entry = str | tuple[str, ...] | None
+Spec = tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One benchmark on one mesh.
+
+    Attributes:
+        folder: where the scripts `<name>.py` and `<name>_jax.py` are.
+        variant, preset: which model, and the row of the script's `PRESETS`.
+        overrides: sizes that differ from the preset's.
+        axes: mesh axes and their sizes; an empty mesh is one device.
+        dtype: of parameters and floating inputs, "float32" or "bfloat16".
+        topology: compile for these TPU chips ("v5e:2x4") without running; "" runs here.
+        num_batches: how many batches there are; step n uses batch n modulo this.
+    """
+
+    name: str
+    folder: str
+    variant: str = ""
+    preset: str = "small"
+    overrides: tuple[tuple[str, Any], ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
+    dtype: str = "float32"
+    topology: str = ""
+    platform: str = "cpu"
+    num_batches: int = 4
+    real_data: str = ""
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Job:
+        """Undo `dataclasses.asdict` after a passage through JSON, where tuples are lists."""
+        pairs = {key: tuple((name, value) for name, value in fields[key]) for key in ("overrides", "axes")}
+        return cls(**{**fields, **pairs})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @cached_property
+    def script(self) -> ModuleType:
+        """The benchmark's PyTorch script."""
+        return load(Path(self.folder) / f"{self.name}.py")
+
+    @cached_property
+    def by_hand(self) -> ModuleType:
+        """The same step by hand in JAX."""
+        return load(Path(self.folder) / f"{self.name}_jax.py")
+
+    @cached_property
+    def config(self) -> Any:
+        """Sizes of the model and of a batch."""
+        variant = self.variant or self.script.VARIANTS[0]
+        return dataclasses.replace(self.script.PRESETS[self.preset], variant=variant, **dict(self.overrides))
+
+    def spec_of(self, name: str, rank: int) -> Spec:
+        """How the parameter `name` is split on this mesh; replicated when the script says nothing."""
+        for pattern, spec in self.script.shardings(self.config).items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return self.known(spec)
+        return (None,) * rank
+
+    def known(self, spec: Spec) -> Spec:
+        """The spec without the axes that this mesh lacks."""
+        return tuple(self._known_entry(entry) for entry in spec)
+
+    def _known_entry(self, entry: Entry) -> Entry:
+        names = [axis for axis, _ in self.axes]
+        kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in names)
+        return None if not kept else kept[0] if len(kept) == 1 else kept
+
+    def batch_specs(self) -> list[Spec]:
+        """How a batch's tensors are split."""
+        return [self.known(spec) for spec in self.script.BATCH_SPECS]
+
+    def activations(self) -> dict[str, Spec]:
+        """Modules by pattern whose result is held to a sharding."""
+        listed = getattr(self.script, "activations", None)
+        return {} if listed is None else {pattern: self.known(spec) for pattern, spec in listed(self.config).items()}
+
+    def batches(self) -> list[tuple[Any, ...]]:
+        """The batches as CPU tensors, floating ones in this job's dtype."""
+        import torch
+
+        drawn = self.script.batches(self.config, self.num_batches, Path(self.real_data) if self.real_data else None)
+        dtype = getattr(torch, self.dtype)
+        return [tuple(t.to(dtype) if t.is_floating_point() else t for t in batch) for batch in drawn]
+
+    def model(self) -> Any:
+        """The model on the CPU, the same in every process."""
+        import torch
+
+        torch.manual_seed(0)
+        return self.script.build(self.config).to(getattr(torch, self.dtype))
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module, once per process; its neighbours can be imported by name."""
+    name = f"_bench_{path.parent.name}_{path.stem}"
+    if name not in sys.modules:
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, path
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -1,0 +1,69 @@
+"""torch alone on the CPU, unsharded: eager. `torch_compiled.py` is the same through `torch.compile`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Contender:
+    """The PyTorch script as it stands, on one device. See `spmd.bench._peer` for what each method means."""
+
+    def __init__(self, job: Any) -> None:
+        self.job, self.device = job, "cpu" if job.platform == "cpu" else "cuda"
+        self.model = job.model().to(self.device)
+        self.optimizer = job.script.optimizer(self.model.parameters())
+        self.batches = [[t.to(self.device) for t in batch] for batch in job.batches()]
+        self.run = self.train_step
+        self.count, self.last = 0, torch.zeros(())
+
+    def train_step(self, *batch: Any) -> Any:
+        """The step as anyone writes it."""
+        self.optimizer.zero_grad()
+        loss = self.job.script.loss(self.model, *batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def step(self) -> None:
+        self.last = self.run(*self.batches[self.count % len(self.batches)])
+        self.count += 1
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def loss(self) -> float:
+        return self.last.item()
+
+    def stages(self, cold: bool) -> dict[str, float]:
+        return {}
+
+    def program(self) -> dict[str, Any]:
+        return {}
+
+    def weights(self) -> dict[str, Any]:
+        return {name: p.detach().float().cpu().numpy() for name, p in self.model.named_parameters()}
+
+
+class Compiled(Contender):
+    """Forward and backward through `torch.compile`, the optimizer's step too."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__(job)
+        loss_of = torch.compile(lambda *batch: job.script.loss(self.model, *batch))
+        update = torch.compile(self.optimizer.step)
+
+        def run(*batch: Any) -> Any:
+            self.optimizer.zero_grad()
+            loss = loss_of(*batch)
+            loss.backward()
+            update()
+            return loss.detach()
+
+        self.run = run
+
+
+def prepare(job: Any) -> None:
+    """Nothing: torch finds its device by itself."""
