@@ -71,6 +71,9 @@ class ResNet18(nn.Module):
         sizes = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2), (4 * width, 8 * width, 2)]
         self.stages = nn.Sequential(*(nn.Sequential(Residual(i, o, s), Residual(o, o, 1)) for i, o, s in sizes))
         self.head = nn.Linear(8 * width, classes)
+        for module in self.modules():  # else so small a network is chaotic: in float32 CPU torch parts from itself in float64
+            if isinstance(module, Residual):
+                nn.init.zeros_(module.bn2.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(F.adaptive_avg_pool2d(self.stages(self.stem(x)), 1).flatten(1))
