@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import jax
@@ -223,7 +224,8 @@ class Program:
             if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
-        self._refuse_shared(donated[0])
+        if changed:
+            self._refuse_shared(donated[0])
         host_arrays = [host_array(t) for t in hosts]
         if self.watched is not None:
             self.watched.begin(self.captured.numbers.today, arg_buffers, host_arrays)
@@ -235,8 +237,7 @@ class Program:
         if self.captured.finite:
             self._require_finite(outputs[-len(self.captured.finite) :])
         for buffer, value in zip(self.written, new_state, strict=True):
-            buffer.value = value
-            buffer.host = None
+            buffer.value = value  # its host value is gone: `_settle` has uploaded it
         self.last = new_state
         for follower, leader in self.captured.copies.items():
             follower.value = leader.value
@@ -275,6 +276,8 @@ class Program:
     def _values(self, buffers: list[Buffer], last: list[Any], shardings: list[Any] | None, changed: list[Any]) -> list[Any]:
         """The buffers' arrays; those that are not what the last call left (`last`) are laid out anew, and added to `changed`."""
         values = [b.value for b in buffers]
+        if len(last) == len(values) and all(map(is_, values, last)):
+            return values
         for i, value in enumerate(values):
             if value is not last[i]:
                 values[i] = self._fitted(buffers[i], None if shardings is None else shardings[i])
@@ -300,7 +303,8 @@ class Program:
 
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
-        for owner, grad in self.captured.gradients:
+        are_there = self.captured.leaf_state.has_left_gradients and not self.options.keep_grads
+        for owner, grad in () if are_there else self.captured.gradients:
             leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
             left = grad
             if grad is not None and self.options.keep_grads:
