@@ -191,6 +191,11 @@ def tokens(config: Config, real_data: Path | None) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
 
+def example(config: Config) -> tuple[Tensor, Tensor]:
+    """A batch without values."""
+    return (torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta"),) * 2
+
+
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
     """`count` batches of (tokens, the token after each), int64[B, T], the same in every process."""
     text_N, rng = tokens(config, real_data), torch.Generator().manual_seed(0)

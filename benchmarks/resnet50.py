@@ -126,6 +126,12 @@ def num_items(config: Config) -> int:
     return config.batch
 
 
+def example(config: Config) -> tuple[Tensor, Tensor]:
+    """A batch without values."""
+    images_NCHW = torch.empty(config.batch, 3, config.size, config.size, device="meta")
+    return images_NCHW, torch.empty(config.batch, dtype=torch.int64, device="meta")
+
+
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
     """`count` batches of (images float32[N, 3, H, W], classes int64[N]), the same in every process.
 

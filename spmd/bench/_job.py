@@ -57,7 +57,14 @@ class Job:
 
     @property
     def num_devices(self) -> int:
+        """Devices of the mesh."""
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as `mesh.Mesh.from_string` reads it."""
+        text = ",".join(f"{name}={size}" for name, size in self.axes) or "data=1"
+        return f"{text} on {self.topology}" if self.topology else text
 
     @cached_property
     def script(self) -> ModuleType:
@@ -101,19 +108,23 @@ class Job:
         return {} if listed is None else {pattern: self.known(spec) for pattern, spec in listed(self.config).items()}
 
     def batches(self) -> list[tuple[Any, ...]]:
-        """The batches as CPU tensors, floating ones in this job's dtype."""
+        """The batches as CPU tensors, floating ones in this job's dtype; without values where nothing will run."""
         import torch
 
-        drawn = self.script.batches(self.config, self.num_batches, Path(self.real_data) if self.real_data else None)
         dtype = getattr(torch, self.dtype)
+        if self.topology:
+            drawn = [self.script.example(self.config)]
+        else:
+            drawn = self.script.batches(self.config, self.num_batches, Path(self.real_data) if self.real_data else None)
         return [tuple(t.to(dtype) if t.is_floating_point() else t for t in batch) for batch in drawn]
 
     def model(self) -> Any:
-        """The model on the CPU, the same in every process."""
+        """The model on the CPU, the same in every process; on the meta device where nothing will run."""
         import torch
 
         torch.manual_seed(0)
-        return self.script.build(self.config).to(getattr(torch, self.dtype))
+        with torch.device("meta" if self.topology else "cpu"):
+            return self.script.build(self.config).to(getattr(torch, self.dtype))
 
 
 def load(path: Path) -> ModuleType:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))  # where `mesh` and `spmd` are, for a checkout that is not installed
 
 
 def loaded(path: Path) -> Any:
