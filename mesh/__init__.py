@@ -9,10 +9,15 @@ sharding.shard_shape((64, 16))  # (16, 16)
 """
 
 from mesh._devices import Device, device_count, devices, virtual_devices
-from mesh._errors import AcceleratorIdle, DeviceError, MeshError, SpecError
+from mesh._errors import AcceleratorIdle, DeviceError, JobError, MeshError, RulesError, SpecError
+from mesh._host import PREEMPTED, Host
+from mesh._hosts import barrier, init, long, report_saved, should_stop
+from mesh._hybrid import HybridMesh, device_attributes, simulated_slices
 from mesh._mesh import Mesh, init_device_mesh
+from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report
+from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
-from mesh._spec import PartitionSpec, SpecLike, as_spec
+from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 from mesh._topology import topology_devices
 
 __all__ = [
@@ -23,19 +28,46 @@ __all__ = [
     "topology_devices",
     "virtual_devices",
     # mesh
+    "HybridMesh",
     "Mesh",
+    "device_attributes",
     "init_device_mesh",
+    "simulated_slices",
     # specs
     "PartitionSpec",
     "SpecLike",
     "as_spec",
+    "entry_axes",
     # shardings
     "ShardSlice",
     "ShardingSpec",
     "ShardingType",
+    # jobs of several processes
+    "Host",
+    "PREEMPTED",
+    "barrier",
+    "init",
+    "long",
+    "report_saved",
+    "should_stop",
+    # rules
+    "LARGE_BYTES",
+    "Finding",
+    "Placement",
+    "Rule",
+    "Rules",
+    "RulesReport",
+    "Sized",
+    "SpecFunction",
+    "largest_dim",
+    "rules_report",
+    "split_largest_dim",
+    "without_axes",
     # errors
     "AcceleratorIdle",
     "DeviceError",
+    "JobError",
     "MeshError",
+    "RulesError",
     "SpecError",
 ]

@@ -11,6 +11,7 @@ Knows nothing of meshes or specs.
 
 import importlib
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -40,14 +41,30 @@ class Device(Protocol):
     def process_index(self) -> int: ...
 
 
+@dataclass
+class _Split:
+    """Over how many processes the devices are spread, and how many each has (None: what its machine has)."""
+
+    num_processes: int = 1
+    per_process: int | None = None
+
+
+_split = _Split()
+
+
+def split_over(num_processes: int, per_process: int | None) -> None:
+    """This process has joined a job of so many processes (see `mesh/_hosts.py`)."""
+    _split.num_processes, _split.per_process = num_processes, per_process
+
+
 def virtual_devices(n: int) -> None:
-    """Make `n` virtual CPU devices stand in for real ones, in every process that calls it.
+    """Make `n` virtual CPU devices stand in for real ones; in a job of several processes, `n` in all of them together.
 
     Real accelerators are left alone: not initialised, no memory taken. Call it at the top of the program, before any
     array, tensor or mesh exists; calling it again is harmless if the devices are already these.
 
     Args:
-        n: how many devices this process gets.
+        n: how many devices the program gets; in a job, a multiple of the number of its processes.
 
     Raises:
         DeviceError: `n` is not a positive int, or jax has already started other devices.
@@ -58,6 +75,8 @@ def virtual_devices(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         what = f"virtual_devices({n!r}) makes no devices"
         raise DeviceError(message(what, [f"{n!r} is no positive int"], "mesh.virtual_devices(8)"))
+    if _split.num_processes > 1:
+        n = _share(n)
     if _backends_are_initialized():
         _require_virtual(n)
         return
@@ -88,6 +107,21 @@ def device_count() -> int:
 def platform() -> str:
     """Name of the platform in use as jax spells it: 'cpu', 'gpu' or 'tpu'."""
     return devices()[0].platform
+
+
+def has_started() -> bool:
+    """Whether jax has started its devices, so that their number is fixed."""
+    return _backends_are_initialized()
+
+
+def _share(n: int) -> int:
+    """Of `n` devices of the job those of one process."""
+    num_processes, per_process = _split.num_processes, _split.per_process
+    if n % num_processes == 0 and per_process in (None, n // num_processes):
+        return n // num_processes
+    have = "" if per_process is None else f" of {per_process} devices each, {num_processes * per_process} in all"
+    fix = f"spmd launch --devices-per-process {max(1, n // num_processes)}, or mesh.virtual_devices({num_processes * (per_process or 1)})"
+    raise DeviceError(message(f"virtual_devices({n}) does not fit the job", [f"it has {num_processes} processes{have}"], fix))
 
 
 def _require_virtual(n: int) -> None:

@@ -3,7 +3,10 @@
     ValueError
      +-- MeshError               a mesh, spec or device request makes no sense
           +-- SpecError          a PartitionSpec does not fit its mesh or its tensor
+               +-- RulesError    rules for a model leave something that is probably not meant
           +-- DeviceError        too few devices, or asked for too late (also a RuntimeError)
+    RuntimeError
+     +-- JobError                the processes of a job do not come together, or do not agree
     UserWarning
      +-- AcceleratorIdle         virtual devices were asked for beside a real accelerator
 
@@ -21,15 +24,23 @@ from collections.abc import Iterable
 
 
 class MeshError(ValueError):
-    """A mesh, a spec or a device request makes no sense; base of every error raised by `mesh`."""
+    """A mesh, a spec or a device request makes no sense; base of the errors about meshes."""
 
 
 class SpecError(MeshError):
     """A PartitionSpec is malformed, or does not fit its mesh or its tensor."""
 
 
+class RulesError(SpecError):
+    """Rules for a model, applied strictly, leave something that is probably not meant."""
+
+
 class DeviceError(MeshError, RuntimeError):
     """The devices asked for do not exist, or were asked for too late."""
+
+
+class JobError(RuntimeError):
+    """The processes of a job do not come together, do not agree, or one of them is gone."""
 
 
 class AcceleratorIdle(UserWarning):

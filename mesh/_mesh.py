@@ -69,6 +69,13 @@ class Mesh:
         object.__setattr__(self, "mesh_shape", shape)
         object.__setattr__(self, "axis_names", names)
 
+    def __eq__(self, other: object) -> bool:
+        # By value, whatever the class: a value's own layout is read back as a plain Mesh, its annotation may hold a HybridMesh.
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        mine, its = (self._ids, self.mesh_shape, self.axis_names), (other._ids, other.mesh_shape, other.axis_names)
+        return mine == its
+
     @property
     def device_ids(self) -> npt.NDArray[np.int64]:
         """Logical ids in the mesh's device order: a flat, read-only array."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, cast
 
@@ -54,6 +54,7 @@ class ShardingSpec:
     Args:
         mesh: the devices.
         partition_spec: one entry per dim of the tensor; kept in the form of `PartitionSpec.resolved`.
+        minibatch: where it lays out input, each host brings its own part of the batch, not the whole; no part of equality.
 
     Raises:
         SpecError: the spec does not fit the mesh.
@@ -61,10 +62,21 @@ class ShardingSpec:
 
     mesh: Mesh
     partition_spec: PartitionSpec
+    minibatch: bool = field(default=False, compare=False, repr=False)
 
-    def __init__(self, mesh: Mesh, partition_spec: SpecLike) -> None:
+    def __init__(self, mesh: Mesh, partition_spec: SpecLike, minibatch: bool = False) -> None:
+        object.__setattr__(self, "minibatch", minibatch)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "partition_spec", as_spec(partition_spec).resolved(mesh.axis_names))
+
+    def __eq__(self, other: object) -> bool:
+        # By value, whatever the class: `spmd.ShardingSpec` can also be applied to tensors.
+        if not isinstance(other, ShardingSpec):
+            return NotImplemented
+        return (self.mesh, self.partition_spec) == (other.mesh, other.partition_spec)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.partition_spec))
 
     @property
     def num_shards(self) -> int:
@@ -155,6 +167,21 @@ class ShardingSpec:
             raise SpecError(message(f"{sharding.spec} does not fit {ndim} dims", [f"it has {len(spec)} entries"], f"pass ndim={len(spec)}"))
         return cls(Mesh.from_jax(sharding.mesh), PartitionSpec(*spec, *[None] * (ndim - len(spec))))
 
+    def to_xla(self) -> str:
+        """The layout as XLA and torch_xla print it: "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}" or "{replicated}".
+
+        Devices that hold copies of one piece are listed in rising order, as XLA's own normal form has it.
+        """
+        if self.is_replicated:
+            return "{replicated}"
+        tiled = [axis for axes in self._axes_per_dim for axis in axes]
+        rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in tiled]
+        num_copies = self.mesh.size() // self.num_shards
+        pieces = np.sort(self.mesh.get_logical_mesh().transpose(tiled + rest).reshape(-1, num_copies), axis=1)
+        dims = [*self._shards_per_dim, *([num_copies] if num_copies > 1 else [])]
+        suffix = " last_tile_dim_replicate" if num_copies > 1 else ""
+        return f"{{devices=[{','.join(map(str, dims))}]{','.join(map(str, pieces.ravel().tolist()))}{suffix}}}"
+
     def to_dict(self) -> dict[str, object]:
         """JSON-able form; `from_dict` reads it."""
         return {"mesh": self.mesh.to_dict(), "partition_spec": self.partition_spec.to_dict()}
@@ -186,8 +213,8 @@ class ShardingSpec:
         mesh_text, parenthesis, spec_text = text.partition("(")
         return cls(Mesh.from_string(mesh_text), PartitionSpec.from_string(parenthesis + spec_text))
 
-    def __reduce__(self) -> tuple[type[ShardingSpec], tuple[Mesh, PartitionSpec]]:
-        return ShardingSpec, (self.mesh, self.partition_spec)
+    def __reduce__(self) -> tuple[type[ShardingSpec], tuple[Mesh, PartitionSpec, bool]]:
+        return type(self), (self.mesh, self.partition_spec, self.minibatch)
 
     @functools.cached_property
     def _named_sharding(self) -> jax.sharding.NamedSharding:

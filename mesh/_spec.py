@@ -24,7 +24,8 @@ Entry: TypeAlias = Axis | tuple[Axis, ...] | None
 
 @dataclass(frozen=True, init=False, repr=False, slots=True)
 class PartitionSpec:
-    """Which mesh axes split each dim of a tensor; a sequence with one entry per dim, compared by value.
+    """Which mesh axes split each dim of a tensor; a sequence with one entry per dim, compared by value, with tuples too:
+    `PartitionSpec("data", None) == ("data", None)`, and both find the same key of a dict.
 
     Args:
         entries: for each dim an axis name, an axis index (may be negative), None (the dim is not split), or a tuple
@@ -40,6 +41,14 @@ class PartitionSpec:
         checked = tuple(_checked_entry(entry, entries) for entry in entries)
         _require_distinct(checked)
         object.__setattr__(self, "_entries", checked)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PartitionSpec):
+            return self._entries == other._entries
+        return self._entries == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._entries)  # that of the tuple it equals
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)

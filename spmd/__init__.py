@@ -3,44 +3,129 @@
 Importing it makes `torch.device("jax")` a real PyTorch device. See `docs/architecture.md` for how.
 """
 
+from mesh import HybridMesh as HybridMesh
+from mesh import Mesh as Mesh
+from mesh import PartitionSpec as PartitionSpec
+from mesh import ShardingType as ShardingType
+from spmd import checkpoint as checkpoint
 from spmd import lowering as lowering
 from spmd import metrics as metrics
+from spmd._annotate import clear_sharding as clear_sharding
 from spmd._annotate import mark_sharding as mark_sharding
+from spmd._annotate import wrap_if_sharded as wrap_if_sharded
+from spmd._barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from spmd._call_jax import call_jax as call_jax
+from spmd._distribute import auto_policy as auto_policy
+from spmd._distribute import xla_distribute_module as xla_distribute_module
+from spmd._distribute import xla_distribute_tensor as xla_distribute_tensor
+from spmd._errors import CheckpointError as CheckpointError
 from spmd._errors import DeviceSlotError as DeviceSlotError
 from spmd._errors import DroppedValueError as DroppedValueError
 from spmd._errors import NonFiniteError as NonFiniteError
+from spmd._errors import ShardError as ShardError
 from spmd._errors import SpmdError as SpmdError
 from spmd._errors import TraceError as TraceError
 from spmd._errors import UnsupportedOpError as UnsupportedOpError
-from spmd._tensor import XLAShard as XLAShard
+from spmd._fsdp_v2 import SpmdFullyShardedDataParallel as SpmdFullyShardedDataParallel
+from spmd._functional import annotate_custom_sharding as annotate_custom_sharding
+from spmd._functional import mark_sharding_with_gradients as mark_sharding_with_gradients
+from spmd._functional import shard_as as shard_as
+from spmd._global_mesh import get_1d_mesh as get_1d_mesh
+from spmd._global_mesh import get_global_mesh as get_global_mesh
+from spmd._global_mesh import set_global_mesh as set_global_mesh
+from spmd._linear import XLAPatchedLinear as XLAPatchedLinear
+from spmd._linear import xla_patched_nn_linear_forward as xla_patched_nn_linear_forward
+from spmd._loader import MpDeviceLoader as MpDeviceLoader
+from spmd._manual import disable_manual_sharding as disable_manual_sharding
+from spmd._manual import enable_manual_sharding as enable_manual_sharding
+from spmd._mode import use_spmd as use_spmd
+from spmd._precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from spmd._precision import mixed_precision as mixed_precision
+from spmd._precision import register as _register_precision
+from spmd._shard import XLAShard as XLAShard
+from spmd._spec import ShardingSpec as ShardingSpec
 from spmd._tensor import XLAShardedParameter as _XLAShardedParameter
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
+from spmd.data import shard_loader as shard_loader
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
+from spmd.fsdp import fully_shard as fully_shard
 from spmd.program._accumulate import accumulate as accumulate
+from spmd.program._control_flow import register as _register_control_flow
+from spmd.program._gradient_accumulation import gradient_accumulation as gradient_accumulation
+from spmd.program._pure import assume_pure as assume_pure
+from spmd.program._remat import remat as remat
+from spmd.program._scan import scan as scan
+from spmd.program._scan import scan_layers as scan_layers
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
+from spmd.rules import shard_module as shard_module
 
 _register()
+_register_control_flow()
+_register_precision()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [
+    # meshes and specs
+    "HybridMesh",
+    "Mesh",
+    "PartitionSpec",
+    "ShardingSpec",
+    "ShardingType",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "set_global_mesh",
+    "use_spmd",
     # annotate
     "XLAShard",
     "XLAShardedTensor",
+    "annotate_custom_sharding",
+    "clear_sharding",
     "mark_sharding",
+    "MixedPrecisionPolicy",
+    "mixed_precision",
+    "mark_sharding_with_gradients",
+    "shard_as",
+    "wrap_if_sharded",
+    # whole modules
+    "SpmdFullyShardedDataParallel",
+    "XLAPatchedLinear",
+    "apply_backward_optimization_barrier",
+    "auto_policy",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+    "xla_patched_nn_linear_forward",
+    # manual regions
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    # input
+    "MpDeviceLoader",
+    "fully_shard",
+    "shard_module",
     # compile
     "Step",
     "accumulate",
+    "assume_pure",
+    "call_jax",
     "compile",
+    "remat",
+    "gradient_accumulation",
+    "scan",
+    "scan_layers",
     # operators
     "lowering",
+    # data and checkpoints
+    "checkpoint",
+    "shard_loader",
     # counts
     "metrics",
     # errors
+    "CheckpointError",
     "DeviceSlotError",
     "DroppedValueError",
     "NonFiniteError",
+    "ShardError",
     "SpmdError",
     "TraceError",
     "UnsupportedOpError",

@@ -13,11 +13,12 @@ import jax
 import torch
 
 import mesh as mesh_
+from spmd._constraint import constrain
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd._jax import is_tracer
 from spmd._names import name_of
-from spmd._tensor import XLAShardedTensor, become_sharded
+from spmd._tensor import XLAShardedTensor, become_plain, become_sharded
 from spmd.device._storage import buffer_of, load, recording, store
 
 
@@ -25,7 +26,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
     """Lay `tensor` out over `mesh`, in place, and return it.
 
     A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
-    function it constrains the value at this point, as `jax.lax.with_sharding_constraint`.
+    function it constrains the value at this point, and its gradient, as `jax.lax.with_sharding_constraint` does.
 
     Args:
         tensor: on device 'jax': a parameter, buffer, input or activation, any dtype.
@@ -36,21 +37,14 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
         SpecError: wrong rank, unknown axis, an axis used twice, or a dim that its axes do not divide.
         SpmdError: the tensor is not on device 'jax', or is a view of a tensor that shows other dims.
     """
-    grid = as_mesh(mesh)
-    if tensor.device.type != "jax":
-        raise SpmdError(
-            message(
-                f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
-                "a sharding needs device 'jax'",
-                fix="move it first: model.to('jax'), or x = x.to('jax')",
-            )
-        )
-    spec = _validated(tensor, grid, partition_spec)
+    spec = checked_spec(tensor, as_mesh(mesh), partition_spec)
     buffer = buffer_of(tensor)
     value = None if buffer.value is None else buffer.value
     if recording.get() is not None or is_tracer(value):
         with exact_dtypes():
             store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda gradient: constrain(gradient, spec, None))
         return become_sharded(tensor)
     if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
         raise SpmdError(
@@ -62,6 +56,36 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
         )
     buffer.annotate(spec)
     return become_sharded(tensor)
+
+
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """Take the annotation off `t`, in place: a plain tensor or Parameter again, whole on every device of its mesh.
+
+    Args:
+        t: marked or not, also a `torch.nn.Parameter`.
+
+    Returns:
+        `t` itself.
+    """
+    if t.device.type != "jax":
+        return t
+    buffer = buffer_of(t)
+    spec = buffer.annotation
+    if spec is not None and recording.get() is None and not is_tracer(buffer.value):
+        buffer.annotation = None
+        if buffer.value is not None:
+            buffer.place(mesh_.ShardingSpec(spec.mesh, (None,) * len(buffer.shape)).to_jax())
+    return become_plain(t)
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """`x` as an `XLAShardedTensor` on the same storage if it is a tensor that lies on a mesh in pieces; else `x` itself."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, XLAShardedTensor) or x.device.type != "jax":
+        return x
+    buffer = buffer_of(x)
+    placed = None if buffer.value is None or is_tracer(buffer.value) else buffer.value.sharding
+    in_pieces = isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated
+    return x.as_subclass(XLAShardedTensor) if buffer.annotation is not None or in_pieces else x
 
 
 def as_mesh(mesh: Any) -> mesh_.Mesh:
@@ -81,7 +105,21 @@ def as_mesh(mesh: Any) -> mesh_.Mesh:
     )
 
 
-def _validated(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike) -> mesh_.ShardingSpec:
+def checked_spec(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike) -> mesh_.ShardingSpec:
+    """The layout that `tensor` is to get.
+
+    Raises:
+        SpecError: it does not fit the tensor; the message has the tensor's name.
+        SpmdError: the tensor is not on device 'jax'.
+    """
+    if tensor.device.type != "jax":
+        raise SpmdError(
+            message(
+                f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
+                "a sharding needs device 'jax'",
+                fix="move it first: model.to('jax'), or x = x.to('jax')",
+            )
+        )
     try:
         spec = mesh_.ShardingSpec(grid, partition_spec)
         spec.validate(tuple(tensor.shape))
@@ -96,4 +134,4 @@ def _validated(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.Spe
         raise
 
 
-__all__ = ["as_mesh", "mark_sharding"]
+__all__ = ["as_mesh", "checked_spec", "clear_sharding", "mark_sharding", "wrap_if_sharded"]

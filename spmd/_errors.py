@@ -5,7 +5,9 @@
     +-- TraceError (RuntimeError)                  Python wanted a value that only the compiled program will have
     +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
     +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
+    +-- ShardError (RuntimeError)                  pieces of a tensor do not fit it
     +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
+    +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
 
 Specs and meshes raise `mesh.SpecError` and `mesh.DeviceError`, which live on the floor below.
 """
@@ -42,8 +44,16 @@ class NonFiniteError(SpmdError, FloatingPointError):
     """A module computed an infinity or not-a-number, in a step compiled with `debug_nans=True`."""
 
 
+class ShardError(SpmdError, RuntimeError):
+    """The pieces given for a sharded tensor do not make one up."""
+
+
 class DeviceSlotError(SpmdError, RuntimeError):
     """PyTorch's single slot for an out-of-tree device is taken by another package."""
+
+
+class CheckpointError(SpmdError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit what it was restored into."""
 
 
 def message(what: str, *details: str, fix: str) -> str:

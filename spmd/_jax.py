@@ -7,9 +7,12 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.core
+import jax.extend
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.core import trace_state_clean as _trace_state_clean
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
 from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
+from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
 from jax._src.source_info_util import current as _current_source
 
 
@@ -85,3 +88,19 @@ def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Interpret a jaxpr on arrays or tracers."""
     return jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def split_by_dependence(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
+    """A closed jaxpr as two: what needs only the known inputs, and the rest.
+
+    Returns:
+        (known, rest, is_unknown): `known` maps the known inputs to the known outputs and then values that `rest` needs; `rest`
+        maps these values and the unknown inputs to the unknown outputs; `is_unknown` says which output is whose.
+    """
+    known, rest, is_unknown, _ = _partial_eval_jaxpr(closed, list(unknown), instantiate=False)
+    return known, rest, is_unknown
+
+
+def with_constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr with its constants as leading inputs, and these constants."""
+    return jax.extend.core.ClosedJaxpr(_convert_constvars(closed.jaxpr), ()), list(closed.consts)

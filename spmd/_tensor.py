@@ -7,53 +7,44 @@ tensor's storage, so every alias of a marked tensor shares it. It knows no annot
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
 import mesh as mesh_
-from spmd import _counters
-from spmd._convert import host_tensor
 from spmd._jax import is_tracer
+from spmd._load import load_shards
+from spmd._shard import XLAShard
 from spmd.device._serialize import host_copy
-from spmd.device._storage import buffer_of, is_whole, load
-
-
-@dataclass(frozen=True)
-class XLAShard:
-    """One device's piece of a sharded tensor.
-
-    Attributes:
-        indices: the slice of the global tensor that it holds, one per dim.
-        replica_id: 0 for the first copy of this piece, counting up over its copies.
-        device: the jax device that holds it.
-    """
-
-    indices: tuple[slice, ...]
-    replica_id: int
-    device: Any
-    _array: Any
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The piece as a CPU tensor (a copy; counted as a host read)."""
-        _counters.count("host_reads")
-        return host_tensor(np.asarray(self._array))
-
-    def __repr__(self) -> str:
-        at = ", ".join("full" if s == slice(None) else f"{s.start or 0}:{s.stop}" for s in self.indices)
-        return f"XLAShard([{at}], replica_id={self.replica_id}, device={self.device})"
+from spmd.device._storage import buffer_of, is_readable, is_whole, load, recording
 
 
 class XLAShardedTensor(torch.Tensor):
-    """A tensor on device 'jax' with a layout over a mesh; made by `mark_sharding` and by operations on such tensors."""
+    """A tensor on device 'jax' with a layout over a mesh; made by `mark_sharding` and by operations on such tensors.
+
+    `XLAShardedTensor(t)` wraps a tensor without marking it; `spmd.mark_sharding` is the usual way. Methods that DTensor has too
+    (`redistribute`, `full_tensor`, `placements`) speak its language; see `spmd._distribute`.
+    """
+
+    redistribute: Any  # (device_mesh, placements, *, async_op=False): laid out anew, a new tensor
+    full_tensor: Any  # (): a plain tensor that every device holds whole
+    to_local: Any  # (): the tensor itself
+    placements: Any
+    device_mesh: Any
+
+    def __new__(cls, elem: torch.Tensor) -> XLAShardedTensor:
+        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one."""
+        moved = elem if elem.device.type == "jax" else elem.detach().to("jax")
+        plain = moved.as_subclass(torch.Tensor)
+        return become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)
 
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
+        if self.device.type != "jax":
+            return None
         buffer = buffer_of(self)
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
@@ -78,7 +69,9 @@ class XLAShardedTensor(torch.Tensor):
     def sharding_type(self) -> mesh_.ShardingType:
         """Replicated, tiled over all devices, tiled over some axes, ..."""
         spec = self.sharding_spec
-        return mesh_.ShardingType.UNKNOWN if spec is None else spec.sharding_type
+        if spec is None:
+            return mesh_.ShardingType.UNKNOWN
+        return mesh_.ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
 
     @property
     def global_tensor(self) -> torch.Tensor:
@@ -88,7 +81,34 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def local_shards(self) -> list[XLAShard]:
         """The pieces that this process's devices hold, in device order."""
-        return [XLAShard(s.index, s.replica_id, s.device, s.data) for s in load(self).addressable_shards]
+        return [XLAShard.of_array(s.data, s.index, s.replica_id, s.device) for s in load(self).addressable_shards]
+
+    def load_local_shards_(self, shards: Sequence[XLAShard]) -> None:
+        """Replace the tensor's values by those of `shards`: one per device of this process, of the layout's shape, copies equal.
+
+        Raises:
+            ShardError: a device has no shard or two, a shard has another shape or dtype, copies of one piece differ, or the
+                tensor is not split.
+        """
+        load_shards(self, shards)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a numpy array, gathered on the host (a CPU tensor of the values is read; `force` as in torch)."""
+        return self.cpu().as_subclass(torch.Tensor).numpy(force=force)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient. Outside compiled functions it is laid out as the tensor is marked."""
+        grad = torch.Tensor.grad.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        return grad if grad is None else _laid_out_like(grad, buffer_of(self).annotation)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def jax(self) -> Any:
@@ -112,11 +132,13 @@ class XLAShardedTensor(torch.Tensor):
         return host_copy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.device.type != "jax":  # torch keeps the class in .cpu()
+            return repr(self.as_subclass(torch.Tensor))
         spec = self.sharding_spec if buffer_of(self).dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if is_tracer(buffer_of(self).value) or self.numel() > 1000 or buffer_of(self).dropped is not None:
+        if self.numel() > 1000 or buffer_of(self).dropped is not None or not is_readable(buffer_of(self).value):
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"
@@ -124,6 +146,10 @@ class XLAShardedTensor(torch.Tensor):
 
 class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
     """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:
+        plain = data.as_subclass(torch.Tensor) if isinstance(data, XLAShardedTensor) else data
+        return become_sharded(torch.nn.Parameter(plain, requires_grad))
 
     def __copy__(self) -> XLAShardedTensor:
         return become_sharded(torch.nn.Parameter(self.global_tensor.detach(), self.requires_grad))
@@ -138,9 +164,27 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
         return torch.nn.Parameter(host_copy(self), self.requires_grad).__reduce_ex__(protocol)
 
 
+def _laid_out_like(grad: torch.Tensor, annotation: mesh_.ShardingSpec | None) -> torch.Tensor:
+    buffer = buffer_of(grad) if grad.device.type == "jax" else None
+    if annotation is None or buffer is None or buffer.annotation is not None or buffer.dropped is not None:
+        return grad
+    if recording.get() is not None or is_tracer(buffer.value) or not is_whole(grad, buffer) or grad.dim() != len(annotation.partition_spec):
+        return grad
+    buffer.place(annotation.to_jax())
+    buffer.annotation = annotation
+    return become_sharded(grad)
+
+
 def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:
     """Change the class of `tensor` in place so that it shows its layout; a Parameter stays one."""
     if not isinstance(tensor, XLAShardedTensor):
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         tensor.__class__ = XLAShardedParameter if is_parameter else XLAShardedTensor
     return tensor  # pyright: ignore[reportReturnType]
+
+
+def become_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Undo `become_sharded`: a `torch.Tensor` or `torch.nn.Parameter` again, the same object."""
+    if isinstance(tensor, XLAShardedTensor):
+        tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor

@@ -3,6 +3,7 @@
 A command's module is imported only when that command is asked for. To add one: a loader, and a line in `COMMANDS`.
 
     spmd doctor
+    spmd ckpt verify runs/a
     spmd demo --help
 """
 
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spmd._errors import CheckpointError
+from spmd.checkpoint import Step, Verdict
 from spmd.doctor import Check, DeviceGroup, Report
 
 
@@ -46,8 +49,45 @@ def demo_command() -> Callable[..., Any]:
     return demo.main
 
 
+def ckpt_command() -> Callable[..., Any]:
+    from spmd import checkpoint
+    from spmd.checkpoint._command import Ls, Reshard, Verify
+
+    def run(action: Ls | Verify | Reshard) -> int:
+        """Look at checkpoints, check them, cut them for another mesh."""
+        console = Console(markup=False, highlight=False, soft_wrap=True)
+        try:
+            if isinstance(action, Reshard):
+                console.print(f"wrote {checkpoint.reshard(action.source, action.target, action.mesh, step=action.step)}")
+                return 0
+            found = checkpoint.steps(action.path)
+            if not found:
+                console.print(f"{action.path} holds no checkpoint")
+                return 1
+            if isinstance(action, Ls):
+                show_steps(found, console)
+                return 1 if any(step.problem for step in found) else 0
+            verdicts = [checkpoint.verify_step(step) for step in found if action.step in (None, step.step)]
+        except CheckpointError as error:
+            console.print(Text(str(error), style="red"))
+            return 1
+        for verdict in verdicts:
+            show_verdict(verdict, console)
+        return 0 if verdicts and not any(verdict.problems for verdict in verdicts) else 1
+
+    return run
+
+
+def launch_command() -> Callable[..., Any]:
+    from mesh import launch
+
+    return launch.main
+
+
 COMMANDS = {
     "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
+    "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
+    "launch": Command("Run a program as one job of several processes.", launch_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
 
@@ -59,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments after the program's name; those of the process when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["launch"]:  # what follows the program's name is the program's own: nothing for tyro
+        raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=("spmd",)))
     app = tyro.extras.SubcommandApp()
     for name, command in COMMANDS.items():
         function = command.load() if arguments[:1] == [name] else listed(command)
@@ -87,6 +129,24 @@ def show_report(report: Report, console: Console) -> None:
         console.print(Text(f"{check.problem}", style="red"), Text(f"  fix: {check.fix}"), sep="\n", soft_wrap=True)
 
 
+def show_steps(found: Sequence[Step], console: Console) -> None:
+    table = Table("step", "saved", "arrays", "MiB", "processes", "", box=rich.box.SIMPLE)
+    for step in found:
+        about = {} if step.manifest is None else step.manifest.about
+        arrays = "" if step.manifest is None else str(len(step.manifest.arrays))
+        verdict = Text("OK", style="green") if step.problem is None else Text(step.problem, style="bold red", overflow="fold")
+        size = f"{step.nbytes / 2**20:.1f}"
+        table.add_row(str(step.step), str(about.get("saved", "")), arrays, size, str(about.get("processes", "")), verdict)
+    console.print(table)
+
+
+def show_verdict(verdict: Verdict, console: Console) -> None:
+    if not verdict.problems:
+        console.print(f"{verdict.folder}: {verdict.nbytes / 2**20:.1f} MiB as they were written")
+    for problem in verdict.problems:
+        console.print(Text(f"{verdict.folder}: {problem}", style="red"))
+
+
 def mark(check: Check) -> Text:
     return Text("OK", style="green") if check.problem is None else Text("problem", style="bold red")
 
@@ -95,3 +155,7 @@ def device_line(group: DeviceGroup) -> str:
     memory = "" if group.memory_bytes is None else f", {group.memory_bytes / 2**30:.0f} GiB each"
     kind = "" if group.kind == group.platform else f" ({group.kind})"
     return f"{group.num_devices} x {group.platform}{kind}{memory}"
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd.lowering",),
     ("spmd.device",),
     ("spmd._names", "spmd._tensor"),
-    ("spmd._annotate",),
+    ("spmd._constraint",),
+    ("spmd._annotate", "spmd._precision"),
+    ("spmd.rules",),
     ("spmd.program",),
     (
         "spmd.fsdp",

@@ -6,7 +6,11 @@
 The files in reading order: `_train` is the program, `_gpt2` the model, `_text` the characters, `_views` what is printed.
 """
 
+from spmd.demo._gpt2 import GPT as GPT
+from spmd.demo._gpt2 import SHARDINGS as SHARDINGS
+from spmd.demo._gpt2 import GPTConfig as GPTConfig
+from spmd.demo._text import standard_library as standard_library
 from spmd.demo._train import DemoArgs as DemoArgs
 from spmd.demo._train import main as main
 
-__all__ = ["DemoArgs", "main"]
+__all__ = ["GPT", "SHARDINGS", "DemoArgs", "GPTConfig", "main", "standard_library"]

@@ -24,8 +24,9 @@ from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
 from spmd.device import _random
 from spmd.device._copy import host_value, like_placement
+from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
-from spmd.device._storage import load, once, store, wrap
+from spmd.device._storage import load, once, reduce_dtype, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -46,7 +47,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "template")
+    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "seen", "template")
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Plan:
         self.results = results
         self.jitted = jax.jit(self.run)
         self.bound: dict[Any, Any] = {}
+        self.seen: set[Any] = set()
 
     def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out.
@@ -89,12 +91,17 @@ class Plan:
         return _cast(out, self.results[0]), updated
 
     def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
-        """`run` inside a trace. The rule is traced once per shapes and Python numbers, and what it recorded is recorded again."""
+        """`run` inside a trace. What the rule recorded for the same shapes and Python numbers is recorded again, from the second
+        time on: most ops of a small model come once, and a jit of their own costs them more than their rule."""
         values = [_cast_scalar(value, dtype) for value, dtype in zip(dynamic, self.compute, strict=True)]
         if key is None and not any(getattr(value, "shape", None) for value in values):
             return once(self, values, lambda: self.run(values))
         is_array = [isinstance(value, jax.Array | np.ndarray) for value in values]
         numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not is_array[i])  # repr: 0.0 == -0.0
+        seen = (numbers, *((value.shape, value.dtype) for array, value in zip(is_array, values, strict=True) if array))
+        if seen not in self.seen:
+            self.seen.add(seen)
+            return self.run(values, key)
         bound = self.bound.get(numbers)
         if bound is None:
             held = [None if array else value for array, value in zip(is_array, values, strict=True)]
@@ -113,6 +120,7 @@ class Adapter:
     def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
         self.op = lowering.op
+        self.name = lowering.op._schema.name.partition("::")[2]
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
@@ -125,7 +133,7 @@ class Adapter:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors, return tensors."""
         with exact_dtypes():
-            return self._wrapped(self.arrays(args, kwargs))
+            return self._wrapped(kept_or_new(self.name, self.arrays(args, kwargs)))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""
@@ -174,6 +182,8 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
+        if self.lowering.reduces:
+            key.append(reduce_dtype())
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -224,6 +234,8 @@ class Adapter:
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
+        if self.lowering.reduces:
+            named["reduce_dtype"] = reduce_dtype()
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast)
 

@@ -17,10 +17,11 @@ from torch.utils._foreach_utils import _foreach_supported_types as _in_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import mesh
+from mesh import _hosts
 from spmd._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.device import _modules, _serialize
 from spmd.device._kernels import Installed, install
-from spmd.device._random import default_stream
+from spmd.device._random import default_stream, share_seed
 from spmd.device._storage import recording
 
 NAME = "jax"
@@ -106,6 +107,7 @@ def register() -> None:
     _installed.append(install())
     _serialize.register()
     _modules.register()
+    _hosts.when_joined(lambda job: share_seed())
 
 
 def accept_in_foreach(*classes: type[torch.Tensor]) -> None:

@@ -18,7 +18,21 @@ from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing, known_value
 from spmd.device._numbers import lifted
-from spmd.device._storage import buffer_of, is_whole, load, once, recording, store, strided_alias, wrap, wrap_host, wrap_strided, wrap_unset
+from spmd.device._storage import (
+    buffer_of,
+    fetched,
+    is_whole,
+    load,
+    moved,
+    once,
+    recording,
+    store,
+    strided_alias,
+    wrap,
+    wrap_host,
+    wrap_strided,
+    wrap_unset,
+)
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,28 +46,6 @@ def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
         return wrap_unset(size, dtype)
     with exact_dtypes():
         return wrap(jnp.zeros(size, dtype))
-
-
-def filled(adapter: Any, number: float | None = None) -> Any:
-    """Kernel of `zeros`, `ones_like`, `full` and their like: eagerly one number, with no memory for its copies until the first use.
-
-    Args:
-        adapter: the kernel for traces, layouts other than row-major, and numbers that the dtype may not hold.
-        number: what the op fills with; None: its argument `fill_value`.
-    """
-
-    def kernel(first: Any, *rest: Any, **kwargs: Any) -> Any:
-        given = number if number is not None or not rest else rest[0]
-        like = first if isinstance(first, torch.Tensor) else None
-        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
-        plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
-        exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
-        typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point)
-        if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()):
-            return adapter(first, *rest, **kwargs)
-        return wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), tuple(first if like is None else like.shape)))
-
-    return kernel
 
 
 def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
@@ -161,14 +153,16 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
             return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
     _counters.count("host_reads")
-    return np.asarray(value).reshape(()).item()
+    return fetched(value).reshape(()).item()
 
 
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
     buffer = buffer_of(self)
+    whole = buffer.annotation is not None and not is_tracing() and is_whole(self, buffer)
     with exact_dtypes():
-        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype))
+        placed = buffer.annotation.to_jax() if whole and buffer.annotation is not None else None
+        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype), device=placed)
         if buffer.dropped is not None and self.shape == buffer.shape and self.is_contiguous() and not self.storage_offset():
             buffer.set(zeros)
         else:
@@ -221,7 +215,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         raise _host_read_while_tracing("a copy to the host")
     _counters.count("host_reads")
     _counters.count("download_bytes", value.nbytes)
-    return host_tensor(np.asarray(value))
+    return host_tensor(fetched(value))
 
 
 def _host_read_while_tracing(what: str) -> TraceError:
@@ -265,11 +259,20 @@ def _converted(value: Any, dtype: Any) -> Any:
 
 
 def like_placement(value: Any, dst: torch.Tensor) -> Any:
-    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout."""
-    annotation = buffer_of(dst).annotation
-    if annotation is None or is_tracer(value) or not is_whole(dst, buffer_of(dst)):
+    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout.
+
+    A parameter without annotation stays whole on every device, as in a compiled step: an update by a sharded gradient would
+    otherwise leave a bias in another layout after the first step than before it.
+    """
+    buffer = buffer_of(dst)
+    if is_tracer(value) or not is_whole(dst, buffer):
         return value
-    return jax.device_put(value, annotation.to_jax())
+    if buffer.annotation is not None:
+        return moved(value, buffer.annotation.to_jax())
+    placed = value.sharding
+    if isinstance(dst, torch.nn.Parameter) and isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated:
+        return moved(value, jax.sharding.NamedSharding(placed.mesh, jax.sharding.PartitionSpec()))
+    return value
 
 
 def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from torch._decomp import decomposition_table
 
 from spmd._convert import exact_dtypes, to_torch_dtype
 from spmd._errors import UnsupportedOpError, called_at, message
-from spmd.device import _aliases, _autocast, _copy, _linalg
+from spmd.device import _aliases, _autocast, _copy, _like, _linalg
 from spmd.device._adapter import Adapter
 from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
@@ -28,6 +28,7 @@ _SPECIAL = {
     "_nested_tensor_from_mask_left_aligned": lambda t, mask: False,
     "empty.memory_format": _copy.empty_memory_format,
     "empty_strided": _copy.empty_strided,
+    "empty_like": _like.empty_like,
     "new_empty_strided": _copy.new_empty_strided,
     "clone": _copy.clone,
     "_to_copy": _copy.to_copy,
@@ -71,7 +72,7 @@ def install() -> Installed:
         name = _short(op)
         adapter = Adapter(lowering)
         if name in _FILLED:
-            installed.add(name, _copy.filled(adapter, _FILLED[name]))
+            installed.add(name, _like.filled(adapter, _FILLED[name]))
         if not installed.has(name):
             installed.add(name, _in_place_kernel(adapter) if _is_in_place(op) else adapter)
         if lowering.whole:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import torch
 
+from mesh import _hosts
 from spmd._errors import SpmdError, message
 from spmd.device._storage import recording
 
@@ -60,6 +61,11 @@ class RandomStream:
 
 
 default_stream = RandomStream(torch.initial_seed())
+
+
+def share_seed() -> None:
+    """In a job, take process 0's seed: PyTorch seeds itself differently in every process until `torch.manual_seed`."""
+    torch.manual_seed(int(_hosts.shared("torch seed", str(torch.initial_seed()))))
 
 
 def next_key(generator: Any = None) -> Any:

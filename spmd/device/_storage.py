@@ -27,10 +27,11 @@ import torch
 from jax import lax
 
 import mesh
+from mesh import _agreement, _hosts
 from spmd import _counters
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace
+from spmd._jax import current_trace, is_tracer
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,16 +67,18 @@ class Buffer:
             repeats one value without memory behind it (`torch.empty`).
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
+        state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "value")
+    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "state_annotation", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
         self.host = host
         self.shape = shape
         self.annotation: mesh.ShardingSpec | None = None
+        self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
@@ -103,8 +106,8 @@ class Buffer:
             self.reads.clear()
 
     def annotate(self, spec: mesh.ShardingSpec) -> None:
-        """Note where `mark_sharding` wants the value, and lay it out so; on a topology, which has no memory, only note it."""
-        if spec.mesh.topology is None:
+        """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
+        if spec.mesh.topology is None and not is_unset(self):
             self.place(spec.to_jax())
         self.annotation = spec
 
@@ -113,8 +116,7 @@ class Buffer:
         if self.value is None and self.host is not None:
             self.value, self.host = upload(self.host, sharding), None
         elif sharding is not None and self.get().sharding != sharding:
-            with jax.ensure_compile_time_eval():
-                self.value = jax.device_put(self.value, sharding)
+            self.value = moved(self.value, sharding)
         self.reads.clear()
 
     def _materialise(self) -> None:
@@ -155,6 +157,8 @@ def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -
             array = jax.device_put(host)
         else:
             array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+            if not sharding.is_fully_addressable:
+                _note_upload(host)
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
@@ -168,6 +172,54 @@ def _filler(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> A
 
 def _repeat(value: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> jax.Array:
     return _filler(shape, sharding)(value)
+
+
+def moved(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array laid out by `sharding`: between devices directly.
+
+    In a job of several processes, what lies on this process's devices alone is taken as equal in all of them (as eager
+    results are that the same Python made everywhere), and each fills its own devices.
+    """
+    with exact_dtypes(), jax.ensure_compile_time_eval():
+        if sharding.is_fully_addressable or not value.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _note_upload(host: np.ndarray[Any, Any]) -> None:
+    """All processes hold the whole of what they upload: let the job compare it."""
+    job = _hosts.job()
+    if job is not None:
+        job.steps.note("uploaded values", _agreement.digest(np.ascontiguousarray(host).reshape(-1).view(np.uint8)))
+
+
+def is_readable(value: Any) -> bool:
+    """False for a tracer, and for an array of which parts lie on other processes' devices only; None is still on the host."""
+    return value is None or (not is_tracer(value) and (value.is_fully_addressable or value.is_fully_replicated))
+
+
+def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
+    """The array on the host.
+
+    Raises:
+        SpmdError: parts of it lie on other processes' devices only.
+    """
+    if not is_readable(value):
+        dims = ", ".join(["None"] * value.ndim)
+        raise SpmdError(
+            message(
+                f"a tensor of shape {value.shape} cannot be read here: parts of it lie on other hosts",
+                f"layout: {getattr(value.sharding, 'spec', value.sharding)}; this host has {len(value.addressable_shards)} of its shards",
+                fix=f"read .local_shards, or gather it first, in all processes: spmd.mark_sharding(t.clone(), mesh, ({dims}))",
+            )
+        )
+    return np.asarray(value)
+
+
+def reduce_dtype() -> np.dtype[Any] | None:
+    """The dtype in which the traced program sums gradients of weights over devices; None: their own."""
+    return getattr(recording.get(), "reduce_dtype", None)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
@@ -260,6 +312,11 @@ def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return tensor
 
 
+def is_unset(buffer: Buffer) -> bool:
+    """Whether its value is one number repeated, with no memory behind it yet."""
+    return buffer.value is None and buffer.host is not None and not buffer.host.flags.writeable
+
+
 def wrap_unset(shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
     """A new device tensor that nobody has given a value: zeros, but no memory anywhere until the first use."""
     return wrap_host(np.broadcast_to(np.zeros((), dtype), shape))
@@ -316,10 +373,15 @@ __all__ = [
     "Recorder",
     "buffer_of",
     "contiguous_stride",
+    "fetched",
+    "is_readable",
+    "is_unset",
     "is_whole",
     "load",
+    "moved",
     "once",
     "recording",
+    "reduce_dtype",
     "store",
     "strided_alias",
     "upload",

@@ -7,7 +7,7 @@ axes. Here the whole op stays one call. The vjp's residuals go through `save_for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import torch
 
 from spmd._convert import exact_dtypes
 from spmd.device._adapter import Adapter
+from spmd.device._kept import kept_or_new
 from spmd.device._storage import load, wrap
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -27,7 +28,7 @@ class WholeOp:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.op = adapter.op
-        self._calls: dict[Any, _Call] = {}
+        self._calls: dict[Any, Call] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
@@ -42,7 +43,7 @@ class WholeOp:
         plan, _ = self.adapter.plan(args, kwargs)
         call = self._calls.get(id(plan))
         if call is None:
-            call = self._calls[id(plan)] = _Call(plan.run, f"{self.op}")
+            call = self._calls[id(plan)] = Call(plan.run, self.adapter.name)
         updated: list[Any] = []
         out = _Differentiable.apply(call, self.adapter.key(args, kwargs), updated, *flat)
         with exact_dtypes():
@@ -50,14 +51,14 @@ class WholeOp:
         return out
 
 
-class _Call:
-    """A function of arrays `fn(dynamic, key) -> (results, updated)`, jitted with its vjp, which is another `_Call`."""
+class Call:
+    """A function of arrays `fn(dynamic, key) -> (results, updated)`, jitted with its vjp, which is another `Call`."""
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.fn = fn
         self.name = name
         self.forward_jit = jax.jit(self.forward, static_argnums=2, inline=True)
-        self._backward_call: dict[tuple[int, ...], _Call] = {}
+        self._backward_call: dict[tuple[int, ...], Call] = {}
 
     def forward(self, dynamic: list[Any], key: Any, wanted: tuple[int, ...]) -> Any:
         """(results, vjp with respect to the dynamic values at the positions `wanted`, updated arguments' new values)."""
@@ -70,7 +71,7 @@ class _Call:
 
         return jax.vjp(of_wanted, *(dynamic[i] for i in wanted), has_aux=True)
 
-    def backward_call(self, wanted: tuple[int, ...], num_results: int) -> _Call:
+    def backward_call(self, wanted: tuple[int, ...], num_results: int) -> Call:
         """This call's gradient as a call of (dynamic values, one cotangent per result), for higher orders."""
         made = self._backward_call.get(wanted)
         if made is None:
@@ -81,7 +82,7 @@ class _Call:
                 out = _pulled_back(vjp, type(results)(cotangents) if isinstance(results, tuple | list) else cotangents[0])
                 return (out[0] if len(out) == 1 else out), ()
 
-            made = self._backward_call[wanted] = _Call(gradient, f"{self.name}_backward")
+            made = self._backward_call[wanted] = Call(gradient, f"{self.name}_backward")
         return made
 
 
@@ -101,11 +102,12 @@ class _Differentiable(torch.autograd.Function):
     """One whole op on autograd's tape."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, key: Any, updated: list[Any], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: Call, key: Any, updated: list[Any], *tensors: torch.Tensor) -> Any:
         wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
             out, vjp, new_values = call.forward_jit(arrays, key, wanted)
+            out = kept_or_new(call.name, out)
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
         ctx.call, ctx.wanted, ctx.key, ctx.count = call, wanted, key, len(tensors)
@@ -132,6 +134,11 @@ class _Differentiable(torch.autograd.Function):
         for position, grad in zip(ctx.wanted, wanted_grads, strict=True):
             result[position + 3] = grad
         return tuple(result)
+
+
+def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of `call` (a tuple of arrays) on tensors of device 'jax', on autograd's tape."""
+    return _Differentiable.apply(call, None, [], *tensors)  # pyright: ignore[reportReturnType]
 
 
 def _tensors(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

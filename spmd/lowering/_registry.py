@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from spmd.lowering._arithmetic import mul
+
 Rule = Callable[..., Any]
 
 
@@ -46,6 +48,8 @@ class Lowering:
             returns their new values, None where the argument is None.
         host: names of tensor parameters that torch keeps on the CPU (a packed sequence's batch sizes): the rule gets their
             values as a numpy array, a constant of the program.
+        reduces: the rule makes gradients of weights, sums over what devices share: it takes `reduce_dtype`, the dtype in which
+            they are to be summed, or None for their own.
         source: `file:line` of the rule.
     """
 
@@ -60,6 +64,7 @@ class Lowering:
     updates: tuple[str, ...] = ()
     widened: bool = True
     host: tuple[str, ...] = ()
+    reduces: bool = False
     source: str = ""
 
 
@@ -77,6 +82,7 @@ def lower(
     updates: tuple[str, ...] = (),
     widened: bool = True,
     host: tuple[str, ...] = (),
+    reduces: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
 
@@ -95,7 +101,7 @@ def lower(
             if is_composite(op) and not whole:
                 raise ValueError(f"{op} is a composite: register it with whole=True, or its gradient would be cut silently")
             _table[op] = Lowering(
-                op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, updates, widened, host, source
+                op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, updates, widened, host, reduces, source
             )
         return rule
 
@@ -143,4 +149,4 @@ def is_static(number: Any) -> bool:
 
 def scaled(array: Any, factor: Any) -> Any:
     """`array * factor`, without the multiplication when the factor is the Python number one."""
-    return array if is_static(factor) and factor == 1 else array * factor
+    return array if is_static(factor) and factor == 1 else mul(array, factor)

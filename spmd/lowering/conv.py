@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.lowering._registry import lower
+from spmd.lowering.matmul import is_narrower
 
 
 def _spread(values: Any, count: int) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ def _convolved(
     )
 
 
-@lower("convolution_backward")
+@lower("convolution_backward", reduces=True)
 def convolution_backward(
     grad_output: Any,
     input: Any,
@@ -108,12 +109,19 @@ def convolution_backward(
     output_padding: Any,
     groups: int,
     output_mask: Any,
+    reduce_dtype: Any = None,
 ) -> Any:
     """Gradients of input, weight and bias, None where `output_mask` does not ask; a convolution is linear in each."""
 
     def product(x: Any, w: Any) -> Any:
         return convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
 
+    if output_mask[1] and is_narrower(weight, reduce_dtype):  # lax has no convolution of narrow factors with a wide gradient
+        wide = (grad_output.astype(reduce_dtype), input.astype(reduce_dtype), weight.astype(reduce_dtype))
+        parts = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
+        _, grad_weight, _ = convolution_backward(*wide, *parts, (False, True, False))
+        grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, *parts, (output_mask[0], False, output_mask[2]))
+        return grad_input, grad_weight, grad_bias
     grad_input = jax.linear_transpose(lambda x: product(x, weight), input)(grad_output)[0] if output_mask[0] else None
     grad_weight = jax.linear_transpose(lambda w: product(input, w), weight)(grad_output)[0] if output_mask[1] else None
     if not output_mask[2]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd.lowering._registry import lower
+from spmd.lowering.matmul import is_narrower
 
 _SUM, _MEAN, _MAX = 0, 1, 2
 
@@ -16,15 +17,18 @@ def embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_fr
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 
-@lower("embedding_dense_backward")
-def embedding_dense_backward(grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:
-    width = grad_output.shape[-1]
-    rows, ids = grad_output.reshape(-1, width), indices.reshape(-1)
+@lower("embedding_dense_backward", reduces=True)
+def embedding_dense_backward(
+    grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, reduce_dtype: Any = None
+) -> Any:
+    if is_narrower(grad_output, reduce_dtype):
+        grad_output = grad_output.astype(reduce_dtype)
+    rows = grad_output  # not flattened: the dims of the ids may be split over different axes
     if scale_grad_by_freq:
-        rows = rows / _frequency(ids, num_weights, rows.dtype)[:, None]
+        rows = rows / _frequency(indices, num_weights, rows.dtype)[..., None]
     if padding_idx >= 0:
-        rows = jnp.where((ids != padding_idx)[:, None], rows, jnp.zeros((), rows.dtype))
-    return jnp.zeros((num_weights, width), rows.dtype).at[ids].add(rows)
+        rows = jnp.where((indices != padding_idx)[..., None], rows, jnp.zeros((), rows.dtype))
+    return jnp.zeros((num_weights, rows.shape[-1]), rows.dtype).at[indices].add(rows)
 
 
 def _frequency(ids: Any, num_weights: int, dtype: Any) -> Any:

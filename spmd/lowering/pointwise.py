@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.lowering import _arithmetic as arithmetic
 from spmd.lowering._registry import is_static, lower, scaled
 
 
@@ -51,7 +52,7 @@ _TABLE: dict[str, Any] = {
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "div.Tensor div.Scalar": jnp.true_divide,
+    "div.Tensor div.Scalar": arithmetic.div,
     "erf": lax.erf,
     "erfc": lax.erfc,
     "exp": jnp.exp,
@@ -82,7 +83,7 @@ _TABLE: dict[str, Any] = {
     "logical_xor": jnp.logical_xor,
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
-    "mul.Tensor mul.Scalar": jnp.multiply,
+    "mul.Tensor mul.Scalar": arithmetic.mul,
     "neg": jnp.negative,
     "rad2deg": jnp.rad2deg,
     "reciprocal": jnp.reciprocal,
@@ -94,7 +95,7 @@ _TABLE: dict[str, Any] = {
     "signbit": jnp.signbit,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
-    "sqrt": jnp.sqrt,
+    "sqrt": lax.sqrt,
     "tan": jnp.tan,
     "tanh": jnp.tanh,
     "trunc": _unless_integral(jnp.trunc),
@@ -117,12 +118,12 @@ for _names, _fn in _EXACT.items():
 
 @lower("add.Tensor", "add.Scalar", pointwise=True)
 def add(self: Any, other: Any, alpha: Any = 1) -> Any:
-    return self + scaled(other, alpha)
+    return arithmetic.add(self, scaled(other, alpha))
 
 
 @lower("sub.Tensor", "sub.Scalar", pointwise=True)
 def sub(self: Any, other: Any, alpha: Any = 1) -> Any:
-    return self - scaled(other, alpha)
+    return arithmetic.sub(self, scaled(other, alpha))
 
 
 @lower("rsub.Tensor", "rsub.Scalar", pointwise=True)
@@ -170,12 +171,12 @@ def where(condition: Any, self: Any, other: Any) -> Any:
 
 @lower("addcmul", pointwise=True)
 def addcmul(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-    return self + scaled(tensor1 * tensor2, value)
+    return arithmetic.add(self, scaled(arithmetic.mul(tensor1, tensor2), value))
 
 
 @lower("addcdiv", pointwise=True)
 def addcdiv(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-    return self + scaled(tensor1 / tensor2, value)
+    return arithmetic.add(self, scaled(arithmetic.div(tensor1, tensor2), value))
 
 
 @lower("masked_fill.Scalar", "masked_fill.Tensor", pointwise=True, promoted=("self",))
@@ -198,8 +199,14 @@ def clamp_max(self: Any, max: Any) -> Any:
 @lower("lerp.Scalar", "lerp.Tensor", pointwise=True)
 def lerp(self: Any, end: Any, weight: Any) -> Any:
     """From the nearer end, so that weight 1 gives `end` exactly."""
-    is_near = jnp.abs(weight) < 0.5
-    return jnp.where(is_near, self, end) + (end - self) * jnp.where(is_near, weight, weight - 1)
+    is_near = abs(weight) < 0.5
+    if isinstance(is_near, bool):
+        near, step = (self, weight) if is_near else (end, weight - 1)
+    else:
+        step = jnp.where(is_near, weight, weight - 1)
+        alike = self.shape == end.shape and is_near.shape in ((), self.shape)
+        near = lax.select(is_near, self, end) if alike else jnp.where(is_near, self, end)
+    return arithmetic.add(near, arithmetic.mul(arithmetic.sub(end, self), step))
 
 
 @lower("round.decimals", pointwise=True)

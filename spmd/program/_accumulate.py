@@ -14,10 +14,7 @@ every buffer that a round writes.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +25,7 @@ from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd.device._random import advanced, default_stream
 from spmd.device._storage import Buffer, load, recording, wrap
-from spmd.program._capture import DROPPED_VALUE
+from spmd.program._round import one_round, words_now
 
 
 def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -71,85 +68,25 @@ def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return decorate
 
 
-@dataclass
-class _Round:
-    """Recorder of one round inside a trace: what it writes of what existed before it. Everything is told to the trace too."""
-
-    trace: Any
-    newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
-    seen: dict[Buffer, Any] = field(default_factory=dict[Buffer, Any])
-    written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
-
-    def born(self, buffer: Buffer) -> None:
-        self.newborn.add(buffer)
-        self.trace.born(buffer)
-
-    def read(self, buffer: Buffer) -> None:
-        self.trace.read(buffer)
-        self._see(buffer)
-
-    def will_write(self, buffer: Buffer) -> None:
-        self.trace.will_write(buffer)
-        if buffer not in self.newborn:
-            self._see(buffer)
-            self.written[buffer] = None
-
-    def _see(self, buffer: Buffer) -> None:
-        if buffer not in self.seen and buffer not in self.newborn:
-            self.seen[buffer] = buffer.value
-            buffer.reads.clear()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.trace, name)
-
-    def put_back(self) -> None:
-        """Buffers from before the round have their values again; those born in it have none."""
-        for buffer, value in self.seen.items():
-            buffer.value = value
-            buffer.reads.clear()
-        for buffer in self.newborn:
-            buffer.value, buffer.dropped = None, DROPPED_VALUE
-            buffer.reads.clear()
-
-
-@contextmanager
-def _one_round(trace: Any, words: Any) -> Generator[_Round]:
-    """Record one round whose random state is `words`; the trace is as before afterwards."""
-    round_ = _Round(trace)
-    token = recording.set(round_)  # pyright: ignore[reportArgumentType]
-    kept = trace.words, trace.start_draws, default_stream.draws
-    trace.words, trace.start_draws = words, default_stream.draws
-    try:
-        yield round_
-    finally:
-        recording.reset(token)
-        round_.put_back()
-        trace.words, trace.start_draws, default_stream.draws = kept
-
-
 def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
     """The rounds as one scan: carry is what a round writes and the random state; results are stacked."""
-    trace: Any = recording.get()
-    words = advanced(trace.words, default_stream.draws - trace.start_draws)
+    words = words_now()
     tree: list[Any] = []
     carried: list[Buffer] = []
     draws = [0]
 
     def discover(slices: list[Any], now: Any) -> None:
-        with _one_round(trace, now) as round_:
-            start = default_stream.draws
+        with one_round(now) as round_:
             fn(*map(wrap, slices))
-            carried.extend(round_.written)
-            draws[0] = default_stream.draws - start
+        carried.extend(round_.written)
+        draws[0] = round_.draws
 
     jax.eval_shape(discover, [stack[0] for stack in stacks], words)
 
     def one(carry: Any, slices: list[Any]) -> Any:
         values, now = carry
-        with _one_round(trace, now) as round_:
-            for buffer, value in zip(carried, values, strict=True):
-                round_.will_write(buffer)
-                buffer.value = value
+        with one_round(now) as round_:
+            round_.hold(dict(zip(carried, values, strict=True)))
             flat, spec = pytree.tree_flatten(fn(*map(wrap, slices)))
             tree.append(spec)
             outputs = [load(t) for t in flat]

@@ -28,6 +28,7 @@ from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
 from spmd.program import _guards
 from spmd.program._ahead import on_topology, waiting_for_topology
+from spmd.program._averages import counting_on_device
 from spmd.program._discover import Reachable
 from spmd.program._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program._guards import Guard
@@ -128,6 +129,7 @@ class Recorder:
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    reduce_dtype: Any = None
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -168,6 +170,11 @@ class Recorder:
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
+
+    def reduce_in(self, dtype: Any) -> None:
+        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
+        if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
+            self.reduce_dtype = dtype
 
     def on_branch(self, evaluate: Callable[[], bool], outcome: bool) -> None:
         self.branches.append((evaluate, outcome))
@@ -365,6 +372,7 @@ class _Running:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_watching(recorder, self.found, self.debug_nans))
                 stack.enter_context(recomputing_for_real())
+                stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
                 args, kwargs = self.call
                 result = self.fn(*args, **kwargs)

@@ -21,6 +21,7 @@ from spmd._convert import exact_dtypes, to_numpy_dtype
 from spmd._errors import TraceError, message
 from spmd._jax import eval_jaxpr
 from spmd.device._copy import from_host
+from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_unset
 from spmd.program._jaxpr import constant_outputs, pruned
@@ -207,7 +208,7 @@ def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
 
 def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Counters move to the device; tensors of the parameter's shape take its sharding."""
-    annotation = buffer_of(parameter).annotation
+    annotation = state_sharding_of(parameter)
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -383,7 +384,7 @@ def _fill_births(
 
 def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:
     """The parameter's annotation, for state of its shape."""
-    return buffer_of(parameter).annotation if state.shape == parameter.shape else None
+    return state_sharding_of(parameter) if state.shape == parameter.shape else None
 
 
 __all__ = ["LiftedNumbers", "OptimizerStates", "equal_counters", "prepare_state", "static_settings"]

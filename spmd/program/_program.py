@@ -21,10 +21,12 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, wrap
+from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._job import require_sound, watched
 from spmd.program._repeat import repeated
 
 
@@ -83,6 +85,7 @@ class Program:
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
+        self.watched = watched()
         self._lower(arg_buffers, name, spent)
 
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
@@ -109,7 +112,7 @@ class Program:
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            grads.extend(self._example(buffer_of(p)).sharding if p.shape == t.shape else None for p, t in self.captured.born)
+            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.born)
             pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
         args = (donated, state[self.num_donated :], read, *self._inputs(given, self._example_hosts()))
         self.arg_shardings = [v.sharding for v in given]
@@ -118,7 +121,11 @@ class Program:
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
             lowered = jitted.lower(*args)
             middle = time.perf_counter()
+            if self.watched is not None:
+                self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
             self.compiled = lowered.compile()
+            if self.watched is not None and self.waits:
+                require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
 
     def _function(self) -> Any:
@@ -155,8 +162,7 @@ class Program:
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
-            with jax.ensure_compile_time_eval():
-                buffer.value = jax.device_put(buffer.value, self.replicated)
+            buffer.value = moved(buffer.value, self.replicated)
 
     def _example(self, buffer: Buffer) -> Any:
         """The buffer's array, or its shape, dtype and sharding for a program that is only compiled."""
@@ -168,8 +174,13 @@ class Program:
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
-                return self._example(buffer_of(parameter)).sharding
+                return self._state_sharding(parameter)
         return None
+
+    def _state_sharding(self, parameter: torch.Tensor) -> Any:
+        """Where gradient and optimizer state of a parameter go."""
+        own = buffer_of(parameter).state_annotation
+        return self._example(buffer_of(parameter)).sharding if own is None else own.to_jax()
 
     def _inputs(self, args: list[Any], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
@@ -188,13 +199,20 @@ class Program:
         if self.is_ahead:
             return jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=self.replicated)
         with exact_dtypes():
-            return jax.device_put(host, self.replicated) if self.replicated is not None else jnp.asarray(host)
+            if self.replicated is None:
+                return jnp.asarray(host)
+            if self.replicated.is_fully_addressable:
+                return jax.device_put(host, self.replicated)
+            # jax.device_put would run a collective of its own to compare the processes' values; see `_digest` for that
+            return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         if self.is_ahead:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
+        if self.watched is not None:
+            self.watched.begin(self.captured.numbers.today)
         changed: list[Any] = []
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
@@ -222,6 +240,8 @@ class Program:
             arg_buffers[i].value = value
         default_stream.draws += self.captured.draws * self.options.steps_per_call
         self._leave_gradients(grads, given)
+        if self.watched is not None:
+            self.watched.end()
         return self._result(outputs)
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
@@ -238,7 +258,7 @@ class Program:
     def _require_finite(self, flags: list[Any]) -> None:
         """Raise, before state is written back, if a module's output was not finite."""
         for name, flag in zip(self.captured.finite, flags, strict=True):
-            if not np.all(np.asarray(flag)):
+            if not np.all(fetched(flag)):
                 raise NonFiniteError(
                     message(
                         f"the output of module '{name}' is not finite",
@@ -283,7 +303,7 @@ class Program:
         for (parameter, state), value in zip(self.captured.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
-            buffer.annotation = buffer_of(parameter).annotation if parameter.shape == state.shape else None
+            buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any]) -> Any:
         values = iter(outputs)
@@ -293,7 +313,7 @@ class Program:
                 tensor = wrap(next(values))
                 flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
             elif leaf.kind == "number":
-                number = np.asarray(next(values))
+                number = fetched(next(values))
                 flat.append(number.item() if number.ndim == 0 else number.tolist())
             else:
                 flat.append(leaf.value)

@@ -20,10 +20,12 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from spmd._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.program import _guards, _hlo
+from spmd.program._averages import bring_counts
 from spmd.program._capture import Captured, UnequalCounters, Unreached, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
 from spmd.program._gradients import StaleGradients
+from spmd.program._job import compiling
 from spmd.program._optim import OptimizerStates, prepare_state
 from spmd.program._program import Options, Program, Timings
 from spmd.program._repeat import first_of_stack
@@ -82,9 +84,10 @@ class Step(Generic[P, R]):
                     require_same(self._name, program.captured, self._traced(call.args, call.kwargs)[0])
                 return program, call
         start = time.perf_counter()
-        captured, prepare_s = self._traced(call.args, call.kwargs)
-        trace_s = time.perf_counter() - start - prepare_s
-        program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
+        with compiling():
+            captured, prepare_s = self._traced(call.args, call.kwargs)
+            trace_s = time.perf_counter() - start - prepare_s
+            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
         if program.is_ahead:
             return program, call
         self.num_traces += 1
@@ -117,6 +120,7 @@ class Step(Generic[P, R]):
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs)
+        bring_counts(found.all_modules())
         with OptimizerStates() as states:
             while True:
                 start = time.perf_counter()

@@ -41,10 +41,18 @@ def test_spec_is_an_immutable_sequence() -> None:
             setattr(spec, name, ())
 
 
-@pytest.mark.parametrize("other", [("data", None), ["data", None], "('data', None)", jax.sharding.PartitionSpec("data", None), None])
-def test_spec_equals_nothing_but_a_spec(other: object) -> None:
+@pytest.mark.parametrize(
+    "other", [("data",), ("data", "model"), ["data", None], "('data', None)", jax.sharding.PartitionSpec("data", None), None]
+)
+def test_spec_equals_nothing_but_a_spec_or_its_tuple(other: object) -> None:
     assert P("data", None) != other
     assert other != P("data", None)
+
+
+@pytest.mark.parametrize("entries", [("data", None), (), (("data", "model"), None), (0, None)])
+def test_spec_equals_the_tuple_of_its_entries_and_hashes_like_it(entries: tuple[Any, ...]) -> None:
+    assert P(*entries) == entries and entries == P(*entries)
+    assert {entries: 1}[P(*entries)] == 1 and {P(*entries): 1}[entries] == 1
 
 
 def test_numpy_index_becomes_int() -> None:

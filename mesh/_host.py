@@ -1,0 +1,44 @@
+"""Host: this process's place in a job, and the exit codes by which processes of a job tell a launcher why they ended.
+
+An immutable value and a few numbers; knows neither sockets nor jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Exit codes of a process of a job. 1 (an exception), 130 (Ctrl-C) and the negatives (signals) are Python's own.
+PREEMPTED = 75  # asked to stop by SIGTERM, saved, and may be started again (EX_TEMPFAIL)
+PEER_FAILED = 76  # another process failed first; this one has nothing to say
+STUCK = 77  # the watchdog ended it
+
+
+@dataclass(frozen=True)
+class Host:
+    """This process's place in a job.
+
+    Attributes:
+        index: from 0 to count - 1; process 0 coordinates.
+        count: number of processes in the job.
+        coordinator: "name:port" at which process 0 calls the roll, or None in a job of one.
+        found_by: where this was read: "arguments", "launcher", "torchrun", ..., or "alone".
+        num_local: how many of the job's processes run on this machine, or None if nothing says.
+        devices: virtual CPU devices of each process, or None to take what the machine has.
+        directory: the job's directory, shared by its processes on one machine, or None.
+        attempt: how often the job was started again before.
+        key: secret that the processes of this job share, so that another job's processes are turned away; may be empty.
+    """
+
+    index: int = 0
+    count: int = 1
+    coordinator: str | None = None
+    found_by: str = "alone"
+    num_local: int | None = None
+    devices: int | None = None
+    directory: Path | None = None
+    attempt: int = 0
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"process {self.index} of {self.count}"

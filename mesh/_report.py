@@ -1,0 +1,251 @@
+"""What rules make of a model: for every tensor its place, and findings about what they got wrong. Values, and their text.
+
+    report = rules_report({"up.weight": Tensor((4096, 1024), 4)}, mesh, rules)
+    report.bytes_per_device, report.errors
+    print(report)                                        # rich shows it as a table
+
+Knows names, shapes and element sizes; no model and no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from mesh._errors import RulesError, SpecError, message
+from mesh._mesh import Mesh
+from mesh._rules import Rule, Rules, replicated
+from mesh._sharding import ShardingSpec
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LARGE_BYTES = 1 << 20
+
+
+class Sized(NamedTuple):
+    """What of a tensor decides where it goes.
+
+    Attributes:
+        shape: global shape.
+        itemsize: bytes of one element.
+        aliases: its other names, if it is tied.
+        is_buffer: a buffer that no rule names is replicated without a finding.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    aliases: tuple[str, ...] = ()
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one tensor goes.
+
+    Attributes:
+        rule: title of the rule that decided, or None.
+        num_bytes: of the whole tensor.
+        bytes_per_device: of one device's piece.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sharding: ShardingSpec
+    rule: str | None
+    num_bytes: int
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about the rules that is probably not meant.
+
+    Attributes:
+        kind: "replicated", "unmatched", "shadowed", "uneven", "tied", "heads" or "packed".
+        is_error: whether `strict` raises for it; other findings are notes.
+        fix: the shortest change that helps.
+    """
+
+    kind: str
+    what: str
+    fix: str
+    is_error: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}\n    fix: {self.fix}"
+
+
+@dataclass(frozen=True)
+class RulesReport:
+    """All placements and findings; iterating gives the placements."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    findings: tuple[Finding, ...] = ()
+
+    def __iter__(self) -> Iterator[Placement]:
+        return iter(self.placements)
+
+    def __len__(self) -> int:
+        return len(self.placements)
+
+    def __getitem__(self, name: str) -> Placement:
+        """The placement of the tensor of that name."""
+        for placement in self.placements:
+            if placement.name == name:
+                return placement
+        raise KeyError(name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(placement.num_bytes for placement in self.placements)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all tensors' pieces on one device."""
+        return sum(placement.bytes_per_device for placement in self.placements)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings for which `strict` raises."""
+        return tuple(finding for finding in self.findings if finding.is_error)
+
+    def with_findings(self, findings: Sequence[Finding]) -> RulesReport:
+        """The same report with more findings."""
+        return replace(self, findings=(*self.findings, *findings))
+
+    def raise_errors(self) -> None:
+        """Raise if there is a finding that is an error.
+
+        Raises:
+            RulesError: it names every one of them.
+        """
+        if not self.errors:
+            return
+        details = [line for finding in self.errors for line in str(finding).splitlines()]
+        count = len(self.errors)
+        raise RulesError(
+            message(
+                f"the rules leave {count} thing{'s' * (count > 1)} that {'are' if count > 1 else 'is'} probably not meant",
+                details,
+                "change the rules as said above, or pass strict=False and read the report",
+            )
+        )
+
+    def __str__(self) -> str:
+        rows = [(p.name, "×".join(map(str, p.shape)), str(p.sharding.partition_spec), str(p.bytes_per_device), p.rule or "-") for p in self]
+        rows = [("name", "shape", "spec", "bytes per device", "rule"), *rows, ("total", "", "", str(self.bytes_per_device), "")]
+        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, width)).rstrip() for row in rows]
+        return "\n".join([str(self.mesh), *lines, *map(str, self.findings)])
+
+    def __rich__(self) -> RenderableType:
+        from mesh._report_table import table  # rich only where something is shown
+
+        return table(self)
+
+
+def rules_report(tensors: Mapping[str, Sized], mesh: Mesh, rules: Rules, large_bytes: int = LARGE_BYTES) -> RulesReport:
+    """Apply rules to names and shapes.
+
+    Args:
+        tensors: by name, in the order of the report.
+        large_bytes: a parameter of at least this size that no rule named is a finding.
+
+    Raises:
+        SpecError: a spec does not fit its tensor's rank or names an axis that the mesh does not have.
+    """
+    placements: list[Placement] = []
+    findings: list[Finding] = []
+    winners: set[int] = set()
+    for name, tensor in tensors.items():
+        rule = next((found for found in map(rules.first, (name, *tensor.aliases)) if found is not None), None)
+        if rule is not None:
+            winners.add(id(rule))
+        placement, found = _placed(name, tensor, rule, mesh)
+        placements.append(placement)
+        findings.extend(found)
+        findings.extend(_tied(name, tensor, rules, placement))
+        large = placement.num_bytes >= large_bytes and not tensor.is_buffer
+        if rule is None and large and mesh.size() > 1:
+            what = f"{name!r} of {_shape(tensor.shape)}, {size_text(placement.num_bytes)}, is whole on every device: no rule names it"
+            findings.append(Finding("replicated", what, f"add a rule, or ({name!r}, None) to replicate it on purpose"))
+    findings.extend(_unused(rules, tensors, winners))
+    return RulesReport(mesh, tuple(placements), tuple(findings))
+
+
+def _placed(name: str, tensor: Sized, rule: Rule | None, mesh: Mesh) -> tuple[Placement, list[Finding]]:
+    """The placement, replicated where a dim does not split evenly, and a finding about that."""
+    num_bytes = math.prod(tensor.shape) * tensor.itemsize
+    whole = ShardingSpec(mesh, replicated(len(tensor.shape)))
+    if rule is None:
+        return Placement(name, tensor.shape, whole, None, num_bytes, num_bytes), []
+    try:
+        sharding = ShardingSpec(mesh, rule.spec_for(name, tensor.shape, mesh))
+    except SpecError as error:
+        raise SpecError(f"{name!r}, by rule {rule.title!r}: {error}") from error
+    if len(sharding.partition_spec) != len(tensor.shape):
+        sharding.validate(tensor.shape, f"{name!r}, by rule {rule.title!r},")
+    try:
+        piece = math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
+    except SpecError as error:
+        what, *details = str(error).splitlines()
+        fix = next(line.strip().removeprefix("fix: ") for line in details if "fix: " in line)
+        text = f"{name!r}, by rule {rule.title!r}: {' '.join([what, *(d.strip() for d in details if 'fix: ' not in d)])}; left replicated"
+        return Placement(name, tensor.shape, whole, rule.title, num_bytes, num_bytes), [Finding("uneven", text, fix)]
+    return Placement(name, tensor.shape, sharding, rule.title, num_bytes, piece), []
+
+
+def _tied(name: str, tensor: Sized, rules: Rules, placement: Placement) -> list[Finding]:
+    """A finding for each other name of a tied tensor whose rule wants another spec."""
+    found: list[Finding] = []
+    for alias in tensor.aliases:
+        rule = rules.first(alias)
+        if rule is None or rule.title == placement.rule:
+            continue
+        spec = ShardingSpec(placement.sharding.mesh, rule.spec_for(alias, tensor.shape, placement.sharding.mesh)).partition_spec
+        if spec != placement.sharding.partition_spec:
+            what = f"{name!r} and {alias!r} are one tensor; rule {rule.title!r} wants {spec}, it gets {placement.sharding.partition_spec}"
+            found.append(Finding("tied", what, f"give both names the same spec, or drop the rule for {alias!r}"))
+    return found
+
+
+def _unused(rules: Rules, tensors: Mapping[str, Sized], winners: set[int]) -> list[Finding]:
+    names = [name for first, tensor in tensors.items() for name in (first, *tensor.aliases)]
+    found: list[Finding] = []
+    for position, rule in enumerate(rules):
+        if id(rule) in winners or rule.is_optional:
+            continue
+        matched = [name for name in names if rule.matches(name)]
+        others = [earlier for earlier in rules.rules[:position] if any(earlier.matches(name) for name in matched)]
+        if not matched:
+            near = _nearest(rule, names)
+            found.append(Finding("unmatched", f"rule {rule.title!r} matches no name", f"drop it{near}"))
+        elif others and all(rules.first(name) is not rule for name in matched):
+            what = f"rule {rule.title!r} decides nothing: {others[0].title!r} before it takes {matched[0]!r}"
+            found.append(Finding("shadowed", what, f"move it before {others[0].title!r}, or drop it"))
+    return found
+
+
+def _nearest(rule: Rule, names: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(rule.title, names, 1, 0.4)
+    return f", or write it like {near[0]!r}" if near else ""
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"shape {tuple(shape)}"

@@ -1,0 +1,58 @@
+"""A rules report as a rich table: one line per tensor, the layers of a stack together, findings below. Only shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import rich.box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mesh._report import Finding, Placement, RulesReport, size_text
+
+
+def table(report: RulesReport) -> RenderableType:
+    """The table of a report."""
+    groups: dict[tuple[object, ...], list[Placement]] = {}
+    for placement in report:
+        groups.setdefault((_stack(placement.name), placement.shape, placement.sharding, placement.rule), []).append(placement)
+    shown = Table(title=str(report.mesh), box=rich.box.SIMPLE_HEAD, show_footer=True, show_edge=False, title_justify="left")
+    shown.add_column("tensor", "total", overflow="fold")
+    shown.add_column("shape", justify="right", no_wrap=True)
+    shown.add_column("piece", justify="right", no_wrap=True)
+    shown.add_column("spec", f"of {size_text(report.num_bytes)}", no_wrap=True)
+    shown.add_column("per device", size_text(report.bytes_per_device), justify="right", no_wrap=True)
+    shown.add_column("rule", overflow="fold", style="dim")
+    for members in groups.values():
+        shown.add_row(*_row(members))
+    return Group(shown, *(_finding(finding) for finding in report.findings))
+
+
+def _row(members: Sequence[Placement]) -> tuple[RenderableType, ...]:
+    first = members[0]
+    name = _stack(first.name) if len(members) > 1 else first.name
+    count = f" ({len(members)})" if len(members) > 1 else ""
+    spec = Text("replicated", "dim") if first.sharding.is_replicated else Text(_entries(first), "cyan")
+    piece = "" if first.sharding.is_replicated else _dims(first.sharding.shard_shape(first.shape))
+    total = size_text(sum(member.bytes_per_device for member in members))
+    return Text(name + count), _dims(first.shape), piece, spec, total, Text(first.rule or "none")
+
+
+def _stack(name: str) -> str:
+    """The name with layer numbers as '*'."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+
+
+def _entries(placement: Placement) -> str:
+    return "(" + ", ".join("+".join(map(str, e)) if isinstance(e, tuple) else str(e) for e in placement.sharding.partition_spec) + ")"
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _finding(finding: Finding) -> Text:
+    style = "bold red" if finding.is_error else "yellow"
+    return Text.assemble((f"{finding.kind}: ", style), finding.what, "\n  ", ("fix: ", "bold"), finding.fix)

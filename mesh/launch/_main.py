@@ -1,0 +1,195 @@
+"""`spmd launch`: attempts until one succeeds, is stopped, or too many fail without a new checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import select
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mesh.launch import _member
+from mesh.launch._attempt import Outcome, Stops, tell, watch
+from mesh.launch._emit import emit
+from mesh.launch._gang import Gang, InMember
+from mesh.launch._keeper import Keeper
+from mesh.launch._options import Options, parse
+from mesh.launch._output import Output, say
+
+_PORT = 8476
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m mesh.launch", preload: Sequence[str] = ("jax",)) -> int:
+    """Run the launcher's command line; its exit code is the job's.
+
+    Args:
+        argv: arguments after the program's name; those of the process when None.
+        prog: the command's name in its help.
+        preload: modules that the processes need anyway, imported once before they are forked.
+    """
+    options = parse(sys.argv[1:] if argv is None else argv, prog, preload)
+    if options.emit is not None:
+        for path in emit(options):
+            say(f"wrote {path}")
+        return 0
+    if options.join:
+        return _member.run(options.program, options.timeout_s)
+    try:
+        return _launch(options)
+    except InMember as member:
+        run = member.run
+    return run()  # not inside `except`: the program's errors have no context of ours
+
+
+def _launch(options: Options) -> int:
+    stops = Stops()
+    keeper = Keeper()
+    for name in options.preload:
+        importlib.import_module(name)
+    is_own = options.directory is None
+    directory = Path(tempfile.mkdtemp(prefix="spmd-job-")) if options.directory is None else options.directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    told = _told_on_stdin() if options.node is not None else {}
+    code = _attempts(options, stops, keeper, directory, told)
+    keeper.release()
+    if is_own:
+        shutil.rmtree(directory, ignore_errors=True)
+    return code
+
+
+def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, told: Mapping[str, str]) -> int:
+    failures, attempt, last_saved = 0, 0, _saved(directory)
+    while True:
+        began = time.time()
+        outcome, output, names = _attempt(options, stops, keeper, directory, attempt, told)
+        tell(outcome, output, names(outcome), began, directory)
+        output.close()
+        if outcome.first is None or not outcome.may_restart or options.node is not None:
+            return outcome.code
+        saved = _saved(directory)
+        failures = 1 if saved != last_saved else failures + 1
+        if failures > options.restarts:
+            if options.restarts:
+                since = "without a checkpoint" if saved is None else f"since the checkpoint of step {saved}"
+                say(f"gives up: {failures} failures {since}, --restarts {options.restarts}")
+            return outcome.code
+        last_saved, attempt = saved, attempt + 1
+        where = "the start" if saved is None else f"the checkpoint of step {saved}"
+        say(f"starts all {options.processes} processes again from {where} (restart {attempt})")
+
+
+def _attempt(
+    options: Options, stops: Stops, keeper: Keeper, directory: Path, attempt: int, told: Mapping[str, str]
+) -> tuple[Outcome, Output, Callable[[Outcome], str]]:
+    for path in directory.glob("threads-*.txt"):
+        path.unlink()
+    if options.hosts:
+        names = dict(enumerate(options.hosts))
+        output = Output(dict.fromkeys(names, ""), directory, attempt)
+        gang = Gang(keeper, output.line)
+        _start_over_ssh(gang, options, attempt)
+    else:
+        first, count = options.node or 0, options.local or options.processes
+        host = socket.gethostname()
+        names = {first + i: f"{host} {first + i}" for i in range(count)}
+        output = Output(names, directory, attempt)
+        gang = Gang(keeper, output.line)
+        _start_here(gang, options, list(names), stops, directory, attempt, told)
+    pids = {member: gang.pid(member) for member in names}
+    (directory / "pids.json").write_text(json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}), encoding="utf-8")
+    outcome = watch(gang, output, stops, directory, attempt, _stdin_closed if options.node is not None else lambda: False)
+
+    def named(outcome: Outcome) -> str:
+        if outcome.first is None:
+            return ""
+        member = outcome.first.member
+        return f"host {names[member]}" if options.hosts else f"process {member} (host {names[member].partition(' ')[0]})"
+
+    return outcome, output, named
+
+
+def _start_here(
+    gang: Gang, options: Options, members: list[int], stops: Stops, directory: Path, attempt: int, told: Mapping[str, str]
+) -> None:
+    common = {
+        "SPMD_PROCESSES": str(options.processes),
+        "SPMD_LOCAL_PROCESSES": str(len(members)),
+        "SPMD_COORDINATOR": options.coordinator or f"127.0.0.1:{_free_port()}",
+        "SPMD_DEVICES": "" if options.devices is None else str(options.devices),
+        "SPMD_JOB_DIR": str(directory),
+        "SPMD_ATTEMPT": told.get("SPMD_ATTEMPT", str(attempt)),
+        "SPMD_JOB_KEY": told.get("SPMD_JOB_KEY") or secrets.token_hex(16),
+        "SPMD_WATCHDOG": str(options.watchdog_s),
+        "SPMD_FIRST_STEP": str(options.first_step_s),
+    }
+    launcher = os.getpid()
+    for member in members:
+        environ = {**common, "SPMD_PROCESS": str(member)}
+        if options.preload:
+
+            def run(out: int, err: int, environ: dict[str, str] = environ) -> Callable[[], int]:
+                for descriptor in stops.descriptors:
+                    os.close(descriptor)
+                _member.forked(environ, out, err, launcher)
+                return lambda: _member.run(options.program, options.timeout_s)
+
+            gang.fork(member, run)
+        else:
+            command = [sys.executable, "-m", "mesh.launch", "--join", "--timeout", str(options.timeout_s), *options.program]
+            gang.spawn(member, command, {**os.environ, **environ, "SPMD_LAUNCHER": str(launcher)})
+
+
+def _start_over_ssh(gang: Gang, options: Options, attempt: int) -> None:
+    """A launcher on each host; it gets what must stay secret on its stdin, and ends when that closes."""
+    each = options.processes // len(options.hosts)
+    told = json.dumps({"SPMD_JOB_KEY": secrets.token_hex(16), "SPMD_ATTEMPT": str(attempt)}).encode() + b"\n"
+    coordinator = options.coordinator or f"{options.hosts[0]}:{_PORT + 2 * (attempt % 50)}"
+    for number, host in enumerate(options.hosts):
+        name, port = coordinator.rpartition(":")[::2]
+        if options.coordinator is not None and attempt:  # a fresh port each time
+            port = str(int(port) + 2 * (attempt % 50))
+        command = [sys.executable, "-m", "mesh.launch", "--node", str(number * each), "--local", str(each), "-n", str(options.processes)]
+        command += ["--coordinator", f"{name}:{port}", "--watchdog", str(options.watchdog_s), "--first-step", str(options.first_step_s)]
+        command += ["--timeout", str(options.timeout_s), "--preload", ",".join(options.preload)]
+        command += [] if options.devices is None else ["--devices-per-process", str(options.devices)]
+        command += [] if options.directory is None else ["--job-dir", str(options.directory.absolute())]
+        remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*command, '--', *options.program])}"
+        gang.spawn(number, [*shlex.split(options.ssh), host, remote], os.environ, told)
+
+
+def _told_on_stdin() -> dict[str, str]:
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 4096:
+        piece = os.read(0, 1)
+        if not piece:
+            break
+        line += piece
+    told: dict[str, str] = json.loads(line or b"{}")
+    return told
+
+
+def _stdin_closed() -> bool:
+    readable, _, _ = select.select([0], [], [], 0)
+    return bool(readable) and os.read(0, 1) == b""
+
+
+def _saved(directory: Path) -> int | None:
+    """The step of the last checkpoint that the program reported (`mesh.report_saved`)."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((directory / "saved").read_text(encoding="utf-8"))
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,49 @@
+"""A value, and its gradient, laid out in a given way at one point of a program: what activations and gathered parameters need.
+
+`mark_sharding` says how a tensor lies, in place; this makes a new tensor on autograd's tape, whose gradient may be laid out in
+another way than its value. In a compiled function both are constraints; eagerly the arrays are moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+import mesh as mesh_
+from spmd._convert import exact_dtypes
+from spmd._jax import is_tracer
+from spmd._tensor import become_sharded
+from spmd.device._storage import load, recording, wrap
+
+
+def constrain(tensor: torch.Tensor, value: mesh_.ShardingSpec | None, gradient: mesh_.ShardingSpec | None) -> torch.Tensor:
+    """`tensor` with its value laid out by `value` and its gradient by `gradient` (None: as the compiler likes)."""
+    return become_sharded(_Constrained.apply(tensor, value, gradient))  # pyright: ignore[reportArgumentType]
+
+
+def placed(array: Any, sharding: mesh_.ShardingSpec | None) -> Any:
+    """An array or tracer laid out by `sharding`."""
+    if sharding is None:
+        return array
+    with exact_dtypes():
+        if is_tracer(array) or recording.get() is not None:
+            return jax.lax.with_sharding_constraint(array, sharding.to_jax())
+        return jax.device_put(array, sharding.to_jax())
+
+
+class _Constrained(torch.autograd.Function):
+    """Identity with a layout on the way there and one on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, value: Any, gradient: Any) -> torch.Tensor:
+        ctx.gradient = gradient
+        return wrap(placed(load(tensor), value))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return constrain(grads[0], ctx.gradient, None), None, None
+
+
+__all__ = ["constrain", "placed"]

@@ -1,0 +1,139 @@
+"""`reshard`: a step written anew with its arrays cut as another mesh would hold them. Runs on one host, without devices.
+
+Restoring needs no reshard: every process reads what it needs of any layout. But pieces that are cut as they will be read make
+the reading of a step that is restored often, or by many hosts, cheaper.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd._errors import CheckpointError, message
+from spmd.checkpoint import _files, _manifest, _scan
+from spmd.checkpoint._boxes import Box, grid
+from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
+from spmd.checkpoint._read import Reader
+from spmd.checkpoint._snapshot import PACK_BYTES
+from spmd.checkpoint._tree import numpy_dtype
+
+_MESH = re.compile(r"[^\s=,@]+=\d+(,[^\s=,@]+=\d+)*")
+
+
+def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh: str, *, step: int | None = None) -> Path:
+    """Write a step of `source` under `target` as a mesh of these axes would save it.
+
+    Args:
+        mesh: axes and sizes, as in "data=4,model=2"; an axis that an array was split by and that is not named splits it no more.
+        step: this step; the latest that is whole by default.
+
+    Returns:
+        The new step's folder.
+
+    Raises:
+        CheckpointError: no step is whole, a dim does not divide, or the target cannot be written.
+    """
+    sizes = _sizes(mesh)
+    root = Path(source)
+    name = _whole_step(root, step)
+    manifest = _scan.read_manifest(root, name)
+    to = Path(os.path.abspath(target))
+    final = to / _files.StepName(manifest.step, 0).folder
+    writing = to / (_files.WRITING + final.name)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        if final.exists():
+            raise CheckpointError(message(f"{final} exists", "nothing is overwritten", fix="choose another target"))
+        _files.make_folder(writing)
+        new = _rewritten(manifest, _files.Store(root / name.folder), _files.Store(writing), sizes)
+        _files.write_small(writing / _manifest.NAME, new.to_bytes())
+        _manifest.parse(_files.read_small(writing / _manifest.NAME, _scan.MAX_MANIFEST_BYTES))
+        _files.commit(writing, final)
+    except OSError as error:
+        raise _files.failed(f"{final} cannot be written", error) from error
+    return final
+
+
+def _whole_step(root: Path, step: int | None) -> _files.StepName:
+    names = _scan.candidates(root, step)
+    problems: list[str] = []
+    for name in names:
+        verdict = _scan.verify_folder(root, name)
+        if not verdict.problems:
+            return name
+        problems.append(f"{name.folder}: {verdict.problems[0]}")
+    raise CheckpointError(message(f"{root} holds no whole step", *problems, fix="look at the disk"))
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    if not _MESH.fullmatch(mesh):
+        raise CheckpointError(message(f"{mesh!r} is no mesh", fix="write axes and sizes, as in data=4,model=2"))
+    sizes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
+    if 0 in sizes.values():
+        raise CheckpointError(message(f"{mesh!r} has an axis of size 0", fix="write sizes of 1 or more"))
+    return sizes
+
+
+def _rewritten(manifest: Manifest, source: _files.Store, target: _files.Store, sizes: Mapping[str, int]) -> Manifest:
+    """Array after array: read, check, cut, write."""
+    pack = _Pack(target)
+    arrays: list[ArrayEntry] = []
+    for number, entry in enumerate(manifest.arrays):
+        boxes = _boxes(entry, sizes)
+        reader = Reader(manifest, source)
+        values = reader.whole(number)
+        limit = max(1, PACK_BYTES // numpy_dtype(entry.dtype).itemsize)
+        pieces = [pack.add(piece, values) for box in boxes for piece in box.pieces(limit)]
+        arrays.append(replace(entry, pieces=tuple(pieces)))
+    pack.flush()
+    about = {**manifest.about, "resharded": ",".join(f"{axis}={size}" for axis, size in sizes.items())}
+    return replace(manifest, files=tuple(pack.files), arrays=tuple(arrays), about=about)
+
+
+def _boxes(entry: ArrayEntry, sizes: Mapping[str, int]) -> list[Box]:
+    parts = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in entry.spec or ((),) * len(entry.shape)]
+    for dim, (extent, count) in enumerate(zip(entry.shape, parts, strict=True)):
+        if extent % count:
+            raise CheckpointError(
+                message(f"{entry.name!r} cannot be cut so", f"dim {dim} has {extent} elements, {count} parts", fix="another mesh")
+            )
+    return grid(entry.shape, parts)
+
+
+class _Pack:
+    """Pieces on their way into files of about `PACK_BYTES`."""
+
+    def __init__(self, store: _files.Store) -> None:
+        self.files: list[DataFile] = []
+        self._store, self._waiting, self._size = store, list[bytes](), 0
+
+    def add(self, box: Box, values: np.ndarray[Any, Any]) -> Piece:
+        data = np.ascontiguousarray(values[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]).tobytes()
+        if self._waiting and self._size + len(data) > PACK_BYTES:
+            self.flush()
+        piece = Piece(box, len(self.files), self._size, len(data), zlib.crc32(data))
+        self._waiting.append(data)
+        self._size += len(data)
+        return piece
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        file = DataFile(f"data-00000-{len(self.files):06d}.bin", self._size)
+        data = b"".join(self._waiting)
+        self._store.write(file.name, data)
+        if self._store.read(file.name, 0, file.nbytes) != data:
+            raise CheckpointError(message(f"{file.name} reads back differently from what was written", fix="look at the disk"))
+        self.files.append(file)
+        self._waiting, self._size = [], 0
+
+
+__all__ = ["reshard"]

@@ -1,0 +1,152 @@
+"""`restore`: the latest step that is whole, into the program's own objects, on whatever mesh they lie.
+
+    restored = spmd.checkpoint.restore("runs/a", {"model": model, "optimizer": optimizer, "batches": batches})
+    print(restored.step)
+
+Each process reads only the pieces that its devices hold, and checks each of them. A step that is damaged or does not fit is
+passed over with a warning, on all processes together; a program's values change only after everything was read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mesh
+from spmd._errors import CheckpointError, message
+from spmd.checkpoint import _files, _save, _scan
+from spmd.checkpoint._collect import RANDOM, parameter_names
+from spmd.checkpoint._fit import Finish
+from spmd.checkpoint._gang import Gang, current_gang
+from spmd.checkpoint._plan import Plan
+from spmd.checkpoint._random import RandomState
+from spmd.checkpoint._read import Reader
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: the step.
+        state: the state; modules, optimizers and tensors in it are those that were handed in, numbers and text are new.
+        skipped: why newer steps were passed over; empty if the latest was restored.
+        bytes_read: of arrays, by this process.
+    """
+
+    step: int
+    state: Any
+    skipped: tuple[str, ...]
+    bytes_read: int
+
+
+def restore(
+    path: str | os.PathLike[str],
+    state: Any = None,
+    *,
+    step: int | None = None,
+    cast: bool = False,
+    random: bool = True,
+    gang: Gang | None = None,
+) -> Restored:
+    """Restore the latest whole step under `path` into `state`.
+
+    Args:
+        path: the folder given to `save`.
+        state: as given to `save`, from the same or another mesh and number of processes; entries that were saved but are not
+            in it are not read. None: everything, as CPU tensors and plain values, for looking at.
+        step: this step, and no other if it is damaged.
+        cast: convert arrays to the dtypes that `state` has; by default another dtype does not fit.
+        random: restore the random streams too (not done without a state).
+        gang: the job's processes; those that jax knows by default.
+
+    Raises:
+        CheckpointError: no step is there that is whole and fits; the message has the reason for each.
+
+    Warns:
+        UserWarning: the latest step was passed over.
+    """
+    root = Path(os.path.abspath(path))
+    _save.join(root)
+    gang = current_gang() if gang is None else gang
+    with mesh.long("restoring"):
+        return _restored(root, state, step, cast, random, gang)
+
+
+def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool, gang: Gang) -> Restored:
+    names = [name for name in map(_files.parse_name, _agreed_candidates(root, step, gang)) if name is not None]
+    skipped: list[str] = []
+    for name in names:
+        finish, reader, problem = None, None, ""
+        try:
+            finish, reader = _prepared(root, name, state, cast, random, gang)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = gang.exchange("read", problem)
+        if not any(problems):
+            assert finish is not None and reader is not None
+            _warn(skipped, name.step)
+            return Restored(name.step, finish(), tuple(skipped), reader.bytes_read)
+        first = next(index for index, text in enumerate(problems) if text)
+        skipped.append(f"{name.folder}: " + (f"process {first}: " if gang.size > 1 else "") + problems[first])
+    reasons = "\n".join(skipped).splitlines()
+    raise CheckpointError(message(f"{root} holds no step that is whole and fits", *reasons, fix="look at the reasons above, or start anew"))
+
+
+def _agreed_candidates(root: Path, step: int | None, gang: Gang) -> list[str]:
+    """Process 0's list, so that all try the same steps in the same order."""
+    names: list[str] = []
+    problem = ""
+    if gang.index == 0:
+        try:
+            names = [name.folder for name in _scan.candidates(root, step)]
+        except CheckpointError as error:
+            problem = str(error)
+    names, problem = json.loads(gang.exchange("found", json.dumps([names, problem]))[0])
+    if problem:
+        raise CheckpointError(problem)
+    return names
+
+
+def _prepared(root: Path, name: _files.StepName, state: Any, cast: bool, random: bool, gang: Gang) -> tuple[Finish, Reader]:
+    """Everything read and compared; what is left to do cannot find the checkpoint damaged."""
+    manifest = _scan.read_manifest(root, name)
+    reader = Reader(manifest, _files.Store(root / name.folder))
+    # Of another number of processes, all take what process 0 had: positions are the job's, streams are seeded alike.
+    local = manifest.local[gang.index if gang.size == len(manifest.local) else 0] if manifest.local else {}
+    plan = Plan(reader, local, cast, parameter_names(state))
+    finish = plan.value(manifest.tree) if state is None else plan.walk(state, manifest.tree, "")
+    streams = plan.walk(RandomState(), local[RANDOM], RANDOM) if random and state is not None and RANDOM in local else None
+    reader.read()
+
+    def finish_all() -> Any:
+        value = finish()
+        if streams is not None:
+            streams()
+        return value
+
+    return finish_all, reader
+
+
+def _warn(skipped: list[str], step: int) -> None:
+    if skipped:
+        warnings.warn(
+            message(
+                f"step {step} is restored: {len(skipped)} newer one{'s are' if len(skipped) > 1 else ' is'} damaged or of another program",
+                *"\n".join(skipped).splitlines(),
+                fix="delete what is damaged; look at the disk",
+            ),
+            stacklevel=4,
+        )
+
+
+def has_step(path: str | os.PathLike[str]) -> bool:
+    """True if a committed step is under `path`: then a program should restore, and an error of `restore` is one."""
+    return bool(_scan.committed(Path(os.path.abspath(path))))
+
+
+__all__ = ["Restored", "has_step", "restore"]

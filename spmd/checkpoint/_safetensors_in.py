@@ -1,0 +1,184 @@
+"""`load_safetensors`: weights as Hugging Face keeps them into a module, each process reading only the bytes of its shards.
+
+model = GPT().to("jax")                       # mark_sharding first: then no device and no host ever holds the whole
+spmd.checkpoint.load_safetensors("models/gpt2", model, dtype=torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from spmd._convert import exact_dtypes, host_tensor, to_numpy_dtype
+from spmd._errors import CheckpointError, message
+from spmd.checkpoint._boxes import Box, box_of, whole
+from spmd.checkpoint._fit import layout_of, some, unfit
+from spmd.checkpoint._safetensors import Entry, SafetensorsFile, files_of
+from spmd.device._storage import buffer_of, is_whole
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read.
+
+    Attributes:
+        bytes_read: of tensors, by this process.
+        unused: names in the files that the module has not; only with `strict=False`.
+        missing: names of the module that no file has; only with `strict=False`.
+    """
+
+    bytes_read: int
+    unused: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass
+class _Source:
+    """The tensors of all files of a model, by the module's names."""
+
+    names: dict[str, tuple[SafetensorsFile, str]] = field(default_factory=dict[str, tuple[SafetensorsFile, str]])
+
+    def entry(self, name: str) -> Entry:
+        file, theirs = self.names[name]
+        return file.entries[theirs]
+
+    def read(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        file, theirs = self.names[name]
+        return file.read(theirs, box)
+
+
+def load_safetensors(
+    path: str | os.PathLike[str],
+    module: torch.nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+) -> Loaded:
+    """Fill a module's parameters and buffers from safetensors.
+
+    Args:
+        path: a file, an index (`*.safetensors.index.json`), or a folder with either.
+        module: its tensors are filled in place, in their layouts. Tied weights need only one of their names in the files.
+        dtype: what the module's floating-point tensors become; the files' values are converted to it. None: the files' dtypes
+            must be the module's.
+        strict: names that only one side has are an error.
+        rename: the module's name of a name in the files.
+
+    Raises:
+        CheckpointError: a file is unsound or missing, a name, shape or dtype does not fit. The module is as before, except
+            that a reading error later on leaves the tensors before it filled.
+    """
+    with ExitStack() as stack:
+        files: list[SafetensorsFile] = []
+        source = _opened(Path(path), rename or str, stack, files)
+        if dtype is not None:
+            module.to(dtype)
+        targets = module.state_dict(keep_vars=True)
+        names, missing, unused = _matched(targets, source)
+        if strict and (missing or unused):
+            details = [f"not in the files: {some(missing)}"] * bool(missing) + [f"not in the module: {some(unused)}"] * bool(unused)
+            raise unfit(type(module).__name__, *details, fix="pass rename= for other names, or strict=False")
+        for name in names:
+            _require_fit(name, targets[name], source.entry(name), dtype)
+        for group in _tied(names, targets):
+            _require_equal(group, source)
+            _fill(targets[group[0]], source, group[0])
+        return Loaded(sum(file.bytes_read for file in files), tuple(unused), tuple(missing))
+
+
+def _opened(path: Path, rename: Callable[[str], str], stack: ExitStack, files: list[SafetensorsFile]) -> _Source:
+    """All files open; with an index, a name counts only in the file that the index says."""
+    found = files_of(path)
+    opened: dict[Path, SafetensorsFile] = {}
+    for file in dict.fromkeys(found.values() if isinstance(found, Mapping) else found):
+        opened[file] = SafetensorsFile(file)
+        stack.callback(opened[file].close)
+    files.extend(opened.values())
+    listed = found if isinstance(found, Mapping) else {name: file for file, one in opened.items() for name in one.entries}
+    source = _Source()
+    for name, file in listed.items():
+        if name not in opened[file].entries:
+            raise CheckpointError(message(f"{file} has no tensor {name[:80]!r}", "the index says it has", fix="download or write it again"))
+        ours = rename(name)
+        if ours in source.names:
+            raise CheckpointError(message(f"two tensors of the files are called {ours[:80]!r} in the module", fix="mend rename="))
+        source.names[ours] = opened[file], name
+    return source
+
+
+def _matched(targets: Mapping[str, Any], source: _Source) -> tuple[list[str], list[str], list[str]]:
+    """Names that both have; the module's whose tensor has no name in the files; the files' that the module has not."""
+    names = [name for name, value in targets.items() if name in source.names and isinstance(value, torch.Tensor)]
+    filled = {_key(targets[name]) for name in names}
+    missing = [name for name, value in targets.items() if isinstance(value, torch.Tensor) and _key(value) not in filled]
+    return names, missing, [name for name in source.names if name not in targets]
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """The same for tied tensors."""
+    if tensor.device.type == "jax":
+        return id(buffer_of(tensor)), tuple(tensor.shape)
+    return tensor.untyped_storage().data_ptr() or id(tensor), tuple(tensor.shape), tensor.storage_offset()
+
+
+def _tied(names: list[str], targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names, those of one tensor together."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        groups.setdefault(_key(targets[name]), []).append(name)
+    return list(groups.values())
+
+
+def _require_fit(name: str, target: torch.Tensor, entry: Entry, dtype: torch.dtype | None) -> None:
+    if tuple(target.shape) != entry.shape:
+        raise unfit(
+            name, f"the module's shape is {tuple(target.shape)}", f"the file's is {entry.shape}", fix="build the module it was saved from"
+        )
+    ours = str(target.dtype).removeprefix("torch.")
+    is_converted = dtype is not None and target.is_floating_point() and "float" in entry.dtype
+    if ours != entry.dtype and not is_converted:
+        fix = f"ask for one: load_safetensors(..., dtype=torch.{entry.dtype})"
+        raise unfit(name, f"the module's dtype is {ours}", f"the file's is {entry.dtype}", fix=fix)
+    if target.device.type == "meta":
+        raise unfit(name, "it is on device 'meta', where no values are", fix="model.to_empty(device='jax') first")
+
+
+def _require_equal(group: list[str], source: _Source) -> None:
+    """Names of one tensor that are all in the files must bring the same values."""
+    for other in group[1:]:
+        for box in whole(source.entry(group[0]).shape).pieces(2**22):
+            if source.read(group[0], box).tobytes() != source.read(other, box).tobytes():
+                fix = "untie them in the module, or remove one from the files"
+                raise unfit(other, f"the module ties it to {group[0]!r}", "the files have different values for the two", fix=fix)
+
+
+def _fill(target: torch.Tensor, source: _Source, name: str) -> None:
+    shape, dtype = tuple(target.shape), to_numpy_dtype(target.dtype)
+    if target.device.type != "jax" or not is_whole(target, buffer_of(target)):
+        with torch.no_grad():
+            target.copy_(host_tensor(source.read(name, whole(shape)).astype(dtype, copy=False)))
+        return
+    buffer = buffer_of(target)
+    sharding = layout_of(buffer)
+    if sharding is None:
+        host = source.read(name, whole(shape)).astype(dtype, copy=False)
+        buffer.set(None)
+        buffer.host = host
+        return
+    boxes = {device: box_of(index or (), shape) for device, index in sharding.addressable_devices_indices_map(shape).items()}
+    with exact_dtypes():
+        read = {box: source.read(name, box).astype(dtype, copy=False) for box in dict.fromkeys(boxes.values())}
+        pieces = [jax.device_put(read[box], device) for device, box in boxes.items()]
+        buffer.set(jax.make_array_from_single_device_arrays(shape, sharding, pieces))
+
+
+__all__ = ["Loaded", "load_safetensors"]

@@ -1,0 +1,324 @@
+"""`save`: one step of a state to disk, in the background, so that it is there whole or not at all.
+
+    spmd.checkpoint.save("runs/a", step, {"model": model, "optimizer": optimizer, "batches": batches})
+    ...
+    spmd.checkpoint.join()          # at the end: waits, and raises what went wrong
+
+Each process writes the first copy of the shards that it holds; process 0 adds the manifest and gives the folder its name
+when all have written. Every file is read back and compared before that, and only then are old steps deleted. A step that is
+saved again becomes a new folder; nothing that has a step's name is ever written to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mesh
+from spmd._errors import CheckpointError, message
+from spmd.checkpoint import _files, _manifest, _tree
+from spmd.checkpoint._collect import Collected, collect
+from spmd.checkpoint._gang import Gang, current_gang
+from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
+from spmd.checkpoint._scan import MAX_MANIFEST_BYTES, committed, problem_of
+from spmd.checkpoint._snapshot import HostPiece, Staging, packed, pieces_of
+
+_WRITERS = 2  # threads; more did not write faster here, and each holds a file's bytes
+_log = logging.getLogger("spmd.checkpoint")
+# Saves in progress, by root: a later save must find the error of an earlier one. Only this module writes it.
+_pending: dict[Path, Saving] = {}
+_staging: dict[Path, Staging] = {}
+
+
+class Saving:
+    """A save in progress."""
+
+    def __init__(self, root: Path, step: int, outcome: Future[None]) -> None:
+        self.root, self.step = root, step
+        self._outcome = outcome
+
+    @property
+    def is_done(self) -> bool:
+        """True once nothing more will be written."""
+        return self._outcome.done()
+
+    def join(self) -> None:
+        """Wait until the step is on disk.
+
+        Raises:
+            CheckpointError: it was not saved.
+        """
+        try:
+            with mesh.long("saving"):
+                self._outcome.result()
+        finally:
+            if _pending.get(self.root) is self:
+                del _pending[self.root]
+
+
+def save(
+    path: str | os.PathLike[str], step: int, state: Any, *, keep: int | None = None, wait: bool = False, gang: Gang | None = None
+) -> Saving:
+    """Save `state` as step `step` under `path`; returns when the state may change again.
+
+    Args:
+        path: a folder that all processes see; made if it is not there.
+        state: containers of modules, optimizers, schedulers, loaders (anything with state_dict and load_state_dict), tensors,
+            arrays, numbers and text. The random streams of host and device are saved with it.
+        keep: how many steps stay; older ones are deleted after this one was read back. None: all.
+        wait: return when the step is on disk.
+        gang: the job's processes; those that jax knows by default.
+
+    Raises:
+        CheckpointError: the state holds something that has no form in a checkpoint; or, of this save with `wait` and of the
+            one before it otherwise, the disk is full, gone, ... The message says which step was not saved.
+    """
+    if step < 0 or (keep is not None and keep < 1):
+        raise CheckpointError(message(f"save(step={step}, keep={keep}) is not possible", fix="count steps from 0 and keep at least 1"))
+    root = Path(os.path.abspath(path))
+    if root in _pending:
+        _pending[root].join()
+    gang = current_gang() if gang is None else gang
+    collected = collect(state)
+    staging = None
+    if not wait:
+        staging = _staging.setdefault(root, Staging([]))
+        staging.rewind()
+    with mesh.long("copying what is to be saved"):
+        pieces = pieces_of(collected.leaves, gang.index, gang.size, staging)
+    writer = _Writer(root, step, keep, gang, collected, list(packed(pieces)))
+    outcome: Future[None] = Future()
+    if wait:
+        with mesh.long("saving"):
+            writer.run()
+        outcome.set_result(None)
+        return Saving(root, step, outcome)
+    outcome = _pooled(1, [writer.run])[0]
+    outcome.add_done_callback(writer.report)
+    _pending[root] = Saving(root, step, outcome)
+    return _pending[root]
+
+
+def join(path: str | os.PathLike[str] | None = None) -> None:
+    """Wait for the saves under `path`, or for all; raise the error of the first that failed.
+
+    Raises:
+        CheckpointError: a step was not saved.
+    """
+    chosen = list(_pending.values()) if path is None else [s for r, s in _pending.items() if r == Path(os.path.abspath(path))]
+    errors: list[CheckpointError] = []
+    for saving in chosen:
+        try:
+            saving.join()
+        except CheckpointError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _pooled(num_threads: int, jobs: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
+    """Start jobs on threads of their own.
+
+    Note [Threads before the end]. All jobs of a save are handed over while `save` runs: once Python shuts down no pool takes
+    more, but what it has taken is finished, so a program may end right after its last save.
+    """
+    pool = ThreadPoolExecutor(num_threads, "checkpoint")
+    futures = [pool.submit(job) for job in jobs]
+    pool.shutdown(wait=False)
+    return futures
+
+
+class _Writer:
+    """One save on one process."""
+
+    def __init__(self, root: Path, step: int, keep: int | None, gang: Gang, collected: Collected, groups: list[list[HostPiece]]) -> None:
+        self.root, self.step, self.keep, self.gang, self.collected, self.groups = root, step, keep, gang, collected, groups
+        self.files = [DataFile(f"data-{gang.index:05d}-{n:06d}.bin", sum(len(p.data) for p in group)) for n, group in enumerate(groups)]
+        self._store: Future[_files.Store] = Future()
+        # See Note [Threads before the end]: the writers start now and wait for the folder.
+        self._jobs = _pooled(_WRITERS, [partial(self._write_file, *job) for job in zip(self.files, groups, strict=True)])
+
+    def run(self) -> None:
+        """Write, and return when the step is committed everywhere."""
+        is_first = self.gang.index == 0
+        try:
+            name = str(self._together("opened", self._open if is_first else _nothing)[0])
+            writing = self.root / (_files.WRITING + name)
+        except BaseException as error:
+            self._store.set_exception(error)
+            raise
+        try:
+            self._together("written", lambda: self._write(writing))
+            self._together("committed", (lambda: self._commit(writing, self.root / name)) if is_first else _nothing)
+        except CheckpointError:
+            if is_first:
+                _discard(writing)
+            raise
+
+    def report(self, outcome: Future[None]) -> None:
+        """Log a failure when it happens: nobody may ask for it for a long time."""
+        error = outcome.exception()
+        if error is not None:
+            _log.error("%s", error)
+
+    def _write_file(self, file: DataFile, group: Sequence[HostPiece]) -> list[int]:
+        return _write_file(self._store.result(), file, group)
+
+    def _together(self, name: str, action: Callable[[], Any]) -> list[Any]:
+        """Do it on every process; the results of all, or the error of the first that failed, everywhere."""
+        result, problem = None, ""
+        try:
+            result = action()
+        except (CheckpointError, OSError) as error:
+            problem = str(error if isinstance(error, CheckpointError) else _files.failed(f"{self.root} cannot be written", error))
+        answers = [json.loads(text) for text in self.gang.exchange(name, json.dumps([result, problem]))]
+        for number, (_, text) in enumerate(answers):
+            if text:
+                where = f"process {number}: " if self.gang.size > 1 else ""
+                raise CheckpointError(f"step {self.step} was not saved: {where}{text}")
+        return [result for result, _ in answers]
+
+    def _open(self) -> str:
+        """Make the folder to write in; returns the name that the step will have."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(self.root):
+            if entry.name.startswith((_files.WRITING, _files.DELETING)):  # of a run that was killed
+                _files.remove(Path(entry.path))
+        taken = {name.attempt for name in map(_files.parse_name, os.listdir(self.root)) if name is not None and name.step == self.step}
+        name = _files.StepName(self.step, max(taken, default=-1) + 1)
+        _files.make_folder(self.root / (_files.WRITING + name.folder))
+        return name.folder
+
+    def _write(self, writing: Path) -> None:
+        """This process's data files; and, for process 0 to read, what is in them."""
+        try:
+            self._store.set_result(_files.Store(writing))
+        except CheckpointError as error:
+            self._store.set_exception(error)
+        wait_for(self._jobs)  # all of them: none may still write when another's error has the folder removed
+        checksums = [job.result() for job in self._jobs]
+        arrays = self._arrays(checksums)
+        if self.gang.index == 0:
+            self._own = self.files, arrays
+        else:
+            part = {"files": [[f.name, f.nbytes] for f in self.files], "arrays": [_manifest.array_to_json(a) for a in arrays]}
+            text = json.dumps({**part, "local": self.collected.local})
+            _files.write_small(writing / _part(self.gang.index), text.encode())
+
+    def _arrays(self, checksums: Sequence[Sequence[int]]) -> list[ArrayEntry]:
+        """All arrays, each with the pieces that this process wrote."""
+        found: list[list[Piece]] = [[] for _ in self.collected.leaves]
+        for number, (group, sums) in enumerate(zip(self.groups, checksums, strict=True)):
+            at = 0
+            for piece, crc32 in zip(group, sums, strict=True):
+                found[piece.leaf].append(Piece(piece.box, number, at, len(piece.data), crc32))
+                at += len(piece.data)
+        return [
+            ArrayEntry(leaf.name, _tree.dtype_name(leaf.value.dtype), tuple(leaf.value.shape), leaf.spec, tuple(pieces))
+            for leaf, pieces in zip(self.collected.leaves, found, strict=True)
+        ]
+
+    def _commit(self, writing: Path, final: Path) -> None:
+        """The manifest of all processes' files, and the step's name; then old steps go."""
+        manifest = self._manifest(writing)
+        data = manifest.to_bytes()
+        _files.write_small(writing / _manifest.NAME, data)
+        if _files.read_small(writing / _manifest.NAME, MAX_MANIFEST_BYTES) != data:
+            raise CheckpointError(message(f"the manifest of {final} reads back differently", fix="look at the disk"))
+        _manifest.parse(data)
+        _files.commit(writing, final)
+        mesh.report_saved(self.step)
+        self._delete_old(final)
+
+    def _manifest(self, writing: Path) -> Manifest:
+        files, arrays = self._own
+        local = [self.collected.local]
+        pieces = [list(entry.pieces) for entry in arrays]
+        for index in range(1, self.gang.size):
+            part = _manifest.load_json(_files.read_small(writing / _part(index), MAX_MANIFEST_BYTES))
+            theirs = [_manifest.array_from_json(row, len(part["files"])) for row in part["arrays"]]
+            _require_same(arrays, theirs, index)
+            for own, entry in zip(pieces, theirs, strict=True):
+                own.extend(replace(piece, file=piece.file + len(files)) for piece in entry.pieces)
+            files = [*files, *(DataFile(*row) for row in part["files"])]
+            local.append(part["local"])
+            _files.remove(writing / _part(index))
+        whole = tuple(replace(entry, pieces=tuple(own)) for entry, own in zip(arrays, pieces, strict=True))
+        return Manifest(self.step, tuple(files), whole, self.collected.tree, tuple(local), self._about())
+
+    def _about(self) -> dict[str, Any]:
+        versions = {name: version(name) for name in ("torch", "jax", "tensorstore")}
+        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return {"saved": saved, "processes": self.gang.size, "versions": versions}
+
+    def _delete_old(self, final: Path) -> None:
+        """Earlier attempts at this step, and all but the newest `keep` steps; what cannot be deleted is reported, no more."""
+        names = [name for name in committed(self.root) if name.step <= self.step and name.folder != final.name]
+        older = [name for name in names if name.step < self.step]
+        if self.keep is not None:
+            whole = [name.step for name in older if problem_of(self.root, name) is None]
+            limit = min([self.step, *sorted(set(whole), reverse=True)[: self.keep - 1]])
+        else:
+            limit = 0
+        for name in names:
+            if name.step == self.step or name.step < limit:
+                try:
+                    _files.retire(self.root / name.folder)
+                except OSError as error:
+                    _log.warning("step %d was saved, but %s cannot be deleted: %s", self.step, name.folder, error)
+
+
+def _write_file(store: _files.Store, file: DataFile, group: Sequence[HostPiece]) -> list[int]:
+    """Write one file and compare what is read back; the checksum of each piece, from memory."""
+    checksums = [zlib.crc32(piece.data) for piece in group]
+    store.write(file.name, b"".join(piece.data for piece in group))
+    back = memoryview(store.read(file.name, 0, file.nbytes))
+    at = 0
+    for piece, crc32 in zip(group, checksums, strict=True):
+        if zlib.crc32(back[at : at + len(piece.data)]) != crc32:
+            raise CheckpointError(message(f"{file.name} reads back differently from what was written", fix="look at the disk"))
+        at += len(piece.data)
+    return checksums
+
+
+def _require_same(ours: Sequence[ArrayEntry], theirs: Sequence[ArrayEntry], index: int) -> None:
+    a, b = ([(e.name, e.dtype, e.shape) for e in entries] for entries in (ours, theirs))
+    if a != b:
+        different = next((pair for pair in zip(a, b, strict=False) if pair[0] != pair[1]), (len(a), len(b)))
+        raise CheckpointError(
+            message(
+                f"process {index} saves another state than process 0",
+                f"process 0: {different[0]}",
+                f"process {index}: {different[1]}",
+                fix="build and save the same state on every process",
+            )
+        )
+
+
+def _part(index: int) -> str:
+    return f"part-{index:05d}.json"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _discard(writing: Path) -> None:
+    try:
+        _files.remove(writing)
+    except OSError as error:
+        _log.warning("%s stays behind: %s", writing, error)
+
+
+__all__ = ["Saving", "join", "save"]

@@ -1,0 +1,63 @@
+"""Results of operators that a recomputation takes over from the first computation instead of computing them again.
+
+    kept = Kept(lambda name: name == "linear")
+    with kept.first():
+        y = f(x)
+    with kept.again():
+        y = f(x)        # the results of linear are those of the first time; what only they needed is dead code
+
+It knows operators by name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+keeping: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("what happens to results of operators", default=None)
+
+
+class Kept:
+    """Results of the operators that `policy` chooses by name, in the order in which they were computed."""
+
+    def __init__(self, policy: Callable[[str], bool]) -> None:
+        self._policy = policy
+        self._results: list[Any] = []
+
+    @contextmanager
+    def first(self) -> Generator[None]:
+        """While active, results are kept."""
+        with _active(self._keep):
+            yield
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """While active, results are those that were kept."""
+        rest = iter(self._results)
+        with _active(lambda name, result: next(rest) if self._policy(name) else result):
+            yield
+
+    def _keep(self, name: str, result: Any) -> Any:
+        if self._policy(name):
+            self._results.append(result)
+        return result
+
+
+@contextmanager
+def _active(take: Callable[[str, Any], Any]) -> Generator[None]:
+    token = keeping.set(take)
+    try:
+        yield
+    finally:
+        keeping.reset(token)
+
+
+def kept_or_new(name: str, result: Any) -> Any:
+    """The result (array or arrays) of operator `name` to go on with."""
+    take = keeping.get()
+    return result if take is None else take(name, result)
+
+
+__all__ = ["Kept", "kept_or_new"]

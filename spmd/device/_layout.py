@@ -1,0 +1,66 @@
+"""Where a tensor lies or is going to lie, the same for a tensor on the device, on the host or on 'meta'.
+
+On the device the layout belongs to the storage (`Buffer.annotation`). A host or meta tensor remembers it as an attribute, a
+plain dict, so that files and pickles of marked modules need nothing of ours; whoever moves it to the device asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import mesh
+from spmd.device._storage import buffer_of
+
+_LAYOUT = "spmd_sharding"
+_STATE = "spmd_state_sharding"
+
+
+def annotation_of(tensor: torch.Tensor) -> mesh.ShardingSpec | None:
+    """Where `mark_sharding` put the tensor or, on the host or on 'meta', will put it."""
+    return buffer_of(tensor).annotation if tensor.device.type == "jax" else _remembered(tensor, _LAYOUT)
+
+
+def state_sharding_of(tensor: torch.Tensor) -> mesh.ShardingSpec | None:
+    """Where gradient and optimizer state of a parameter go: with the parameter unless `set_state_sharding` said otherwise."""
+    own = buffer_of(tensor).state_annotation if tensor.device.type == "jax" else _remembered(tensor, _STATE)
+    return annotation_of(tensor) if own is None else own
+
+
+def remember(tensor: torch.Tensor, sharding: mesh.ShardingSpec) -> None:
+    """Note on a host or meta tensor where it will lie."""
+    vars(tensor)[_LAYOUT] = sharding.to_dict()
+
+
+def set_state_sharding(parameter: torch.Tensor, sharding: mesh.ShardingSpec) -> None:
+    """Gradient and optimizer state of `parameter` go elsewhere than the parameter itself."""
+    if parameter.device.type == "jax":
+        buffer_of(parameter).state_annotation = sharding
+    else:
+        vars(parameter)[_STATE] = sharding.to_dict()
+
+
+def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """The layout of `source` is that of `target`, which has the same shape and lies anywhere; True if there is one."""
+    annotation = annotation_of(source)
+    if annotation is None or tuple(source.shape) != tuple(target.shape):
+        return False
+    state = state_sharding_of(source)
+    if target.device.type == "jax":
+        buffer = buffer_of(target)
+        if buffer.annotation is None and buffer.shape == tuple(target.shape):
+            buffer.annotation = annotation
+    else:
+        remember(target, annotation)
+    if state is not annotation and state is not None:
+        set_state_sharding(target, state)
+    return True
+
+
+def _remembered(tensor: torch.Tensor, key: str) -> mesh.ShardingSpec | None:
+    kept: Any = vars(tensor).get(key)
+    return None if kept is None else mesh.ShardingSpec.from_dict(kept)
+
+
+__all__ = ["annotation_of", "hand_over", "remember", "set_state_sharding", "state_sharding_of"]

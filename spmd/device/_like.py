@@ -1,0 +1,61 @@
+"""Tensors of one number, and tensors made like another one: `zeros`, `full_like`, `empty_like` and their kin.
+
+Eagerly they take no memory before their first use, and one made like a marked tensor is laid out as it is; so an optimizer's
+state has its parameter's layout from the start, and no device ever holds more of it than its shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd._convert import to_numpy_dtype
+from spmd._jax import is_tracing
+from spmd.device._copy import empty_strided
+from spmd.device._storage import buffer_of, is_whole, recording, wrap_host
+
+
+def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`torch.empty_like`: zeros, as `torch.empty` here."""
+    device = kwargs.get("device")
+    shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+    wanted = torch.empty_like(shape, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format") or torch.preserve_format)
+    if device is not None and torch.device(device).type != "jax":
+        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device=device)
+    return _laid_out_like(self, empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype))
+
+
+def filled(adapter: Any, number: float | None = None) -> Any:
+    """Kernel of `zeros`, `ones_like`, `full` and their like.
+
+    Args:
+        adapter: the kernel for traces, layouts other than row-major, and numbers that the dtype may not hold.
+        number: what the op fills with; None: its argument `fill_value`.
+    """
+
+    def kernel(first: Any, *rest: Any, **kwargs: Any) -> Any:
+        given = number if number is not None or not rest else rest[0]
+        like = first if isinstance(first, torch.Tensor) else None
+        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+        device = kwargs.get("device")
+        if like is not None and device is not None and torch.device(device).type != "jax":
+            return empty_like(like, **kwargs).fill_(given)
+        plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
+        exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
+        typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point)
+        if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()):
+            return adapter(first, *rest, **kwargs)
+        shape: Any = tuple(first if like is None else like.shape)
+        made = wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), shape))
+        return made if like is None else _laid_out_like(like, made)
+
+    return kernel
+
+
+def _laid_out_like(model: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    buffer = buffer_of(model)
+    if buffer.annotation is not None and recording.get() is None and is_whole(model, buffer) and is_whole(made, buffer_of(made)):
+        buffer_of(made).annotate(buffer.annotation)
+    return made

@@ -1,0 +1,330 @@
+"""`fully_shard`: parameters, gradients and optimizer state split over the devices that share the batch (FSDP, ZeRO).
+
+    for block in model.blocks:
+        spmd.fully_shard(block, m)
+    spmd.fully_shard(model, m)                # what is left: embeddings, the last norm, the head
+
+Each call makes one unit. Its parameters lie split over an axis of the mesh; while the module runs they are seen whole, by an
+all-gather each, and again while its backward runs; their gradients are summed straight into pieces. All of it is layout
+constraints in the compiled program: there is no flat parameter, no stream, no communication hook, and losses are those of
+the unsharded model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+import jax
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+import mesh as mesh_
+from spmd._annotate import as_mesh, mark_sharding
+from spmd._constraint import placed
+from spmd._convert import exact_dtypes, to_numpy_dtype
+from spmd._errors import SpmdError, message
+from spmd._jax import is_tracing
+from spmd._names import name_of
+from spmd._tensor import become_sharded
+from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
+from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
+from spmd.rules import fsdp_axis
+
+Stage = Literal[1, 2, 3]
+Placer: TypeAlias = Callable[[nn.Parameter], Any]
+
+
+class MixedPrecision(Protocol):
+    """What `fully_shard` reads of a policy; torch's `MixedPrecisionPolicy` has these."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+    @property
+    def output_dtype(self) -> torch.dtype | None: ...
+    @property
+    def cast_forward_inputs(self) -> bool: ...
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: Any,
+    *,
+    axis: str | Sequence[str] | None = None,
+    stage: Stage = 3,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecision | None = None,
+    ignored_params: Collection[torch.Tensor] | None = None,
+    shard_placement_fn: Placer | None = None,
+) -> nn.Module:
+    """Make `module` one unit of fully sharded data parallelism; inner modules first, each parameter belongs to one unit.
+
+    Args:
+        module: on device 'jax', on the host or on 'meta'.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+        axis: the axis or axes to split over; default: the one named 'fsdp', 'shard', 'data' or 'dp'. Over the mesh's other
+            axes parameters are replicated (hybrid sharding) unless an annotation splits them already (tensor parallelism);
+            the batch should be split over these axes and the replicating ones.
+        stage: 3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone.
+        reshard_after_forward: gather again for the backward, so that whole parameters live for one module at a time; False
+            keeps them from forward to backward and saves the second all-gather. Stage 3 only.
+        mp_policy: `param_dtype` to gather and compute in, `reduce_dtype` to sum gradients in, `output_dtype`,
+            `cast_forward_inputs`; the parameters themselves keep their dtype.
+        ignored_params: parameters to leave as they are.
+        shard_placement_fn: for a parameter a DTensor `Shard(dim)`, or None for the default: its largest dim that the axis
+            divides; one that has no such dim stays whole.
+
+    Returns:
+        `module`.
+
+    Raises:
+        SpmdError: the mesh has no such axis, the module is a unit already, or a placement cannot be.
+    """
+    grid = as_mesh(mesh)
+    axes = _axes(grid, axis)
+    if _UNIT in vars(module):
+        raise SpmdError(
+            message(f"{type(module).__name__} is a unit of fully_shard already", fix="call it once per module, inner ones first")
+        )
+    ignored = {id(p) for p in ignored_params or ()}
+    own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
+    for parameter in own.values():
+        _lay_out(parameter, grid, axes, stage, shard_placement_fn)
+    unit = _Unit(grid, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
+    vars(module)[_UNIT] = unit
+    module.register_forward_pre_hook(unit.enter, with_kwargs=True, prepend=True)
+    module.register_forward_hook(unit.leave, always_call=True)
+    return module
+
+
+_UNIT = "_spmd_fsdp_unit"
+
+
+def _axes(grid: mesh_.Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    axes = (fsdp_axis(grid),) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axes:
+        if name not in grid.axis_names:
+            shown = ", ".join(map(repr, grid.axis_names))
+            raise SpmdError(message(f"{grid} has no axis {name!r}", f"axes of the mesh: {shown}", fix=f"axis={grid.axis_names[0]!r}"))
+    return axes
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """(module, name) of the parameters below `module` that belong to no inner unit."""
+    for name, parameter in module.__dict__["_parameters"].items():
+        if parameter is not None:
+            yield module, name
+    for child in module.children():
+        if _UNIT not in vars(child):
+            yield from _slots(child)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    inner = {id(p) for child in module.modules() if _UNIT in vars(child) for p in _slot_parameters(child)}
+    return (p for p in _slot_parameters(module) if id(p) not in inner)  # a tied weight belongs to the first unit
+
+
+def _slot_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (owner.__dict__["_parameters"][name] for owner, name in _slots(module))
+
+
+def _lay_out(
+    parameter: nn.Parameter, grid: mesh_.Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None
+) -> None:
+    """Mark one parameter, or for stages 1 and 2 only where its gradient and state go."""
+    shape = tuple(parameter.shape)
+    marked = annotation_of(parameter)
+    before = mesh_.PartitionSpec(*(None,) * len(shape)) if marked is None else marked.partition_spec
+    placement = None if choose is None else choose(parameter)
+    if placement is None:
+        spec = mesh_.split_largest_dim(before, shape, grid, axes)
+    else:
+        entries: list[Any] = list(before)
+        entries[placement.dim] = (*mesh_.entry_axes(entries[placement.dim]), *axes)
+        spec = mesh_.PartitionSpec(*entries)
+        mesh_.ShardingSpec(grid, spec).validate(shape, name_of(parameter))
+    mark_sharding(parameter, grid, spec if stage == 3 else before)
+    if stage < 3:
+        set_state_sharding(parameter, mesh_.ShardingSpec(grid, spec))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What one call of `fully_shard` settled; its methods are the module's hooks. The state of a running forward is in `calls`."""
+
+    mesh: mesh_.Mesh
+    axes: tuple[str, ...]
+    stage: Stage
+    reshard: bool
+    policy: MixedPrecision | None
+    ignored: frozenset[int]
+    calls: list[_Call] = field(default_factory=list["_Call"], compare=False)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Forward pre-hook: put whole parameters in place."""
+        call = _Call(self)
+        self.calls.append(call)
+        call.gather(module)
+        if self.policy is not None and self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
+            return _cast((args, kwargs), self.policy.param_dtype)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Forward hook, also after an error: put the parameters back."""
+        call = self.calls.pop()
+        call.put_back()
+        if result is not None and self.policy is not None and self.policy.output_dtype is not None:
+            result = _cast(result, self.policy.output_dtype)
+        return call.fenced(result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
+        return _Unit(self.mesh, self.axes, self.stage, self.reshard, self.policy, self.ignored)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "calls": list[Any]()}
+
+
+class _Call:
+    """One forward of a unit's module: which parameters were replaced, and how its backward sees them whole again."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self.unit = unit
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._sources: list[torch.Tensor] = []
+        self._wholes: dict[Buffer, int] = {}
+        self._again: dict[int, torch.Tensor] = {}
+        self._fence: Sequence[Any] = ()
+        self._hooks: saved_tensors_hooks | None = None
+
+    def gather(self, module: nn.Module) -> None:
+        """Replace the parameters of the unit by whole ones, on autograd's tape."""
+        unit = self.unit
+        # In a backward this forward is a recomputation (torch.utils.checkpoint): XLA must not merge it with the first one.
+        is_again = torch._C._current_graph_task_id() != -1
+        wholes: dict[int, torch.Tensor] = {}
+        for owner, name in list(_slots(module)):
+            registry = owner.__dict__["_parameters"]
+            parameter = registry[name]
+            if id(parameter) in unit.ignored or parameter.device.type != "jax" or annotation_of(parameter) is None:
+                continue
+            whole = wholes.get(id(parameter))
+            if whole is None:
+                whole = wholes[id(parameter)] = become_sharded(_Whole.apply(parameter, unit, is_again))  # pyright: ignore[reportArgumentType]
+                self._wholes[buffer_of(whole)] = len(self._sources)
+                self._sources.append(parameter)
+            self._replaced.append((registry, name, parameter))
+            registry[name] = whole
+        drops = unit.stage == 3 and unit.reshard and not is_again and torch.is_grad_enabled()
+        # Under somebody else's hooks (checkpointing) nothing is kept from forward to backward anyway, and two would not nest.
+        if drops and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def put_back(self) -> None:
+        """The module has its own parameters again."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+        for registry, name, parameter in self._replaced:
+            registry[name] = parameter
+
+    def fenced(self, result: Any) -> Any:
+        """The module's result; when its gradient arrives, the parameters are gathered anew and not before.
+
+        The pieces go through one optimization barrier with the gradient: so XLA neither merges the gathers with those of
+        the forward, which would keep every whole parameter alive, nor moves them ahead of the backward of later modules.
+        """
+        if self._hooks is not None and is_tracing():
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._on_gradient)
+        return result
+
+    def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._fence:
+            return gradient
+        with exact_dtypes():
+            first, *self._fence = jax.lax.optimization_barrier([load(gradient), *map(load, self._sources)])
+        return wrap(first)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.device.type != "jax":
+            return tensor
+        index = self._wholes.get(buffer_of(tensor))
+        return tensor if index is None else _View(index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _View):
+            return packed
+        whole = self._again.get(packed.index)
+        if whole is None:
+            source = self._sources[packed.index]
+            value = self._fence[packed.index] if self._fence else load(source)
+            whole = self._again[packed.index] = wrap(_gathered(value, source, self.unit))
+        return strided_alias(whole, packed.size, packed.stride, packed.offset)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What autograd saved of a whole parameter: which one, and how it was seen."""
+
+    index: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Whole(torch.autograd.Function):
+    """A parameter as its module computes with it: whole along the unit's axes and in its dtype; the gradient in pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, unit: _Unit, is_again: bool) -> torch.Tensor:
+        ctx.unit, ctx.dtype, ctx.sharding = unit, parameter.dtype, _gradient_sharding(parameter, unit)
+        value = load(parameter)
+        if is_again and is_tracing():
+            with exact_dtypes():
+                value = jax.lax.optimization_barrier(value)
+        return wrap(_gathered(value, parameter, unit))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        policy: MixedPrecision | None = ctx.unit.policy
+        gradient = grads[0]
+        if policy is not None and policy.reduce_dtype is not None:
+            gradient = gradient.to(policy.reduce_dtype)
+        summed = wrap(placed(load(gradient), ctx.sharding))
+        return summed.to(ctx.dtype), None, None
+
+
+def _gathered(value: Any, parameter: torch.Tensor, unit: _Unit) -> Any:
+    """The parameter's array in the dtype to compute in, whole along the unit's axes."""
+    policy, annotation = unit.policy, annotation_of(parameter)
+    if policy is not None and policy.param_dtype is not None and parameter.is_floating_point():
+        with exact_dtypes():
+            value = value.astype(to_numpy_dtype(policy.param_dtype))
+    if annotation is None or unit.stage < 3:
+        return value
+    return placed(value, _without(annotation, unit.axes))
+
+
+def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> mesh_.ShardingSpec | None:
+    """Where the sum of the gradients over the devices goes."""
+    return annotation_of(parameter) if unit.stage != 2 else state_sharding_of(parameter)
+
+
+@functools.cache
+def _without(sharding: mesh_.ShardingSpec, axes: tuple[str, ...]) -> mesh_.ShardingSpec:
+    return mesh_.ShardingSpec(sharding.mesh, mesh_.without_axes(sharding.partition_spec, axes))
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in `tree` in `dtype`."""
+    return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
+
+
+__all__ = ["MixedPrecision", "fully_shard"]

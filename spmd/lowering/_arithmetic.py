@@ -1,0 +1,38 @@
+"""The four operations on arrays, without jnp's own jit where the operands already agree.
+
+Each function of jnp is jitted, and its first trace for new shapes costs 0.3 ms, a third of what a small training step takes to
+trace. Operands of one dtype and shape, or one shape and a 0-dim array, need none of the promotion it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _direct(general: Callable[[Any, Any], Any], primitive: Callable[[Any, Any], Any], *, is_exact: bool) -> Callable[[Any, Any], Any]:
+    """`general(x, y)`, by `primitive` for floating or complex arrays (`is_exact`: for integers too) that agree."""
+    kinds = jnp.number if is_exact else jnp.inexact
+
+    def operation(x: Any, y: Any) -> Any:
+        if not (isinstance(x, jax.Array) and isinstance(y, jax.Array) and x.dtype == y.dtype and jnp.issubdtype(x.dtype, kinds)):
+            return general(x, y)
+        if x.shape == y.shape:
+            return primitive(x, y)
+        if not x.shape:
+            return primitive(lax.broadcast(x, y.shape), y)
+        return primitive(x, lax.broadcast(y, x.shape)) if not y.shape else general(x, y)
+
+    return operation
+
+
+add = _direct(jnp.add, lax.add, is_exact=True)
+sub = _direct(jnp.subtract, lax.sub, is_exact=True)
+mul = _direct(jnp.multiply, lax.mul, is_exact=True)
+div = _direct(jnp.true_divide, lax.div, is_exact=False)
+
+__all__ = ["add", "div", "mul", "sub"]

@@ -1,0 +1,99 @@
+"""Running averages whose count torch reads on the host: `AveragedModel`, and BatchNorm with `momentum=None`.
+
+`AveragedModel.update_parameters` copies the first time and averages afterwards; a cumulative BatchNorm divides by the number of
+batches so far. In a trace both counts stay on the device: both outcomes are computed and the count selects, so there is one
+program for all calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
+
+from spmd.device._copy import from_host
+from spmd.program._held import is_device_tensor
+
+
+def bring_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Move the count of each `AveragedModel` to the device on which its parameters are (torch leaves it on the CPU)."""
+    for _, module in modules:
+        if (
+            isinstance(module, AveragedModel)
+            and not is_device_tensor(module.n_averaged)
+            and any(map(is_device_tensor, module.parameters()))
+        ):
+            module.n_averaged = from_host(module.n_averaged)
+
+
+@contextmanager
+def counting_on_device() -> Generator[None]:
+    """While active, these averages do not read their counts."""
+    update, forward = AveragedModel.update_parameters, _BatchNorm.forward
+    AveragedModel.update_parameters = lambda self, model: _update(update, self, model)
+    _BatchNorm.forward = lambda self, input: _normalised(forward, self, input)
+    try:
+        yield
+    finally:
+        AveragedModel.update_parameters, _BatchNorm.forward = update, forward
+
+
+class _Positive(torch.Tensor):
+    """A count that says to Python that it is greater than zero."""
+
+    __hash__ = torch.Tensor.__hash__
+
+    def __eq__(self, other: Any) -> Any:
+        return False if type(other) is int and other == 0 else super().__eq__(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return True if type(other) is int and other == 0 else super().__gt__(other)
+
+
+@torch.no_grad()
+def _update(torchs: Callable[..., None], averaged: AveragedModel, model: torch.nn.Module) -> None:
+    """`averaged.update_parameters(model)`: torch's averaging, over which the first time the model's own values are written."""
+    count = averaged.n_averaged
+    if not is_device_tensor(count):
+        torchs(averaged, model)
+        return
+    is_first = count == 0
+    averaged._buffers["n_averaged"] = count.as_subclass(_Positive)
+    try:
+        torchs(averaged, model)
+    finally:
+        averaged._buffers["n_averaged"] = count
+
+    def values(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+        return itertools.chain(module.parameters(), module.buffers()) if averaged.use_buffers else module.parameters()
+
+    for average, current in zip(values(averaged.module), values(model), strict=True):
+        average.copy_(torch.where(is_first, current.to(average.device), average))
+
+
+def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Tensor) -> torch.Tensor:
+    """`norm.forward(input)`: with `momentum=None` the batch's own statistics are taken, then averaged by the count."""
+    count = norm.num_batches_tracked
+    if norm.momentum is not None or not norm.training or not is_device_tensor(count):
+        return torchs(norm, input)
+    buffers = norm._buffers
+    running = {name: buffers[name] for name in ("running_mean", "running_var")}
+    buffers.update({name: torch.zeros_like(value) for name, value in running.items()})
+    norm.momentum = 1.0
+    try:
+        out = torchs(norm, input)
+        with torch.no_grad():
+            for name, value in running.items():
+                value.lerp_(buffers[name], (1.0 / count).to(value.dtype))
+    finally:
+        norm.momentum = None
+        buffers.update(running)
+    return out
+
+
+__all__ = ["bring_counts", "counting_on_device"]

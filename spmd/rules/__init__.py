@@ -1,0 +1,10 @@
+"""Shardings for a whole model by rules instead of line by line: `shard_module`, and the rules people already have.
+
+report = spmd.shard_module(model, m, [("up.weight", ("model", None)), ("down.weight", (None, "model"))])
+report = spmd.shard_module(model, m, "fsdp+megatron")
+"""
+
+from spmd.rules._module import rules_for, shard_module, sized_tensors
+from spmd.rules._presets import FAMILIES, fsdp_axis, megatron_axis
+
+__all__ = ["FAMILIES", "fsdp_axis", "megatron_axis", "rules_for", "shard_module", "sized_tensors"]
