@@ -36,12 +36,15 @@ def program_facts(hlo: str, found: dict[str, Any], job: Job) -> dict[str, Any]:
         row = rows.setdefault(f"{item.kind} over {'+'.join(item.axes) or '?'}", {"count": 0, "bytes": 0})
         row["count"] += item.count
         row["bytes"] += item.count * item.num_bytes
+    memory = found["memory"]  # the peak as all allocations: XLA:CPU's own figure leaves the temporaries out
+    peak = memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - memory["alias_bytes"]
     return {
         "collectives": dict(sorted(rows.items())),
         "collective_bytes": report.num_bytes,
         "flops": _hlo.flops(hlo),
         "instructions": _hlo.instruction_count(hlo),
-        **found["memory"],
+        **memory,
+        "peak_bytes": peak,
         "stages": found["stages"],
         "executables": found["executables"],
         "retraces": found["retraces"],

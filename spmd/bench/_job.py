@@ -32,6 +32,7 @@ class Job:
         dtype: of parameters and floating inputs, "float32" or "bfloat16".
         topology: compile for these TPU chips ("v5e:2x4") without running; "" runs here.
         num_batches: how many batches there are; step n uses batch n modulo this.
+        real_data, weights: files to read; the script knows how.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Job:
     platform: str = "cpu"
     num_batches: int = 4
     real_data: str = ""
+    weights: str = ""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Job:
@@ -124,7 +126,10 @@ class Job:
 
         torch.manual_seed(0)
         with torch.device("meta" if self.topology else "cpu"):
-            return self.script.build(self.config).to(getattr(torch, self.dtype))
+            model = self.script.build(self.config)
+        if self.weights and not self.topology:
+            self.script.load_weights(model, self.config, Path(self.weights))
+        return model.to(getattr(torch, self.dtype))
 
 
 def load(path: Path) -> ModuleType:

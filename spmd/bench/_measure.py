@@ -52,12 +52,14 @@ def num_phases(entrants: list[Entrant], effort: Effort) -> int:
     return present * (2 + effort.rounds + effort.traces)
 
 
-def measure(job: Job, entrants: list[Entrant], effort: Effort, tell: Progress) -> dict[str, Any]:
-    """Run it. `tell` is called with what was just done."""
+def measure(job: Job, entrants: list[Entrant], effort: Effort, tell: Progress, save: Path | None = None) -> dict[str, Any]:
+    """Run it. `tell` is called with what was just done; `save`: a file for our trained weights."""
     result: dict[str, Any] = {"job": _described(job), "machine": machine(), "unit": job.script.UNIT}
     result["items_per_step"], result["model_flops"] = job.script.num_items(job.config), _facts.model_flops(job)
     peers: dict[str, dict[str, Any]] = {entrant.name: {"absent": entrant.absent} for entrant in entrants if entrant.absent}
     with _started(job, entrants, effort, peers, tell) as running:
+        if save is not None:
+            running["ours"].ask("save", path=str(save.resolve()))
         _take_turns(running, effort.rounds, peers, tell)
         _compile_again(running, effort.traces, peers, tell)
         _read_programs(running, job, peers, tell)
@@ -66,7 +68,7 @@ def measure(job: Job, entrants: list[Entrant], effort: Effort, tell: Progress) -
 
 
 def _described(job: Job) -> dict[str, Any]:
-    kept = {name: value for name, value in job.to_dict().items() if name not in ("folder", "real_data")}
+    kept = {name: value for name, value in job.to_dict().items() if name not in ("folder", "real_data", "weights")}
     return {**kept, "mesh": job.mesh_text, "data": "real" if job.real_data else "default", "config": vars(job.config)}
 
 

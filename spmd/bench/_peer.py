@@ -9,7 +9,7 @@ A contender is a class `Contender(job)` in `peers/<name>.py` (and `prepare(job)`
     loss()          of the last step
     stages(cold)    seconds to trace, lower and compile a fresh program, or {} if there is no such thing
     program()       HLO text, memory, executables and retraces of the program that runs, or {}
-    close()         optional
+    save(file), close()     optional
 """
 
 from __future__ import annotations
@@ -88,11 +88,9 @@ class Peer:
             Path(hlo_path).write_text(found.pop("hlo"), encoding="utf-8")
         return found
 
-    def do_weights(self, path: str) -> dict[str, Any]:
-        """Parameters by name as float32, to a numpy archive."""
-        import numpy as np
-
-        np.savez(path, **self.contender.weights())
+    def do_save(self, path: str) -> dict[str, Any]:
+        """Write the trained weights as the script does."""
+        self.contender.save(Path(path))
         return {}
 
     def do_stop(self) -> dict[str, Any]:

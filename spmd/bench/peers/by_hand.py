@@ -91,10 +91,13 @@ class Contender:
     def program(self) -> dict[str, Any]:
         if self.compiled is None:
             self.stages(False)
-        return {"hlo": self.compiled.as_text(), "memory": memory_of(self.compiled), "stages": self.found_stages, "executables": 1, "retraces": []}
-
-    def weights(self) -> dict[str, Any]:
-        return {name: np.asarray(value) for name, value in self.state[0].items()}
+        return {
+            "hlo": self.compiled.as_text(),
+            "memory": memory_of(self.compiled),
+            "stages": self.found_stages,
+            "executables": 1,
+            "retraces": [],
+        }
 
 
 def mesh_of(job: Any) -> jax.sharding.Mesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -65,8 +66,9 @@ class Contender:
             "retraces": list(self.compiled.retraces),
         }
 
-    def weights(self) -> dict[str, Any]:
-        return {name: p.detach().cpu().float().numpy() for name, p in self.model.named_parameters()}
+    def save(self, file: Path) -> None:
+        state = {name: value.cpu() for name, value in self.model.state_dict().items()}
+        self.job.script.save_weights(state, self.job.config, file)
 
 
 def train_step(model: Any, optimizer: Any, loss_of: Any) -> Any:

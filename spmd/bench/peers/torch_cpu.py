@@ -43,9 +43,6 @@ class Contender:
     def program(self) -> dict[str, Any]:
         return {}
 
-    def weights(self) -> dict[str, Any]:
-        return {name: p.detach().float().cpu().numpy() for name, p in self.model.named_parameters()}
-
 
 class Compiled(Contender):
     """Forward and backward through `torch.compile`, the optimizer's step too."""
