@@ -51,8 +51,8 @@ class Job:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Job:
         """Undo `dataclasses.asdict` after a passage through JSON, where tuples are lists."""
-        pairs = {key: tuple((name, value) for name, value in fields[key]) for key in ("overrides", "axes")}
-        return cls(**{**fields, **pairs})
+        pairs: dict[str, Any] = {key: tuple((name, value) for name, value in fields[key]) for key in ("overrides", "axes")}
+        return cls(**(fields | pairs))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

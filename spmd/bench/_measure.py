@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,7 @@ def _described(job: Job) -> dict[str, Any]:
 
 
 @contextmanager
-def _started(job: Job, entrants: list[Entrant], effort: Effort, peers: dict[str, Any], tell: Progress) -> Iterator[dict[str, PeerProcess]]:
+def _started(job: Job, entrants: list[Entrant], effort: Effort, peers: dict[str, Any], tell: Progress) -> Generator[dict[str, PeerProcess]]:
     """Processes that hold their contender; one that fails is left out with the reason, but for ours."""
     running: dict[str, PeerProcess] = {}
     try:

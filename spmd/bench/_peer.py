@@ -41,7 +41,8 @@ class Peer:
     """Answers commands about one contender."""
 
     def __init__(self, name: str) -> None:
-        self.module, self.contender = loaded(HERE / "peers" / f"{name}.py"), None
+        self.module: Any = loaded(HERE / "peers" / f"{name}.py")
+        self.contender: Any = None
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """What `command["do"]` names, with its other fields as arguments."""
@@ -56,12 +57,11 @@ class Peer:
         return {"make_s": time.perf_counter() - start, "versions": versions()}
 
     def do_losses(self, count: int) -> dict[str, Any]:
-        start, losses = time.perf_counter(), list[float]()
-        for number in range(count):
+        start, losses, first_step_s = time.perf_counter(), list[float](), 0.0
+        for _ in range(count):
             self.contender.step()
             losses.append(self.contender.loss())
-            if not number:
-                first_step_s = time.perf_counter() - start
+            first_step_s = first_step_s or time.perf_counter() - start
         self.contender.wait()
         return {"losses": losses, "first_step_s": first_step_s}
 

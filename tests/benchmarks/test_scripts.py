@@ -70,5 +70,5 @@ def test_text_and_images_are_read(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         image.new("RGB", (80, 100), color).save(folder / f"{number}.png")
     x_NCHW, y_N = resnet50.batches(resnet50.PRESETS["tiny"], 1, tmp_path / "images")[0]
-    assert x_NCHW.shape == (16, 3, 64, 64) and set(y_N.tolist()) == {0, 1}
+    assert x_NCHW.shape == (16, 3, 32, 32) and set(y_N.tolist()) == {0, 1}
     assert (x_NCHW[y_N == 1, 0] > x_NCHW[y_N == 0, 0].min()).all()  # folders in alphabetical order: blue 0, red 1
