@@ -179,7 +179,7 @@ def rules_report(tensors: Mapping[str, Sized], mesh: Mesh, rules: Rules, large_b
 
 
 def _placed(name: str, tensor: Sized, rule: Rule | None, mesh: Mesh) -> tuple[Placement, list[Finding]]:
-    """The placement, replicated where a dim does not split evenly, and a finding about that."""
+    """The placement, and a finding where the padding of uneven dims takes more than an eighth of the memory."""
     num_bytes = math.prod(tensor.shape) * tensor.itemsize
     whole = ShardingSpec(mesh, replicated(len(tensor.shape)))
     if rule is None:
@@ -190,14 +190,13 @@ def _placed(name: str, tensor: Sized, rule: Rule | None, mesh: Mesh) -> tuple[Pl
         raise SpecError(f"{name!r}, by rule {rule.title!r}: {error}") from error
     if len(sharding.partition_spec) != len(tensor.shape):
         sharding.validate(tensor.shape, f"{name!r}, by rule {rule.title!r},")
-    try:
-        piece = math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
-    except SpecError as error:
-        what, *details = str(error).splitlines()
-        fix = next(line.strip().removeprefix("fix: ") for line in details if "fix: " in line)
-        text = f"{name!r}, by rule {rule.title!r}: {' '.join([what, *(d.strip() for d in details if 'fix: ' not in d)])}; left replicated"
-        return Placement(name, tensor.shape, whole, rule.title, num_bytes, num_bytes), [Finding("uneven", text, fix)]
-    return Placement(name, tensor.shape, sharding, rule.title, num_bytes, piece), []
+    piece = math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
+    placement = Placement(name, tensor.shape, sharding, rule.title, num_bytes, piece)
+    stored = sharding.padded_shape(tensor.shape)
+    if math.prod(stored) <= 1.125 * math.prod(tensor.shape):
+        return placement, []
+    text = f"{name!r} of {_shape(tensor.shape)}, by rule {rule.title!r}: {sharding.partition_spec} pads it to {_shape(stored)}"
+    return placement, [Finding("uneven", text, "split a dim that the axes divide, or replicate it: (name, None)")]
 
 
 def _tied(name: str, tensor: Sized, rules: Rules, placement: Placement) -> list[Finding]:

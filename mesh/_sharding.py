@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -97,22 +97,35 @@ class ShardingSpec:
             return ShardingType.REPLICATED
         return ShardingType.OTHER if self.num_shards == self.mesh.size() else ShardingType.PARTIAL
 
-    def validate(self, shape: Sequence[int], name: str | None = None) -> None:
+    def validate(self, shape: Sequence[int], name: str | None = None, uneven: Literal["pad", "error"] = "pad") -> None:
         """Check that a tensor can lie so.
 
         Args:
             shape: the tensor's global shape.
             name: what the message calls the tensor, e.g. "parameter 'up.weight'".
+            uneven: "error" refuses a dim that does not split evenly over its axes; "pad" allows it, see `padded_shape`.
 
         Raises:
-            SpecError: the spec has not one entry per dim, or a dim does not split evenly over its axes.
+            SpecError: the spec has not one entry per dim, or `uneven` refuses a dim.
         """
         title = f"{name or 'a tensor'} of shape {tuple(shape)}"
         _require_rank(self, shape, title)
-        _require_even(self, shape, title)
+        if uneven == "error":
+            _require_even(self, shape, title)
+        elif uneven != "pad":
+            raise SpecError(message(f"uneven={uneven!r} is no way to treat uneven dims", [], 'uneven="pad" or uneven="error"'))
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape in which a tensor is stored: a dim that its axes do not divide is padded at its end to equal pieces.
+
+        Raises:
+            SpecError: a tensor of this rank cannot lie so.
+        """
+        self.validate(shape)
+        return tuple(-(-size // shards) * shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one device's piece.
+        """Shape of one device's piece, the padding of uneven dims included.
 
         Args:
             shape: global shape, in elements.
@@ -123,11 +136,11 @@ class ShardingSpec:
         Raises:
             SpecError: a tensor of this shape cannot lie so.
         """
-        self.validate(shape)
-        return tuple(size // shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
+        padded = self.padded_shape(shape)
+        return tuple(size // shards for size, shards in zip(padded, self._shards_per_dim, strict=True))
 
     def shard_slices(self, shape: Sequence[int]) -> list[ShardSlice]:
-        """What every device holds, in the mesh's device order; agrees with jax's `devices_indices_map`.
+        """What every device holds, without padding, in the mesh's device order; agrees with jax's `devices_indices_map`.
 
         Raises:
             SpecError: a tensor of this shape cannot lie so.
@@ -139,8 +152,8 @@ class ShardingSpec:
         for position, device in enumerate(cast("list[Device]", self.mesh.devices.ravel().tolist())):
             starts = tuple(int(starts[position]) for starts in starts_by_dim)
             slices = tuple(
-                slice(start, start + piece) if shards > 1 else slice(None)
-                for start, piece, shards in zip(starts, pieces, self._shards_per_dim, strict=True)
+                slice(min(start, size), min(start + piece, size)) if shards > 1 else slice(None)
+                for start, piece, shards, size in zip(starts, pieces, self._shards_per_dim, shape, strict=True)
             )
             replica_id = copies_seen.get(starts, 0)
             copies_seen[starts] = replica_id + 1
@@ -250,7 +263,11 @@ def _require_rank(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
     if len(spec) < len(shape):
         fix = f"pad the spec with None to the rank: {PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))!r}"
     raise SpecError(
-        message(f"{title} cannot be sharded by {spec}", [f"the tensor has rank {len(shape)}, the spec has {len(spec)} entries"], fix)
+        message(
+            f"{title} cannot be sharded by {spec}",
+            [f"the tensor has rank {len(shape)}, the spec has {len(spec)} {'entry' if len(spec) == 1 else 'entries'}"],
+            fix,
+        )
     )
 
 
@@ -258,6 +275,7 @@ def _require_even(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
     spec, mesh = sharding.partition_spec, sharding.mesh
     details: list[str] = []
     fixes: list[str] = []
+    padded = sharding.padded_shape(shape)
     for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
         axes = entry_axes(entry)
         sizes = [mesh.axis_size(axis) for axis in axes]
@@ -265,8 +283,12 @@ def _require_even(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
         if size % shards == 0:
             continue
         named = " and ".join(f"axis {axis!r} has size {axis_size}" for axis, axis_size in zip(axes, sizes, strict=True))
-        details.append(f"dim {dim} has {size} elements, {named}" + (f", together {shards}" if len(axes) > 1 else ""))
-        fixes.append(f"pad dim {dim} to {-(-size // shards) * shards}")
+        details.append(
+            f"dim {dim} has {size} elements, {named}"
+            + (f", together {shards}" if len(axes) > 1 else "")
+            + ', and uneven="error" was asked for'
+        )
         fixes += [f"shard dim {i} ({n})" for i, n in enumerate(shape) if spec[i] is None and n and n % shards == 0]
     if details:
-        raise SpecError(message(f"{title} cannot be sharded by {spec}", details, ", or ".join(fixes)))
+        drop = f'drop uneven="error" to pad to {padded}'
+        raise SpecError(message(f"{title} cannot be sharded by {spec}", details, ", or ".join([drop, *fixes])))

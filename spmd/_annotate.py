@@ -7,7 +7,7 @@ activations.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import torch
@@ -22,7 +22,9 @@ from spmd._tensor import XLAShardedTensor, become_plain, become_sharded
 from spmd.device._storage import buffer_of, load, recording, store
 
 
-def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> XLAShardedTensor:
+def mark_sharding(
+    tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
+) -> XLAShardedTensor:
     """Lay `tensor` out over `mesh`, in place, and return it.
 
     A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
@@ -32,12 +34,14 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLik
         tensor: on device 'jax': a parameter, buffer, input or activation, any dtype.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
+        uneven: a dim that its axes do not divide is padded in storage ("pad"; values, shapes and files never show it), or refused
+            ("error").
 
     Raises:
-        SpecError: wrong rank, unknown axis, an axis used twice, or a dim that its axes do not divide.
+        SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
         SpmdError: the tensor is not on device 'jax', or is a view of a tensor that shows other dims.
     """
-    spec = checked_spec(tensor, as_mesh(mesh), partition_spec)
+    spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven)
     buffer = buffer_of(tensor)
     value = None if buffer.value is None else buffer.value
     if recording.get() is not None or is_tracer(value):
@@ -105,7 +109,9 @@ def as_mesh(mesh: Any) -> mesh_.Mesh:
     )
 
 
-def checked_spec(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike) -> mesh_.ShardingSpec:
+def checked_spec(
+    tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike, uneven: Literal["pad", "error"] = "pad"
+) -> mesh_.ShardingSpec:
     """The layout that `tensor` is to get.
 
     Raises:
@@ -122,12 +128,12 @@ def checked_spec(tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.S
         )
     try:
         spec = mesh_.ShardingSpec(grid, partition_spec)
-        spec.validate(tuple(tensor.shape))
+        spec.validate(tuple(tensor.shape), uneven=uneven)
         return spec
     except mesh_.SpecError as error:
         name = name_of(tensor)
         try:
-            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name)
+            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name, uneven)
         except mesh_.SpecError as named:
             text = str(named) if name in str(named) else f"{name} cannot be sharded by {partition_spec!r}: {named}"
             raise mesh_.SpecError(text) from error

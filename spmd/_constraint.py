@@ -30,7 +30,8 @@ def placed(array: Any, sharding: mesh_.ShardingSpec | None) -> Any:
     with exact_dtypes():
         if is_tracer(array) or recording.get() is not None:
             return jax.lax.with_sharding_constraint(array, sharding.to_jax())
-        return jax.device_put(array, sharding.to_jax())
+        even = sharding.padded_shape(array.shape) == array.shape
+        return jax.device_put(array, sharding.to_jax()) if even else array  # jax has no array in uneven pieces
 
 
 class _Constrained(torch.autograd.Function):

@@ -13,12 +13,12 @@ from spmd._convert import exact_dtypes, host_array, to_numpy_dtype
 from spmd._errors import ShardError, message
 from spmd._names import name_of
 from spmd._shard import XLAShard
-from spmd.device._storage import load, store
+from spmd.device._storage import buffer_of, is_whole, load, store
 
 
 def load_shards(tensor: torch.Tensor, shards: Sequence[XLAShard]) -> None:
     """Replace the values of `tensor` by those of `shards`; see `XLAShardedTensor.load_local_shards_`."""
-    value = load(tensor)
+    value = buffer_of(tensor).raw() if is_whole(tensor, buffer_of(tensor)) else load(tensor)
     if value.sharding.is_fully_replicated:
         raise _wrong(tensor, "it is not split, so it has no pieces", "copy the whole: t.copy_(values)")
     held = {f"{s.device.platform.upper()}:{s.device.id}": s for s in value.addressable_shards}

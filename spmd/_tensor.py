@@ -17,8 +17,9 @@ import mesh as mesh_
 from spmd._jax import is_tracer
 from spmd._load import load_shards
 from spmd._shard import XLAShard
+from spmd.device._arrays import is_readable
 from spmd.device._serialize import host_copy
-from spmd.device._storage import buffer_of, is_readable, is_whole, load, recording
+from spmd.device._storage import buffer_of, is_whole, load, recording
 
 
 class XLAShardedTensor(torch.Tensor):
@@ -81,7 +82,14 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def local_shards(self) -> list[XLAShard]:
         """The pieces that this process's devices hold, in device order."""
-        return [XLAShard.of_array(s.data, s.index, s.replica_id, s.device) for s in load(self).addressable_shards]
+        buffer = buffer_of(self)
+        value = buffer.raw() if is_whole(self, buffer) else load(self)
+        return [XLAShard.of_array(s.data, self._inside(s.index), s.replica_id, s.device) for s in value.addressable_shards]
+
+    def _inside(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The part of a stored piece's slices that is no padding."""
+        ends = [None if s.stop is None else min(s.stop, n) for s, n in zip(index, self.shape, strict=True)]
+        return tuple(s if end is None else slice(min(s.start or 0, end), end) for s, end in zip(index, ends, strict=True))
 
     def load_local_shards_(self, shards: Sequence[XLAShard]) -> None:
         """Replace the tensor's values by those of `shards`: one per device of this process, of the layout's shape, copies equal.

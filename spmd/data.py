@@ -32,7 +32,8 @@ from spmd._errors import SpmdError, message
 from spmd._tensor import become_sharded
 from spmd.checkpoint._gang import Gang, current_gang
 from spmd.checkpoint._random import host_streams, set_host_streams
-from spmd.device._storage import buffer_of, upload, wrap
+from spmd.device._arrays import upload
+from spmd.device._storage import buffer_of, wrap
 
 _END = -1  # in place of a batch's size
 

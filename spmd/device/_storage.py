@@ -14,24 +14,20 @@ operator and no program.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
 
 import mesh
-from mesh import _agreement, _hosts
-from spmd import _counters
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace, is_tracer
+from spmd._jax import current_trace
+from spmd.device._arrays import cropped, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -62,22 +58,24 @@ class Buffer:
     """The value of one storage: the root array whose row-major flattening is the storage's content.
 
     Attributes:
-        value: a jax.Array or tracer of shape `shape`; None while the value is still on the host, or dropped.
+        value: a jax.Array or tracer, of shape `stored` or, where somebody else made it, `shape`; None while the value is still on
+            the host, or dropped.
         host: the values to upload on first use, or None: a numpy array private to this buffer, or a read-only one, which
             repeats one value without memory behind it (`torch.empty`).
         shape: the root's shape.
         annotation: where `mark_sharding` put it, or None.
+        stored: shape of the array that holds it: uneven dims are padded. See Note [Uneven dims].
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "annotation", "dropped", "host", "reads", "shape", "state_annotation", "value")
+    __slots__ = ("__weakref__", "_annotation", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
         self.host = host
-        self.shape = shape
-        self.annotation: mesh.ShardingSpec | None = None
+        self.shape = self.stored = shape
+        self._annotation: mesh.ShardingSpec | None = None
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.reads: dict[Any, Any] = {}
@@ -85,8 +83,32 @@ class Buffer:
         if recorder is not None:
             recorder.born(self)
 
+    @property
+    def annotation(self) -> mesh.ShardingSpec | None:
+        """Where `mark_sharding` put it, or None."""
+        return self._annotation
+
+    @annotation.setter
+    def annotation(self, spec: mesh.ShardingSpec | None) -> None:
+        self._annotation = spec
+        self.stored = self.shape if spec is None else padded_shape(self.shape, spec.to_jax())
+
     def get(self) -> Any:
         """The root array, uploaded if it is still on the host."""
+        value = self.raw()
+        return value if value.shape == self.shape else self._cropped(value)
+
+    def _cropped(self, value: Any) -> Any:
+        whole = self.reads.get("whole")
+        if whole is None:
+            with exact_dtypes():
+                whole = cropped(value, self.shape, None if self._annotation is None else self._annotation.to_jax())
+            if recording.get() is not None:  # a program holds each read once; eagerly a kept one would be a second copy in memory
+                self.reads["whole"] = whole
+        return whole
+
+    def raw(self) -> Any:
+        """The array that holds the root, with the padding of uneven dims."""
         if self.value is None:
             self._materialise()
         recorder = recording.get()
@@ -95,10 +117,14 @@ class Buffer:
         return self.value
 
     def set(self, value: Any) -> None:
-        """Replace the root array (same shape and dtype)."""
+        """Replace the root array (same shape and dtype; padded or not)."""
         recorder = recording.get()
         if recorder is not None:
             recorder.will_write(self)
+        if self.stored != self.shape and value is not None and value.shape != self.stored:
+            assert self._annotation is not None
+            with exact_dtypes():
+                value = padded(value, self._annotation.to_jax())
         self.value = value
         self.host = None
         self.dropped = None
@@ -115,8 +141,8 @@ class Buffer:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
             self.value, self.host = upload(self.host, sharding), None
-        elif sharding is not None and self.get().sharding != sharding:
-            self.value = moved(self.value, sharding)
+        elif sharding is not None:
+            self.value = laid_out(self.raw(), self.shape, sharding)
         self.reads.clear()
 
     def _materialise(self) -> None:
@@ -143,78 +169,6 @@ def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdErro
             fix="compile with step.program(...), or mark the tensor over a mesh of devices that are here",
         )
     )
-
-
-def upload(host: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got.
-
-    One value repeated without memory (a read-only array without strides) is not sent: each device fills its own shard.
-    """
-    with exact_dtypes(), jax.ensure_compile_time_eval():
-        if host.size > 1 and not host.flags.writeable and not any(host.strides):
-            return _repeat(host.flat[0], host.shape, sharding)
-        if sharding is None:
-            array = jax.device_put(host)
-        else:
-            array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-            if not sharding.is_fully_addressable:
-                _note_upload(host)
-    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
-    _counters.count("uploads")
-    return array
-
-
-@functools.cache
-def _filler(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
-    return jax.jit(lambda value: jnp.broadcast_to(value, shape), out_shardings=sharding)
-
-
-def _repeat(value: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    return _filler(shape, sharding)(value)
-
-
-def moved(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array laid out by `sharding`: between devices directly.
-
-    In a job of several processes, what lies on this process's devices alone is taken as equal in all of them (as eager
-    results are that the same Python made everywhere), and each fills its own devices.
-    """
-    with exact_dtypes(), jax.ensure_compile_time_eval():
-        if sharding.is_fully_addressable or not value.is_fully_addressable:
-            return jax.device_put(value, sharding)
-        host = np.asarray(value)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def _note_upload(host: np.ndarray[Any, Any]) -> None:
-    """All processes hold the whole of what they upload: let the job compare it."""
-    job = _hosts.job()
-    if job is not None:
-        job.steps.note("uploaded values", _agreement.digest(np.ascontiguousarray(host).reshape(-1).view(np.uint8)))
-
-
-def is_readable(value: Any) -> bool:
-    """False for a tracer, and for an array of which parts lie on other processes' devices only; None is still on the host."""
-    return value is None or (not is_tracer(value) and (value.is_fully_addressable or value.is_fully_replicated))
-
-
-def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
-    """The array on the host.
-
-    Raises:
-        SpmdError: parts of it lie on other processes' devices only.
-    """
-    if not is_readable(value):
-        dims = ", ".join(["None"] * value.ndim)
-        raise SpmdError(
-            message(
-                f"a tensor of shape {value.shape} cannot be read here: parts of it lie on other hosts",
-                f"layout: {getattr(value.sharding, 'spec', value.sharding)}; this host has {len(value.addressable_shards)} of its shards",
-                fix=f"read .local_shards, or gather it first, in all processes: spmd.mark_sharding(t.clone(), mesh, ({dims}))",
-            )
-        )
-    return np.asarray(value)
 
 
 def reduce_dtype() -> np.dtype[Any] | None:
@@ -305,6 +259,15 @@ def wrap(array: Any) -> torch.Tensor:
     return tensor
 
 
+def wrap_stored(array: Any, shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> torch.Tensor:
+    """A new device tensor of `shape` marked as `annotation` says, whose value is stored in `array`, padded where uneven."""
+    tensor = _create(shape, to_torch_dtype(array.dtype))
+    buffer = Buffer(array, shape)
+    buffer.annotation = annotation
+    tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
 def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A new device tensor whose values stay in `array` (handed over) until the first use or `mark_sharding`."""
     tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
@@ -373,20 +336,17 @@ __all__ = [
     "Recorder",
     "buffer_of",
     "contiguous_stride",
-    "fetched",
-    "is_readable",
     "is_unset",
     "is_whole",
     "load",
-    "moved",
     "once",
     "recording",
     "reduce_dtype",
     "store",
     "strided_alias",
-    "upload",
     "wrap",
     "wrap_host",
+    "wrap_stored",
     "wrap_strided",
     "wrap_unset",
 ]

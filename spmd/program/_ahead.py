@@ -23,4 +23,4 @@ def waiting_for_topology(buffers: list[Buffer]) -> dict[Buffer, jax.ShapeDtypeSt
     """
     if not any(map(on_topology, buffers)):
         return {}
-    return {b: jax.ShapeDtypeStruct(b.shape, b.dtype) for b in buffers if b.value is None and b.host is not None}
+    return {b: jax.ShapeDtypeStruct(b.stored, b.dtype) for b in buffers if b.value is None and b.host is not None}

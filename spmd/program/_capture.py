@@ -23,6 +23,8 @@ from spmd._convert import exact_dtypes, host_array
 from spmd._errors import DroppedValueError, TraceError, line_of, message
 from spmd._jax import eval_jaxpr
 from spmd._tensor import XLAShardedTensor
+from spmd.device._arrays import padded
+from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import carried, needs_value
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
@@ -222,7 +224,7 @@ def capture(
     python = PythonState(found.places(), found.all_modules())
     cpu_tensors = found.cpu_tensors()
     waiting = waiting_for_topology([*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers])
-    arg_values = [waiting.get(b) or b.get() for b in arg_buffers] + [host_array(t) for t in host_tensors]
+    arg_values = [waiting.get(b) or b.raw() for b in arg_buffers] + [host_array(t) for t in host_tensors]
     for buffer in arg_buffers:
         waiting.pop(buffer, None)
     counters = equal_counters(found.optimizers) if share_counters else {}
@@ -321,6 +323,13 @@ def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]
     return bound, list(dict.fromkeys(buffers)), hosts
 
 
+def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
+    """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
+    value, spec = load(state), state_sharding_of(parameter)
+    uneven = spec is not None and parameter.shape == state.shape and spec.padded_shape(value.shape) != value.shape
+    return padded(value, spec.to_jax()) if uneven else value
+
+
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it shows its whole storage, else a tensor of its own with the view's value."""
     buffer = buffer_of(tensor)
@@ -380,8 +389,8 @@ class _Running:
             outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
             self.num_outputs = len(outputs)
             self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
-            kept = [load(g) for _, g in self.gradients.left if g is not None] if self.keep_grads else []
-            kept.extend(load(t) for _, t in self.optim.born)
+            kept = [stored_like(p, g) for p, g in self.gradients.left if g is not None] if self.keep_grads else []
+            kept.extend(stored_like(p, t) for p, t in self.optim.born)
             self.effects = [*self.python.effects(), *self.optim.effects]
             self._note_assigned(recorder)
             return outputs, [b.value for b in recorder.written], kept, [load(a.tensor) for a in self.assigned]

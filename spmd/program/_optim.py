@@ -20,10 +20,11 @@ import torch.optim._adafactor as adafactor_module
 from spmd._convert import exact_dtypes, to_numpy_dtype
 from spmd._errors import TraceError, message
 from spmd._jax import eval_jaxpr
+from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import lifted
-from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_unset
+from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_stored, wrap_unset
 from spmd.program._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
@@ -308,7 +309,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
     with _as_before(optimizer, [*missing, *others], births, made):
         try:
             with exact_dtypes():
-                jaxpr = jax.make_jaxpr(first_step)([jax.ShapeDtypeStruct(b.shape, b.dtype) for b in waiting])
+                jaxpr = jax.make_jaxpr(first_step)([jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting])
         except TraceError:
             made.clear()  # its state depends on values: left to the first traced step
             return
@@ -374,12 +375,17 @@ def _fill_births(
         jaxpr = pruned(closed.jaxpr, chosen)
         placed = [None if a is None else a.to_jax() for a in annotations]
         with exact_dtypes():
-            values = jax.jit(lambda jaxpr=jaxpr: eval_jaxpr(jaxpr, closed.consts), out_shardings=placed)()
+            values = jax.jit(lambda jaxpr=jaxpr, placed=placed: _evaluated(jaxpr, closed.consts, placed), out_shardings=placed)()
         for i, value, annotation in zip(chosen, values, annotations, strict=True):
-            parameter, key, _ = made[i]
-            state = wrap(value)
-            buffer_of(state).annotation = annotation
-            optimizer.state[parameter][key] = state
+            parameter, key, state = made[i]
+            made_now = wrap(value) if annotation is None else wrap_stored(value, tuple(state.shape), annotation)
+            optimizer.state[parameter][key] = made_now
+
+
+def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
+    """The outputs of a jaxpr, padded where their sharding is uneven."""
+    values = eval_jaxpr(jaxpr, consts)
+    return [v if padded_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
 
 
 def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:

@@ -21,9 +21,10 @@ import mesh
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd._jax import inline_jaxpr
+from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, fetched, moved, wrap
+from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program import _hlo
 from spmd.program._capture import Captured
 from spmd.program._channels_last import has_convolution, run_channels_last
@@ -164,6 +165,8 @@ class Program:
         """Bring the buffer's value to where the program wants it: unmarked values on a mesh are replicated."""
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
+        elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
+            buffer.place(buffer.annotation.to_jax())
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
             buffer.value = moved(buffer.value, self.replicated)
 
@@ -172,7 +175,7 @@ class Program:
         if not self.is_ahead:
             return buffer.value
         sharding = self.replicated if buffer.annotation is None else buffer.annotation.to_jax()
-        return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.gradients:
@@ -299,8 +302,11 @@ class Program:
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
         for owner, grad in self.captured.gradients:
-            left = wrap(next(values)) if grad is not None and self.options.keep_grads else grad
             leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
+            left = grad
+            if grad is not None and self.options.keep_grads:
+                value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
+                left = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
             if leaf.grad is not left:
                 leaf.grad = left
         for (parameter, state), value in zip(self.captured.born, values, strict=True):

@@ -101,7 +101,7 @@ FINDINGS: list[tuple[str, dict[str, Sized], Any, str, list[str]]] = [
     ("large and replicated", {"w": BIG}, [], "replicated", ["'w' of shape (1024, 512), 2 MiB", "add a rule"]),
     ("matches nothing", {"w.up": Sized((4,), 4)}, [("w.upp", None)], "unmatched", ["'w.upp' matches no name", "write it like 'w.up'"]),
     ("shadowed", {"w": BIG}, [("*", ("model", None)), ("w", None)], "shadowed", ["'w' decides nothing: '*' before it takes 'w'"]),
-    ("uneven", {"w": Sized((1023, 512), 4)}, [("w", ("model", None))], "uneven", ["dim 0 has 1023", "axis 'model' has size 2"]),
+    ("uneven", {"w": Sized((3, 512), 4)}, [("w", ("model", None))], "uneven", ["'w'", "pads it to", "(4, 512)"]),
     ("tied", {"w": Sized((64, 64), 4, ("v",))}, [("w", ("model", None)), ("v", (None, "model"))], "tied", ["one tensor", "'v'"]),
 ]
 

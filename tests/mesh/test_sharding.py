@@ -115,23 +115,8 @@ def test_sharding_types_have_the_numbers_of_torch_xla() -> None:
 @pytest.mark.parametrize(
     ("spec", "shape", "text"),
     [
-        (("data",), (8, 4), r"rank 2, the spec has 1 entries\n  fix: pad the spec with None to the rank: PartitionSpec\('data', None\)"),
+        (("data",), (8, 4), r"rank 2, the spec has 1 entry\n  fix: pad the spec with None to the rank: PartitionSpec\('data', None\)"),
         (("data", None, None), (8,), "rank 1, the spec has 3 entries\n  fix: drop 2 of the entries"),
-        (
-            (None, "data"),
-            (16, 10),
-            r"dim 1 has 10 elements, axis 'data' has size 4\n  fix: pad dim 1 to 12, or shard dim 0 \(16\)",
-        ),
-        (
-            (("data", "model"), None),
-            (12, 3),
-            "dim 0 has 12 elements, axis 'data' has size 4 and axis 'model' has size 2, together 8\n  fix: pad dim 0 to 16",
-        ),
-        (
-            ("data", "model"),
-            (1, 3),
-            "dim 0 has 1 .*\n  dim 1 has 3 elements, axis 'model' has size 2\n  fix: pad dim 0 to 4, or pad dim 1 to 4",
-        ),
     ],
 )
 def test_tensor_that_cannot_lie_so_is_refused_by_name(mesh_4x2: Mesh, spec: Any, shape: tuple[int, ...], text: str) -> None:
@@ -142,6 +127,45 @@ def test_tensor_that_cannot_lie_so_is_refused_by_name(mesh_4x2: Mesh, spec: Any,
     for lay_out in (sharding.validate, sharding.shard_shape, sharding.shard_slices):
         with pytest.raises(mesh.SpecError, match=r"^a tensor of shape "):
             lay_out(shape)
+
+
+@multidevice
+@pytest.mark.parametrize(
+    ("spec", "shape", "text"),
+    [
+        (
+            (None, "data"),
+            (16, 10),
+            "dim 1 has 10 elements, axis 'data' has size 4, and uneven=\"error\" was asked for\n"
+            '  fix: drop uneven="error" to pad to (16, 12), or shard dim 0 (16)',
+        ),
+        (
+            (("data", "model"), None),
+            (12, 3),
+            "dim 0 has 12 elements, axis 'data' has size 4 and axis 'model' has size 2, together 8, and uneven=\"error\" was asked for\n"
+            '  fix: drop uneven="error" to pad to (16, 3)',
+        ),
+    ],
+)
+def test_uneven_dims_are_refused_when_asked(mesh_4x2: Mesh, spec: Any, shape: tuple[int, ...], text: str) -> None:
+    sharding = ShardingSpec(mesh_4x2, spec)
+    sharding.validate(shape)
+    with pytest.raises(mesh.SpecError) as caught:
+        sharding.validate(shape, "layers.0.weight", uneven="error")
+    assert str(caught.value).endswith(text)
+    with pytest.raises(mesh.SpecError, match="uneven='ignore' is no way to treat uneven dims"):
+        sharding.validate(shape, uneven="ignore")  # type: ignore[arg-type]
+
+
+@multidevice
+def test_uneven_dims_are_padded_to_equal_pieces(mesh_4x2: Mesh) -> None:
+    sharding = ShardingSpec(mesh_4x2, ("data", "model"))
+    assert sharding.padded_shape((5, 3)) == (8, 4)
+    assert sharding.shard_shape((5, 3)) == (2, 2)
+    held = [piece.slices for piece in sharding.shard_slices((5, 3))]
+    assert held[0] == (slice(0, 2), slice(0, 2))
+    assert held[5] == (slice(4, 5), slice(2, 3))
+    assert held[7] == (slice(5, 5), slice(2, 3))  # all of its first dim is padding
 
 
 @multidevice
