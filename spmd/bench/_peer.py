@@ -9,7 +9,7 @@ A contender is a class `Contender(job)` in `peers/<name>.py` (and `prepare(job)`
     loss()          of the last step
     stages(cold)    seconds to trace, lower and compile a fresh program, or {} if there is no such thing
     program()       HLO text, memory, executables and retraces of the program that runs, or {}
-    save(file), close()     optional
+    save(file), close(), device_kind     optional
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Peer:
         start = time.perf_counter()
         self.module.prepare(asked)
         self.contender = self.module.Contender(asked)
-        return {"make_s": time.perf_counter() - start, "versions": versions()}
+        kind = getattr(self.contender, "device_kind", "cpu")
+        return {"make_s": time.perf_counter() - start, "versions": versions(), "device_kind": kind}
 
     def do_losses(self, count: int) -> dict[str, Any]:
         start, losses, first_step_s = time.perf_counter(), list[float](), 0.0

@@ -12,7 +12,6 @@ import mesh
 import spmd
 from tests.oracle import assert_same, assert_same_model, twins
 
-
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 

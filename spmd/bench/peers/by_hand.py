@@ -19,6 +19,7 @@ class Contender:
         """`hand`: the script, `OPTIMIZER`, `BUFFERS` and `loss`; `<name>_jax.py` unless given."""
         self.job, self.hand = job, hand or job.by_hand
         self.mesh = mesh_of(job)
+        self.device_kind = self.mesh.devices.flat[0].device_kind
         model = job.model()
         params = {name: array_of(p) for name, p in model.named_parameters()}
         buffers = {name: array_of(b) for name, b in model.named_buffers() if name.rpartition(".")[2] in self.hand.BUFFERS}

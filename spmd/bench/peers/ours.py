@@ -20,6 +20,7 @@ class Contender:
     def __init__(self, job: Any) -> None:
         self.job = job
         self.grid = mesh.Mesh.from_string(job.mesh_text)
+        self.device_kind = self.grid.to_jax().devices.flat[0].device_kind
         self.model = job.model().to_empty(device="jax") if job.topology else job.model().to("jax")
         for name, parameter in self.model.named_parameters():
             spmd.mark_sharding(parameter, self.grid, job.spec_of(name, parameter.dim()))
