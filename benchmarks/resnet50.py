@@ -39,7 +39,7 @@ class Config:
 
 
 PRESETS = {
-    "tiny": Config(blocks=(1, 1), width=8, classes=16, size=32, batch=16),
+    "tiny": Config(blocks=(1, 1), width=16, classes=16, size=32, batch=16),
     "small": Config(blocks=(1, 1, 1, 1), width=32, classes=64, size=64, batch=32),
     "full": Config(),
 }

@@ -71,7 +71,7 @@ def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
     if is_tracer(value):
         atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
         value = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
-    return None if value is None or is_input(value) else value
+    return None if value is None or is_tracer(value) or is_input(value) else value  # a tracer: of a trace around this one
 
 
 def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]) -> Any:

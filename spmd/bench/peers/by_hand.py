@@ -92,9 +92,10 @@ class Contender:
     def program(self) -> dict[str, Any]:
         if self.compiled is None:
             self.stages(False)
+        compiled: Any = self.compiled
         return {
-            "hlo": self.compiled.as_text(),
-            "memory": memory_of(self.compiled),
+            "hlo": compiled.as_text(),
+            "memory": memory_of(compiled),
             "stages": self.found_stages,
             "executables": 1,
             "retraces": [],
