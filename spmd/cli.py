@@ -49,6 +49,12 @@ def demo_command() -> Callable[..., Any]:
     return demo.main
 
 
+def bench_command() -> Callable[..., Any]:
+    from spmd import bench
+
+    return bench.run
+
+
 def ckpt_command() -> Callable[..., Any]:
     from spmd import checkpoint
     from spmd.checkpoint._command import Ls, Reshard, Verify
@@ -91,6 +97,7 @@ COMMANDS = {
     "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
     "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
     "launch": Command("Run a program as one job of several processes.", launch_command),
+    "bench": Command("Run a benchmark beside hand-written JAX and other peers.", bench_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
 

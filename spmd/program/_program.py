@@ -28,6 +28,7 @@ from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._channels_last import has_convolution, run_channels_last
 from spmd.program._job import require_sound, watched
 from spmd.program._repeat import repeated
 
@@ -82,7 +83,8 @@ class Program:
         # Note [One program at a time]. XLA:CPU runs a program's devices on one pool of threads, where each waits in a thread for
         # the others at a collective. Devices that are already in the next program can hold all the threads that the last one
         # still needs; XLA then aborts the process after 40 s (so it does to jax's own loop). So there a call waits for its inputs.
-        self.waits = self.replicated is not None and self.replicated.num_devices > 1 and _platform(self.replicated) == "cpu"
+        self.is_on_cpu = (jax.default_backend() if self.replicated is None else _platform(self.replicated)) == "cpu"
+        self.waits = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
@@ -140,6 +142,7 @@ class Program:
         state_results = [results[b] for b in self.written]
         arg_results = [results[captured.arg_buffers[i]] for i in self.written_args]
         num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite)
+        record = run_channels_last if self.is_on_cpu and has_convolution(jaxpr) else inline_jaxpr
 
         def run(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
             written, written_args = donated
@@ -148,7 +151,7 @@ class Program:
             args: list[Any] = [None] * len(captured.arg_buffers)
             for i, value in (*zip(self.written_args, written_args, strict=True), *zip(self.kept_args, kept_args, strict=True)):
                 args[i] = value
-            flat = inline_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
+            flat = record(jaxpr, consts, *args, *hosts, vector, words)
             outputs, rest = flat[:num_outputs], flat[num_outputs:]
             # State first: jax gives donated memory to the first result that fits it, which should be the state's own.
             return [rest[i] for i in state_results], [rest[i] for i in arg_results], rest[len(results) :], outputs
