@@ -23,7 +23,7 @@ from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 
 
-@torch._disable_dynamo  # under torch.compile it runs as it does without: in place, on the value of this moment
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (under torch.compile it runs as it does without: in place, on the value of this moment)
 def mark_sharding(
     tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
 ) -> XLAShardedTensor:

@@ -89,7 +89,7 @@ def upload(host: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
         if sharding is None:
             array = jax.device_put(host)
         else:
-            array = jax.make_array_from_callback(stored, sharding, lambda index: _piece(host, index, stored))
+            array = jax.make_array_from_callback(stored, sharding, lambda index: _piece(host, index or (), stored))
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")

@@ -320,8 +320,9 @@ def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]
 def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
     """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
     value, spec = load(state), state_sharding_of(parameter)
-    uneven = spec is not None and parameter.shape == state.shape and spec.padded_shape(value.shape) != value.shape
-    return padded(value, spec.to_jax()) if uneven else value
+    if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
+        return value
+    return padded(value, spec.to_jax())
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:

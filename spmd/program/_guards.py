@@ -101,7 +101,8 @@ def storages_guard(tensors: list[tuple[str, torch.Tensor]]) -> Guard:
     addresses = [storage._cdata for storage in storages]
 
     def check() -> str | None:
-        if list(map(torch._C._storage_id, shown)) == addresses and len(storages) == len(shown):
+        ids = map(torch._C._storage_id, shown)  # pyright: ignore[reportAttributeAccessIssue]
+        if list(ids) == addresses and len(storages) == len(shown):
             return None
         for (name, tensor), buffer in zip(tensors, buffers, strict=True):
             if buffer_of(tensor) is not buffer:

@@ -276,7 +276,8 @@ class PythonState:
 
         def is_same() -> bool:  # loops in C: a model has hundreds of holders, and this runs in every call
             try:
-                return list(map(len, holders)) == sizes and all(map(is_, chain.from_iterable(map(call, getters, holders)), flat))
+                now = chain.from_iterable(map(call, getters, holders))  # pyright: ignore[reportArgumentType]
+                return list(map(len, holders)) == sizes and all(map(is_, now, flat))
             except KeyError:
                 return False
 

@@ -290,7 +290,7 @@ class Program:
     def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
         """A state value that somebody else wrote since the last call, laid out as the program expects."""
         self._settle(buffer)
-        if sharding is not None and buffer.value.sharding != sharding:
+        if sharding is not None and buffer.raw().sharding != sharding:
             buffer.place(sharding)
         return buffer.value
 
