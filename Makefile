@@ -13,7 +13,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench torchax ops clean
+.PHONY: help setup demo check test bench torchax ops faults clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,11 @@ $(TORCHAX)/.installed:
 
 ops: setup ## which PyTorch ops the device covers
 	@$(PY) benchmarks/ops.py
+
+TRIALS ?= 20
+
+faults: setup ## what a job survives: faults thrown at it, TRIALS of each (network faults where root may make namespaces)
+	@$(PY) benchmarks/faults.py --trials $(TRIALS)
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) $(TORCHAX) build dist .pytest_cache .ruff_cache .hypothesis

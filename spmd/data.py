@@ -102,11 +102,13 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The place: what was handed out, not what was prefetched."""
         streams = self._began if self.batch else self._streams
-        return {"epoch": self.epoch, "batch": self.batch, "full": self._full, "streams": streams, "source": self._source}
+        full = None if self._full is None else self._full * self._feeders  # of the job: it may go on with other processes
+        return {"epoch": self.epoch, "batch": self.batch, "full": full, "streams": streams, "source": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a place: the next `iter()` yields the batches after it."""
-        self.epoch, self.batch, self._full = state["epoch"], state["batch"], state["full"]
+        self.epoch, self.batch = state["epoch"], state["batch"]
+        self._full = None if state["full"] is None else state["full"] // self._feeders
         self._streams, self._source, self._resumes = state["streams"], state["source"], self.batch > 0 or state["source"] is not None
 
     def __iter__(self) -> Iterator[Any]:
@@ -152,6 +154,11 @@ class ShardedLoader:
                     what = f"the loader ended after {number} batches, the checkpoint's place is after {self.batch}"
                     raise SpmdError(message(what, fix="resume with the dataset and batch size that the checkpoint was made with"))
             return source
+
+    @property
+    def _feeders(self) -> int:
+        """How many processes' batches make up a global one."""
+        return self._gang.size if self._feeds == "slice" else 1
 
     @contextmanager
     def _own_streams(self) -> Generator[None]:

@@ -20,6 +20,7 @@ from spmd._convert import host_array
 from spmd._errors import CheckpointError, message
 from spmd.checkpoint import _tree
 from spmd.checkpoint._boxes import Box, box_of, whole
+from spmd.checkpoint._manifest import MAX_NAME
 from spmd.checkpoint._random import RandomState
 from spmd.device._storage import buffer_of, is_whole, load
 
@@ -72,7 +73,7 @@ class Collected:
             self._numbers[key] = len(self.leaves)
             self._held.append(value)
             array = array_of(value)
-            self.leaves.append(Leaf(path, array, spec_of(array)))
+            self.leaves.append(Leaf(path[-MAX_NAME:], array, spec_of(array)))
         return {"array": self._numbers[key], "kind": _tree.kind_of(value)}
 
 
