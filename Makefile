@@ -46,7 +46,7 @@ test: setup check ## check, then all tests on virtual devices
 
 # GROUND=tpu compiles for TPU topologies ahead of time, GROUND=gpu runs on this machine's GPU. Peers that are missing are left out.
 bench: setup ## the small benchmarks beside their peers; rewrites benchmarks/results and docs/benchmarks.md
-	@$(PY) -m spmd.bench._suite --ground $(GROUND) --torchax-python $(TORCHAX)/bin/python
+	@$(PY) -m spmd.bench --ground $(GROUND) --torchax-python $(TORCHAX)/bin/python
 
 # An environment of its own: torchax and spmd both claim PyTorch's out-of-tree device slot.
 torchax: $(TORCHAX)/.installed ## create .venv-torchax with torchax, a peer of the benchmarks

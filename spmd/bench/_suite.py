@@ -1,8 +1,8 @@
 """`make bench`: every benchmark on its meshes, at small sizes; rewrites the results and the document.
 
-python -m spmd.bench._suite                       # all of it
-python -m spmd.bench._suite --only gpt2           # one benchmark
-python -m spmd.bench._suite --document-only       # tables and charts from the results as they are
+python -m spmd.bench                       # all of it
+python -m spmd.bench --only gpt2           # one benchmark
+python -m spmd.bench --document-only       # tables and charts from the results as they are
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
 from spmd.bench import _chart, _document, _table
@@ -100,7 +99,3 @@ def keep(result: dict[str, Any]) -> None:
     kept = {_table.title_of(other): other for other in read(name)} | {title: result}
     path_of(name).parent.mkdir(parents=True, exist_ok=True)
     path_of(name).write_text(json.dumps({"runs": list(kept.values())}, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    raise SystemExit(suite(tyro.cli(SuiteArgs)))
