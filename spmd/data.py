@@ -286,12 +286,12 @@ class ShardedLoader:
         placed = mesh_.ShardingSpec(self._grid, spec)
         if self._gang.size > 1 and self._feeds == "slice":
             with exact_dtypes():
-                array = jax.make_array_from_process_local_data(placed.to_jax(), host)
+                tensor = wrap(jax.make_array_from_process_local_data(placed.to_jax(), host))
+            buffer_of(tensor).annotation = placed
         else:
             placed.validate(host.shape, "a batch's array")
-            array = upload(host, placed.to_jax())
-        tensor = wrap(array)
-        buffer_of(tensor).annotation = placed
+            tensor = wrap_host(host)
+            buffer_of(tensor).annotate(placed)  # each device gets its piece now; uneven dims are padded where they are stored
         return become_sharded(tensor)
 
 
