@@ -296,3 +296,13 @@ def test_a_batch_that_does_not_divide_keeps_its_shape(mesh_4x2: mesh.Mesh) -> No
     (batch,) = spmd.shard_loader([torch.arange(6.0)], mesh_4x2, ("data",))
     assert batch.shape == (6,) and batch.cpu().tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.sum().item() == 15
+
+
+def test_a_loader_may_reuse_its_memory(mesh_4x2: mesh.Mesh) -> None:
+    def source() -> Iterator[np.ndarray[Any, Any]]:
+        memory = np.zeros(64)
+        for number in range(4):
+            memory[:] = number
+            yield memory
+
+    assert [batch[0].item() for batch in spmd.shard_loader(source(), mesh_4x2, ("data",))] == [0, 1, 2, 3]
