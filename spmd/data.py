@@ -32,8 +32,7 @@ from spmd._errors import SpmdError, message
 from spmd._tensor import become_sharded
 from spmd.checkpoint._gang import Gang, current_gang
 from spmd.checkpoint._random import host_streams, set_host_streams
-from spmd.device._arrays import upload
-from spmd.device._storage import buffer_of, wrap
+from spmd.device._storage import buffer_of, wrap, wrap_host
 
 _END = -1  # in place of a batch's size
 
@@ -271,7 +270,7 @@ class ShardedLoader:
         if isinstance(value, torch.Tensor | np.ndarray):
             if isinstance(spec, dict | list):
                 raise SpmdError(message("the spec has a container where the batch has an array", f"spec: {spec}", fix="give one spec"))
-            array = host_array(value) if isinstance(value, torch.Tensor) else value
+            array = host_array(value) if isinstance(value, torch.Tensor) else np.array(value, order="C")  # loaders reuse their memory
             return self._array(array, _fitted(spec, array.ndim))
         if isinstance(value, Mapping):
             return {key: self._placed(item, _entry(spec, key, dict)) for key, item in value.items()}
@@ -286,12 +285,12 @@ class ShardedLoader:
         placed = mesh_.ShardingSpec(self._grid, spec)
         if self._gang.size > 1 and self._feeds == "slice":
             with exact_dtypes():
-                array = jax.make_array_from_process_local_data(placed.to_jax(), host)
+                tensor = wrap(jax.make_array_from_process_local_data(placed.to_jax(), host))
+            buffer_of(tensor).annotation = placed
         else:
             placed.validate(host.shape, "a batch's array")
-            array = upload(host, placed.to_jax())
-        tensor = wrap(array)
-        buffer_of(tensor).annotation = placed
+            tensor = wrap_host(host)
+            buffer_of(tensor).annotate(placed)  # each device gets its piece now; uneven dims are padded where they are stored
         return become_sharded(tensor)
 
 

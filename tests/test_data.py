@@ -220,7 +220,6 @@ def test_one_program_serves_all_batches(mesh_4x2: mesh.Mesh) -> None:
 @pytest.mark.parametrize(
     ("batches", "spec", "text"),
     [
-        ([torch.ones(6)], ("data",), "dim 0 has 6 elements"),
         ([torch.ones(8)], (None, "data"), "cannot be laid out"),
         ([{"x": torch.ones(8)}], {"y": None}, "the spec has none"),
         (["text"], ("data",), "without an array"),
@@ -291,3 +290,19 @@ def test_a_place_holds_for_another_number_of_processes(mesh_4x2: mesh.Mesh) -> N
     alone = spmd.shard_loader([torch.arange(8.0)] * 3, mesh_4x2, (None,))
     alone.load_state_dict(pair.state_dict())
     assert [batch.shape[0] for batch in alone] == [8, 8]
+
+
+def test_a_batch_that_does_not_divide_keeps_its_shape(mesh_4x2: mesh.Mesh) -> None:
+    (batch,) = spmd.shard_loader([torch.arange(6.0)], mesh_4x2, ("data",))
+    assert batch.shape == (6,) and batch.cpu().tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.sum().item() == 15
+
+
+def test_a_loader_may_reuse_its_memory(mesh_4x2: mesh.Mesh) -> None:
+    def source() -> Iterator[np.ndarray[Any, Any]]:
+        memory = np.zeros(64)
+        for number in range(4):
+            memory[:] = number
+            yield memory
+
+    assert [batch[0].item() for batch in spmd.shard_loader(source(), mesh_4x2, ("data",))] == [0, 1, 2, 3]

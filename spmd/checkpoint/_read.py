@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._convert import exact_dtypes
 from spmd._errors import CheckpointError, message
 from spmd.checkpoint import _files
-from spmd.checkpoint._boxes import Box, box_of, whole
+from spmd.checkpoint._boxes import Box, whole
 from spmd.checkpoint._manifest import ArrayEntry, Manifest, Piece
+from spmd.checkpoint._placement import assembled, boxes_on
 from spmd.checkpoint._scan import damaged
 from spmd.checkpoint._tree import malformed, numpy_dtype
 
@@ -44,7 +44,7 @@ class Reader:
     def want(self, number: int, sharding: jax.sharding.Sharding | None) -> None:
         """Ask for an array: the parts that this process's devices hold, or all of it on the host without a sharding."""
         shape = self.entry(number).shape
-        boxes = [whole(shape)] if sharding is None else _boxes(sharding, shape).values()
+        boxes = [whole(shape)] if sharding is None else boxes_on(sharding, shape)
         self._wanted.setdefault(number, {}).update(dict.fromkeys(boxes))
 
     def read(self) -> None:
@@ -103,17 +103,9 @@ class Reader:
 
     def sharded(self, number: int, sharding: jax.sharding.Sharding, dtype: np.dtype[Any] | None = None) -> jax.Array:
         """The array on this process's devices; values converted to `dtype` if one is given."""
-        shape, parts = self.entry(number).shape, self._wanted[number]
-        boxes = _boxes(sharding, shape)
-        converted = parts if dtype is None else {box: parts[box].astype(dtype) for box in set(boxes.values())}
-        with exact_dtypes():
-            pieces = [jax.device_put(converted[box], device) for device, box in boxes.items()]
-            return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
-
-
-def _boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The part that each of this process's devices holds."""
-    return {device: box_of(index or (), shape) for device, index in sharding.addressable_devices_indices_map(shape).items()}
+        entry, parts = self.entry(number), self._wanted[number]
+        values = {box: parts[box] for box in boxes_on(sharding, entry.shape)}
+        return assembled(sharding, entry.shape, values, numpy_dtype(entry.dtype) if dtype is None else dtype)
 
 
 __all__ = ["Reader"]

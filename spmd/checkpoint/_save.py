@@ -222,7 +222,7 @@ class _Writer:
                 found[piece.leaf].append(Piece(piece.box, number, at, len(piece.data), crc32))
                 at += len(piece.data)
         return [
-            ArrayEntry(leaf.name, _tree.dtype_name(leaf.value.dtype), tuple(leaf.value.shape), leaf.spec, tuple(pieces))
+            ArrayEntry(leaf.name, _tree.dtype_name(leaf.value.dtype), leaf.shape, leaf.spec, tuple(pieces))
             for leaf, pieces in zip(self.collected.leaves, found, strict=True)
         ]
 

@@ -24,7 +24,9 @@ def command(*arguments: object) -> int:
     return int(left.value.code or 0)
 
 
-@pytest.mark.parametrize(("axes", "pieces"), [("data=8", 8), ("data=1,model=1", 1), ("model=4", 4), ("other=2", 1), ("data=2,model=4", 8)])
+@pytest.mark.parametrize(
+    ("axes", "pieces"), [("data=8", 8), ("data=1,model=1", 1), ("model=4", 4), ("other=2", 1), ("data=2,model=4", 8), ("data=3", 3)]
+)
 def test_arrays_are_cut_as_the_mesh_would(saved: Path, axes: str, pieces: int, tmp_path: Path) -> None:
     assert command("reshard", saved, tmp_path / "new", "--mesh", axes) == 0
     found = checkpoint.steps(tmp_path / "new")[0].manifest
@@ -33,7 +35,7 @@ def test_arrays_are_cut_as_the_mesh_would(saved: Path, axes: str, pieces: int, t
     assert torch.equal(one["x"].cpu(), other["x"].cpu()) and one["y"].tolist() == other["y"].tolist() and other["note"] == "kept"
 
 
-@pytest.mark.parametrize(("axes", "text"), [("data=3", "8 elements, 3 parts"), ("data", "is no mesh"), ("data=0", "an axis of size 0")])
+@pytest.mark.parametrize(("axes", "text"), [("data", "is no mesh"), ("data=0", "an axis of size 0")])
 def test_a_mesh_that_does_not_fit_is_explained(
     saved: Path, axes: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

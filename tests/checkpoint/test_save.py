@@ -347,3 +347,30 @@ def test_any_object_with_a_state_dict_is_saved(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 0, [one], wait=True)
     assert checkpoint.restore(tmp_path, [other]).state == [other]
     assert other.position == 7 and other.table.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("before", "after"), [("4x2", "1x8"), ("1x8", "4x2"), ("4x2", "1x1"), ("1x1", "1x8")])
+def test_uneven_dims_are_saved_without_padding_and_restored_with_it(before: str, after: str, tmp_path: Path) -> None:
+    def made(where: str) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(5, 9).to("jax")
+        spmd.mark_sharding(model.weight, grid(where), ("data", "model"))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 5).to("jax")).square().sum().backward()
+        return model, optimizer
+
+    model, optimizer = made(before)
+    optimizer.step()
+    checkpoint.save(tmp_path / "run", 0, {"model": model, "optimizer": optimizer}, wait=True)
+    checkpoint.save_safetensors(tmp_path / "out", model)
+    manifest = checkpoint.steps(tmp_path / "run")[0].manifest
+    assert manifest is not None and manifest.arrays[0].shape == (9, 5)
+    for load_it in (
+        lambda twin, other: checkpoint.restore(tmp_path / "run", {"model": twin, "optimizer": other}),
+        lambda twin, other: checkpoint.load_safetensors(tmp_path / "out", twin),
+    ):
+        twin, other = made(after)
+        load_it(twin, other)
+        assert torch.equal(twin.weight.cpu(), model.weight.cpu()) and tuple(twin.weight.partition_spec) == ("data", "model")
+        if other.state:
+            assert torch.equal(other.state[twin.weight]["exp_avg"].cpu(), optimizer.state[model.weight]["exp_avg"].cpu())
+        other.step()
