@@ -39,7 +39,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=[p if isinstance(p, str) else "function" for p in POLICIES])
 def test_gradients_are_those_without_it(policy: Any, compiled: bool) -> None:
     host, device = twins(Net)
     for block in device.blocks:
