@@ -50,6 +50,12 @@ def demo_command() -> Callable[..., Any]:
     return demo.main
 
 
+def bench_command() -> Callable[..., Any]:
+    from spmd import bench
+
+    return bench.run
+
+
 def ckpt_command() -> Callable[..., Any]:
     from spmd import checkpoint
     from spmd.checkpoint._command import Ls, Reshard, Verify
@@ -109,11 +115,15 @@ def launch_command() -> Callable[..., Any]:
     return launch.main
 
 
+# torch._dynamo: torch's optimizers import it when the first one is made, in a second or two
+PRELOADED = ("spmd", "torch._dynamo")
+
 COMMANDS = {
     "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
     "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
     "ops": Command("Show what computes each of PyTorch's operators.", ops_command),
     "launch": Command("Run a program as one job of several processes.", launch_command),
+    "bench": Command("Run a benchmark beside hand-written JAX and other peers.", bench_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
 
@@ -126,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # what follows the program's name is the program's own: nothing for tyro
-        raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=("spmd",)))
+        raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=PRELOADED))
     app = tyro.extras.SubcommandApp()
     for name, command in COMMANDS.items():
         function = command.load() if arguments[:1] == [name] else listed(command)

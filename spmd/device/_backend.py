@@ -19,7 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import mesh
 from mesh import _hosts
 from spmd._errors import DeviceSlotError, TraceError, called_at, message
-from spmd.device import _modules, _serialize
+from spmd.device import _bags, _modules, _serialize
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random import default_stream, share_seed
@@ -120,6 +120,7 @@ def register() -> None:
     _installed.append(install())
     _serialize.register()
     _modules.register()
+    _bags.register()
     metaclass: Any = type(torch.Generator)
     if metaclass is not type:  # an older torch has none of its own there, and keeps its refusal of Generator(device="jax")
         metaclass.__call__ = made

@@ -130,12 +130,15 @@ def _is_in_place(op: torch._ops.OpOverload) -> bool:
 
 
 def _in_place_kernel(adapter: Adapter) -> Any:
+    # These do not read what they overwrite, so nothing tells XLA that the result is split.
+    fills = adapter.lowering.random or adapter.op._schema.name in ("aten::fill", "aten::fill_")
+
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if buffer_of(self).dropped is not None:  # what is added to an unknown value is unknown: reading it raises
             return self
         with exact_dtypes():
-            value = adapter.arrays((self, *args), kwargs)
-            if value.shape != tuple(self.shape):
+            value = adapter.arrays((self, *args), kwargs, _copy.filled_sharding(self) if fills else None)
+            if value.shape not in (tuple(self.shape), buffer_of(self).stored):
                 raise RuntimeError(
                     message(
                         f"the result of in-place {adapter.op} has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}",

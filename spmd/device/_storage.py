@@ -26,8 +26,8 @@ from jax import lax
 import mesh
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace
-from spmd.device._arrays import cropped, laid_out, padded, padded_shape, upload
+from spmd._jax import current_trace, is_tracer
+from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,10 +66,11 @@ class Buffer:
         annotation: where `mark_sharding` put it, or None.
         stored: shape of the array that holds it: uneven dims are padded. See Note [Uneven dims].
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
+        digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "_annotation", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
+    __slots__ = ("__weakref__", "_annotation", "digest", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
@@ -78,6 +79,7 @@ class Buffer:
         self._annotation: mesh.ShardingSpec | None = None
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
+        self.digest: int | None = None
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
         if recorder is not None:
@@ -128,6 +130,7 @@ class Buffer:
         self.value = value
         self.host = None
         self.dropped = None
+        self.digest = None
         if self.reads:
             self.reads.clear()
 
@@ -145,6 +148,7 @@ class Buffer:
     def place(self, sharding: jax.sharding.Sharding | None) -> None:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
+            self.digest = digest_of(self.host, sharding)
             self.value, self.host = upload(self.host, sharding), None
         elif sharding is not None:
             self.value = laid_out(self.raw(), self.shape, sharding)
@@ -253,7 +257,11 @@ def store(tensor: torch.Tensor, value: Any) -> None:
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         flat = _bitcast_root(root, dtype)
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
-        buffer.set(_bitcast_root(new, root.dtype).reshape(buffer.shape))
+        new = _bitcast_root(new, root.dtype).reshape(buffer.shape)
+        annotation = buffer.annotation if buffer.stored == buffer.shape else None
+        if annotation is not None and not is_tracer(new):  # a write to a part moves nothing
+            new = jax.device_put(new, annotation.to_jax())
+        buffer.set(new)
 
 
 def wrap(array: Any) -> torch.Tensor:

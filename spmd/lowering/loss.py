@@ -112,35 +112,22 @@ def cross_entropy_loss(
     self: Any, target: Any, weight: Any = None, reduction: int = _MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
     """Classes are dim 1 of `self` (dim 0 if one-dimensional); `target` holds class indices or, if floating, probabilities."""
-    if not label_smoothing and not jnp.issubdtype(target.dtype, jnp.floating):
-        loss, total = _index_loss(wide(self), target, weight, ignore_index)
-        return (jnp.sum(loss) / total if reduction == _MEAN else _reduced(loss, reduction)).astype(self.dtype)
+    is_of_classes = not jnp.issubdtype(target.dtype, jnp.floating)
+    if is_of_classes and weight is None and not label_smoothing:
+        losses, count = _nll_of_logits(wide(self), target, ignore_index)
+        return (jnp.sum(losses) / count if reduction == _MEAN else _reduced(losses, reduction)).astype(self.dtype)
     log_p = jax.nn.log_softmax(wide(self), axis=_classes_of(self))
-    if jnp.issubdtype(target.dtype, jnp.floating):
+    if not is_of_classes:
         return _soft_target_loss(log_p, wide(target), weight, reduction, label_smoothing).astype(self.dtype)
     loss, total = _nll(log_p, target, weight, ignore_index)
-    count = self.shape[_classes_of(self)]
-    weighted = log_p if weight is None else log_p * _along_classes(weight, log_p)
-    smooth = jnp.where(target != ignore_index, -jnp.sum(weighted, axis=_classes_of(self)), 0.0)
-    loss = (1 - label_smoothing) * loss + label_smoothing / count * smooth
+    if label_smoothing:
+        count = self.shape[_classes_of(self)]
+        weighted = log_p if weight is None else log_p * _along_classes(weight, log_p)
+        smooth = jnp.where(target != ignore_index, -jnp.sum(weighted, axis=_classes_of(self)), 0.0)
+        loss = (1 - label_smoothing) * loss + label_smoothing / count * smooth
     if reduction == _MEAN:
         return (jnp.sum(loss) / total).astype(self.dtype)
     return _reduced(loss, reduction).astype(self.dtype)
-
-
-def _index_loss(logits: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
-    """`_nll` of the logarithm of the softmax. The normaliser is subtracted after the sum over classes, not before, so that the
-    gradient has no sum over classes: with classes split over devices that sum would be an all-reduce of its own."""
-    classes = _classes_of(logits)
-    shifted = logits - lax.stop_gradient(jnp.max(logits, axis=classes, keepdims=True))
-    normaliser = jnp.log(jnp.sum(jnp.exp(shifted), axis=classes))
-    picked, kept = _is_target(shifted, target), target != ignore_index
-    zero = jnp.zeros((), shifted.dtype)
-    loss = normaliser - jnp.sum(jnp.where(picked, shifted, zero), axis=classes)
-    if weight is None:
-        return jnp.where(kept, loss, zero), jnp.sum(kept, dtype=loss.dtype)
-    share = jnp.where(kept, jnp.sum(jnp.where(picked, _along_classes(wide(weight), shifted), zero), axis=classes), zero)
-    return jnp.where(kept, loss * share, zero), jnp.sum(share)
 
 
 def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> Any:
@@ -153,6 +140,16 @@ def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, labe
     if reduction == _MEAN:
         return jnp.sum(loss) / max(log_p.size // max(count, 1), 1)
     return _reduced(loss, reduction)
+
+
+def _nll_of_logits(x: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
+    """As `_nll` of the log-softmax of `x`, which would be as large as `x` and be kept for the backward; and the count of those kept."""
+    classes = _classes_of(x)
+    shifted = x - lax.stop_gradient(jnp.max(x, axis=classes, keepdims=True))
+    zero, kept = jnp.zeros((), x.dtype), target != ignore_index
+    own = jnp.sum(jnp.where(_is_target(x, target), shifted, zero), axis=classes)
+    losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=classes)) - own
+    return jnp.where(kept, losses, zero), jnp.sum(kept, dtype=x.dtype)
 
 
 def _nll(log_p: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:

@@ -44,7 +44,7 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat, tree = pytree.tree_flatten((args, kwargs))
+    flat, tree = _flattened(args, kwargs)
     key: list[Any] = [tree, *_modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
@@ -67,8 +67,15 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
         gradient = value.requires_grad and _gradient(value)
         key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
     if copied:
-        args, kwargs = pytree.tree_unflatten(flat, tree)
+        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else pytree.tree_unflatten(flat, tree)
     return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied)
+
+
+def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments and what stands for their tree: of a few tensors, the usual arguments of a step, their number."""
+    if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
+        return pytree.tree_flatten((args, kwargs))
+    return list(args), len(args)
 
 
 def changed_signature(old: Any, new: Any) -> str | None:

@@ -21,7 +21,7 @@ from spmd._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.program import _guards, _hlo
 from spmd.program._averages import bring_counts
-from spmd.program._capture import Captured, UnequalCounters, Unreached, capture
+from spmd.program._capture import Captured, UnequalCounters, capture
 from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
 from spmd.program._gradients import StaleGradients
@@ -30,6 +30,7 @@ from spmd.program._optim import OptimizerStates, prepare_state
 from spmd.program._program import Options, Program, Timings
 from spmd.program._repeat import first_of_stack
 from spmd.program._signature import Signature, changed_signature, signature
+from spmd.program._watch import Unreached
 
 P = ParamSpec("P")
 R = TypeVar("R")

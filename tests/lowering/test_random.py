@@ -153,3 +153,23 @@ def test_draws_keep_the_dtype(dtype: torch.dtype) -> None:
     for drawn in (x.normal_(), x.uniform_(), x.exponential_(), x.bernoulli_(0.5), torch.randn_like(x), F.dropout(x, 0.5)):
         assert drawn.dtype == dtype
         assert torch.isfinite(drawn).all()
+
+
+@pytest.mark.parametrize(
+    "evaluate",
+    [
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: F.alpha_dropout(x, 0.5, training=False),
+        lambda x: F.rrelu(x),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: torch.nn.LSTM(8, 8, 2, dropout=0.5).to("jax").eval()(x)[0],
+    ],
+)
+def test_what_draws_nothing_leaves_the_stream_where_it_was(evaluate: Any) -> None:
+    x = torch.ones(4, 8, 8).to("jax").requires_grad_()
+    before = torch.jax.get_rng_state()
+    evaluate(x).sum().backward()
+    assert torch.equal(torch.jax.get_rng_state(), before)
+    F.dropout(x, 0.5)
+    assert not torch.equal(torch.jax.get_rng_state(), before)

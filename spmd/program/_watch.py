@@ -1,0 +1,77 @@
+"""Ears on modules and optimizers while a function is traced: which ran, under which name, and whether it was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from spmd._convert import exact_dtypes
+from spmd.device._storage import buffer_of, load
+from spmd.program._discover import Reachable
+
+
+class Unreached(Exception):
+    """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
+
+    def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
+        super().__init__()
+        self.value = value
+
+
+@contextmanager
+def watching(recorder: Any, found: Reachable, debug_nans: bool) -> Generator[None]:
+    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
+    names = {id(module): name for name, module in found.all_modules()}
+    scopes: list[tuple[str, Any]] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
+            raise Unreached(module)
+        recorder.modules[id(module)] = module
+        name = names.get(id(module)) or type(module).__name__
+        inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
+        scope = jax.named_scope(inner.replace(".", "/"))
+        scope.__enter__()
+        scopes.append((name, scope))
+
+    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
+        if scopes:
+            name, scope = scopes.pop()
+            scope.__exit__(None, None, None)
+            if debug_nans:
+                recorder.finite.extend((name, flag) for flag in _finite_flags(result))
+
+    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not known for known in found.optimizers):
+            raise Unreached(optimizer)
+        recorder.stepped.append(optimizer)
+
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        register_optimizer_step_pre_hook(stepping),
+    ]
+    try:
+        yield
+    finally:
+        while scopes:
+            scopes.pop()[1].__exit__(None, None, None)
+        for handle in handles:
+            handle.remove()
+
+
+def _finite_flags(result: Any) -> list[Any]:
+    """For each floating tensor in a module's result, whether all its elements are finite."""
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "jax"]
+    with exact_dtypes():
+        return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
+
+
+__all__ = ["Unreached", "watching"]
