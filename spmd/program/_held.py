@@ -271,12 +271,13 @@ class PythonState:
         expected = [(held.read, values, held) for snapshot in kept for held, values in snapshot.expected()]
         others = [entry for entry in expected if entry[2].quick is None]
         quick = [(*held.quick, values) for _, values, held in expected if held.quick is not None]
+        apply: Any = call
         getters, holders = [getter for getter, _, _ in quick], [holder for _, holder, _ in quick]
         sizes, flat = [len(holder) for holder in holders], [value for _, _, values in quick for value in values]
 
         def is_same() -> bool:  # loops in C: a model has hundreds of holders, and this runs in every call
             try:
-                return list(map(len, holders)) == sizes and all(map(is_, chain.from_iterable(map(call, getters, holders)), flat))
+                return list(map(len, holders)) == sizes and all(map(is_, chain.from_iterable(map(apply, getters, holders)), flat))
             except KeyError:
                 return False
 
