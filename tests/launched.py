@@ -36,7 +36,7 @@ def command(*options: object, program: Path = JOB, arguments: tuple[object, ...]
     return [*LAUNCH, *map(str, options), str(program), *map(str, arguments)]
 
 
-def launch(*options: object, program: Path = JOB, arguments: tuple[object, ...] = (), timeout: float = 150) -> Done:
+def launch(*options: object, program: Path = JOB, arguments: tuple[object, ...] = (), timeout: float = 300) -> Done:
     done = subprocess.run(
         command(*options, program=program, arguments=arguments), env=environ(), capture_output=True, text=True, timeout=timeout, check=False
     )
