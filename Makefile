@@ -2,16 +2,18 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+GROUND ?= cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
+TORCHAX := .venv-torchax
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench ops models clean
+.PHONY: help setup demo check test bench torchax ops models docs faults clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,8 +44,18 @@ test: setup check ## check, then all tests on virtual devices
 	@$(PY) -m pytest -n $(WORKERS) tests --ignore tests/lowering
 	@$(PY) -m pytest -n $(WORKERS) tests/lowering
 
-bench: setup ## the Megatron step beside hand-written JAX
-	@$(PY) benchmarks/megatron.py
+# GROUND=tpu compiles for TPU topologies ahead of time, GROUND=gpu runs on this machine's GPU. Peers that are missing are left out.
+bench: setup ## the small benchmarks beside their peers; rewrites benchmarks/results and docs/benchmarks.md
+	@$(PY) -m spmd.bench --ground $(GROUND) --torchax-python $(TORCHAX)/bin/python
+
+# An environment of its own: torchax and spmd both claim PyTorch's out-of-tree device slot.
+torchax: $(TORCHAX)/.installed ## create .venv-torchax with torchax, a peer of the benchmarks
+
+$(TORCHAX)/.installed:
+	@$(PYTHON) -m venv $(TORCHAX)
+	@$(TORCHAX)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0
+	@$(TORCHAX)/bin/python -m pip install -qq --disable-pip-version-check --pre torchax==0.0.14.dev20261026 jax==0.10.2 transformers==5.23.0
+	@touch $@
 
 ops: setup ## which PyTorch ops the device covers
 	@$(PY) benchmarks/ops.py
@@ -51,6 +63,14 @@ ops: setup ## which PyTorch ops the device covers
 models: setup ## which Hugging Face models run unmodified (about an hour on two cores)
 	@$(PY) -m benchmarks.models
 
+docs: setup ## write the generated pages
+	@$(BIN)/spmd ops --markdown > docs/ops.md
+
+TRIALS ?= 20
+
+faults: setup ## what a job survives: faults thrown at it, TRIALS of each (network faults where root may make namespaces)
+	@$(PY) benchmarks/faults.py --trials $(TRIALS)
+
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAX) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

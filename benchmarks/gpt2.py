@@ -151,9 +151,20 @@ def build(config: Config) -> nn.Module:
         return model
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    last = min(config.vocabulary, HF_TOKENS) - 1  # the token that ends a text
     sizes = {"n_positions": config.seq, "n_embd": config.width, "n_layer": config.layers, "n_head": config.heads}
-    vocabulary = 50257 if config.vocabulary == 50304 else config.vocabulary
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=last + 1,
+            bos_token_id=last,
+            eos_token_id=last,
+            **sizes,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    )
     return model.train()
 
 
@@ -162,6 +173,64 @@ def loss(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
     if isinstance(model, GPT):
         return F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
     return model(input_ids=x_BT, labels=x_BT).loss  # Hugging Face shifts the labels itself
+
+
+LINEARS = {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+HF_TOKENS = 50257
+
+
+def to_hugging_face(state: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Our block's parameters in Hugging Face's names and layouts: linears [in, out], rows of qkv as [3, H, K], no padded tokens."""
+    vocabulary = min(config.vocabulary, HF_TOKENS)
+    out = {"wte.weight": state["tokens.weight"][:vocabulary], "wpe.weight": state["positions.weight"]}
+    out |= {f"ln_f.{kind}": state[f"norm.{kind}"] for kind in ("weight", "bias")}
+    for layer in range(config.layers):
+        for kind in ("weight", "bias"):
+            for ours, theirs in (LINEARS | NORMS).items():
+                value = state[f"blocks.{layer}.{ours}.{kind}"]
+                if ours == "attention.qkv":
+                    value = value.unflatten(0, (config.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+                out[f"h.{layer}.{theirs}.{kind}"] = value.T if ours in LINEARS and kind == "weight" else value
+    return {f"transformer.{name}": value.contiguous() for name, value in out.items()}
+
+
+def from_hugging_face(state: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The other way; tokens beyond Hugging Face's get zeros. Its files may leave the prefix `transformer.` out."""
+    state = {name.removeprefix("transformer."): value for name, value in state.items()}
+    table_VD = state["wte.weight"]
+    padded_VD = torch.cat([table_VD, table_VD.new_zeros(config.vocabulary - len(table_VD), config.width)])
+    out = {"tokens.weight": padded_VD, "head.weight": padded_VD, "positions.weight": state["wpe.weight"]}
+    out |= {f"norm.{kind}": state[f"ln_f.{kind}"] for kind in ("weight", "bias")}
+    for layer in range(config.layers):
+        for kind in ("weight", "bias"):
+            for ours, theirs in (LINEARS | NORMS).items():
+                value = state[f"h.{layer}.{theirs}.{kind}"]
+                value = value.T if ours in LINEARS and kind == "weight" else value
+                if ours == "attention.qkv":
+                    value = value.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
+                out[f"blocks.{layer}.{ours}.{kind}"] = value
+    return out
+
+
+def load_weights(model: nn.Module, config: Config, file: Path) -> None:
+    """From Hugging Face's `model.safetensors`."""
+    from safetensors.torch import load_file
+
+    state = load_file(file)
+    if config.variant == "own":
+        model.load_state_dict(from_hugging_face(state, config))
+        return
+    state = {name if name.startswith("transformer.") else f"transformer.{name}": value for name, value in state.items()}
+    model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+
+
+def save_weights(state: dict[str, Tensor], config: Config, file: Path) -> None:
+    """CPU tensors of either variant as Hugging Face's `model.safetensors`; the head is the embedding, as there."""
+    from safetensors.torch import save_file
+
+    state = {name: value for name, value in state.items() if name not in ("head.weight", "lm_head.weight")}
+    save_file(to_hugging_face(state, config) if config.variant == "own" else state, file, metadata={"format": "pt"})
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -189,6 +258,11 @@ def tokens(config: Config, real_data: Path | None) -> Tensor:
         return torch.from_file(str(real_data), size=real_data.stat().st_size // 2, dtype=torch.uint16).long() % config.vocabulary
     files = [real_data] if real_data is not None else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:100]
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+
+
+def example(config: Config) -> tuple[Tensor, Tensor]:
+    """A batch without values."""
+    return (torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta"),) * 2
 
 
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:

@@ -72,7 +72,7 @@ def forward(params: Params, config: Any, tokens_BT: jax.Array, hold: Any) -> jax
 
 
 def loss(params: Params, buffers: Params, config: Any, x_BT: jax.Array, y_BT: jax.Array, hold: Any) -> tuple[jax.Array, Params]:
-    """Mean cross entropy; the label's logit by comparison, not by gather, so that a split vocabulary stays split. `hold`: see `gpt2.ACTIVATIONS`."""
+    """Mean cross entropy; the label's logit by comparison, so that a split vocabulary stays split. `hold`: see `gpt2.ACTIVATIONS`."""
     if config.variant == "hf":  # labels are the tokens themselves, shifted; the last position has none
         y_BT = jnp.concatenate([x_BT[:, 1:], jnp.full_like(x_BT[:, :1], -100)], 1)
     logits_BTV = forward(params, config, x_BT, hold).astype(jnp.float32)

@@ -106,6 +106,11 @@ def num_items(config: Config) -> int:
     return config.batch * config.seq
 
 
+def example(config: Config) -> tuple[Tensor, Tensor]:
+    """A batch without values."""
+    return (torch.empty(config.batch, config.seq, config.width, device="meta"),) * 2
+
+
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
     """`count` batches of (x, y), float32[B, T, D], y a fixed linear function of x; the same in every process."""
     rng = torch.Generator().manual_seed(0)

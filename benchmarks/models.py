@@ -160,7 +160,7 @@ class Judge:
         true = self._exact.get(name)
         if true is None or true.shape != found.shape:
             raise Mismatch(text)
-        own, theirs = (float((t.double() - true.double()).norm()) for t in (found, expected))
+        own, theirs = (float((t.double() - true.detach().double()).norm()) for t in (found, expected))
         if own > ROUNDING * theirs:
             raise Mismatch(f"{text}; from float64 it is {own:.1e} away, CPU torch {theirs:.1e}")
         self.notes.append(f"{what}: {name}: {own:.1e} from float64's, CPU torch {theirs:.1e}")

@@ -39,7 +39,7 @@ class Config:
 
 
 PRESETS = {
-    "tiny": Config(blocks=(1, 1, 1, 1), width=8, classes=16, size=64, batch=16),
+    "tiny": Config(blocks=(1, 1), width=16, classes=16, size=32, batch=16),
     "small": Config(blocks=(1, 1, 1, 1), width=32, classes=64, size=64, batch=32),
     "full": Config(),
 }
@@ -124,6 +124,12 @@ def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
 def num_items(config: Config) -> int:
     """Images in a batch."""
     return config.batch
+
+
+def example(config: Config) -> tuple[Tensor, Tensor]:
+    """A batch without values."""
+    images_NCHW = torch.empty(config.batch, 3, config.size, config.size, device="meta")
+    return images_NCHW, torch.empty(config.batch, dtype=torch.int64, device="meta")
 
 
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:

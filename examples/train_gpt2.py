@@ -185,10 +185,6 @@ class Run:
         seconds = time.perf_counter()
         while self.step < self.args.steps:
             for x_BT, y_BT in self.batches:
-                if mesh.should_stop(self.step):  # SIGTERM somewhere in the job
-                    self.save()
-                    spmd.checkpoint.join()
-                    return mesh.PREEMPTED
                 rate = self.schedule.get_last_lr()[0]
                 loss = self.train_step(x_BT, y_BT)
                 self.schedule.step()
@@ -202,6 +198,10 @@ class Run:
                     self.save()
                 if self.step == self.args.steps:
                     break
+                if mesh.should_stop(self.step):  # SIGTERM somewhere in the job; asked here, where no batch is taken and not used
+                    self.save()
+                    spmd.checkpoint.join()
+                    return mesh.PREEMPTED
         spmd.checkpoint.join()
         return 0
 

@@ -2,7 +2,7 @@
 
 Two forms. `compare` is a meeting: every process brings named items before a program runs for the first time, and nobody
 goes on until they are found equal. `Steps` is a running check: each process notes what it feeds, every step's notes are
-compared in the background, and a step is not begun before the one before the last was found equal. Items are short
+compared in the background, and a step is not begun before the last one was found equal. Items are short
 digests; process 0 compares and tells the others.
 """
 
@@ -88,23 +88,6 @@ def difference(name: str, brought: Mapping[int, Items]) -> str | None:
     return None
 
 
-def duplicate(name: str, brought: Mapping[int, Items]) -> str | None:
-    """What is wrong with items that should all differ, or None: two processes that fed the same data."""
-    for item in dict.fromkeys(key for items in brought.values() for key in items):
-        seen: dict[str, int] = {}
-        for index, items in brought.items():
-            value = items.get(item)
-            if value is not None and value in seen:
-                return message(
-                    f"process {index} fed the same data as process {seen[value]} at {name}: {item}",
-                    ["each should feed its own part of the batch"],
-                    "split the data set by process: give each its own slice, by mesh.init().index",
-                )
-            if value is not None:
-                seen[value] = index
-    return None
-
-
 class Steps:
     """The running check.
 
@@ -117,7 +100,6 @@ class Steps:
     def __init__(self, service: Service, index: int, fail: Callable[[str, int], None]) -> None:
         self._service, self._index, self._fail = service, index, fail
         self._same: dict[str, int] = {}
-        self._own: dict[str, int] = {}
         self._queue: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._checked = threading.Condition()
         self._num_checked, self._begun = 0, 0
@@ -127,10 +109,6 @@ class Steps:
     def note(self, item: str, crc: int) -> None:
         """Something that all processes feed alike went into the next step: a batch, a learning rate, a position."""
         self._same[item] = zlib.crc32(crc.to_bytes(4, "little"), self._same.get(item, 0))
-
-    def note_own(self, item: str, crc: int) -> None:
-        """This process's own part of something went into the next step; no other process may feed the same."""
-        self._own[item] = zlib.crc32(crc.to_bytes(4, "little"), self._own.get(item, 0))
 
     def taken(self) -> dict[str, str]:
         """What was noted as equal since the last step, taken out: for the meeting before the first step."""
@@ -143,13 +121,12 @@ class Steps:
         Raises:
             JobError: a process differed one step ago.
         """
-        same, own = self.taken(), {item: f"{crc:08x}" for item, crc in self._own.items()}
-        self._own = {}
+        text = json.dumps(self.taken())
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
             self._thread.start()
         number, self._begun = self._begun, self._begun + 1
-        self._queue.put((number, json.dumps([same, own])))
+        self._queue.put((number, text))
         with self._checked:
             came = self._checked.wait_for(lambda: self._problem is not None or self._num_checked >= number, _STEP_S)
         if self._problem is not None:
@@ -190,7 +167,7 @@ class Steps:
         service.set(f"{folder}/{self._index}", text)
         if self._index:
             return service.get(f"{folder}/verdict", _STEP_S) or _absent(f"step {number}", [0], _STEP_S)
-        brought: dict[int, Any] = {}
+        brought: dict[int, dict[str, str]] = {}
         for other in range(service.count):
             theirs = text if other == 0 else service.get(f"{folder}/{other}", _STEP_S)
             if theirs is None:
@@ -198,8 +175,7 @@ class Steps:
                 break
             brought[other] = json.loads(theirs)
         name = f"step {number}"
-        same, own = {i: b[0] for i, b in brought.items()}, {i: b[1] for i, b in brought.items()}
-        verdict = difference(name, same) or duplicate(name, own) or _FINE if brought else _absent(name, self._silent(number), _STEP_S)
+        verdict = difference(name, brought) or _FINE if brought else _absent(name, self._silent(number), _STEP_S)
         service.set(f"{folder}/verdict", verdict)
         if number >= 2:
             service.delete(f"spmd/step/{number - 2}")

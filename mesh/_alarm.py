@@ -89,6 +89,10 @@ class Alarm:
         self._write(f"{self._host} was told to stop twice and stops at once, unsaved\n")
         self._leave(143)
 
+    def say(self, text: str) -> None:
+        """A line on stderr; nothing ends."""
+        self._write(f"{self._host}: {text}\n")
+
     def show_threads(self) -> None:
         """Write what every thread of this process does to stderr, and beside the job's other files."""
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -9,6 +9,7 @@ to the most general, because one runs inside another (mpirun and torchrun inside
     4. SLURM (srun)           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST
     5. GKE, JobSet, TPU VMs   TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, and MEGASCALE_* for several slices
 
+A TPU VM outside GKE says nothing there; its metadata server does (`on_tpu_vm`), which is asked last, where there is a TPU.
 Everything here is a function of a mapping: the environment itself is read in `mesh/_hosts.py` only.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -54,6 +56,7 @@ def _launcher(environ: Environ) -> Host | None:
         directory=Path(directory) if directory else None,
         attempt=_number(environ, "SPMD_ATTEMPT") if "SPMD_ATTEMPT" in environ else 0,
         key=environ.get("SPMD_JOB_KEY", ""),
+        local_index=_number(environ, "SPMD_LOCAL_PROCESS") if "SPMD_LOCAL_PROCESS" in environ else None,
     )
 
 
@@ -70,6 +73,7 @@ def _torchrun(environ: Environ) -> Host | None:
         num_local=_number(environ, "LOCAL_WORLD_SIZE"),
         attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         key=environ["TORCHELASTIC_RUN_ID"],
+        local_index=_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None,
     )
 
 
@@ -88,7 +92,8 @@ def _open_mpi(environ: Environ) -> Host | None:
                 "mpirun -x SPMD_COORDINATOR=<first host>:8476 ...",
             )
         )
-    return Host(index, count, coordinator, "Open MPI", num_local, key=job)
+    local = int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]) if "OMPI_COMM_WORLD_LOCAL_RANK" in environ else None
+    return Host(index, count, coordinator, "Open MPI", num_local, key=job, local_index=local)
 
 
 def _slurm(environ: Environ) -> Host | None:
@@ -101,7 +106,14 @@ def _slurm(environ: Environ) -> Host | None:
     local = _tasks_on_node(here, int(environ.get("SLURM_NODEID", "0"))) if here else None
     coordinator = environ.get("SPMD_COORDINATOR") or f"{first}:{_port_of(step)}"
     return Host(
-        _number(environ, "SLURM_PROCID"), count, coordinator, "SLURM", local, attempt=int(environ.get("SLURM_RESTART_COUNT", "0")), key=step
+        index=_number(environ, "SLURM_PROCID"),
+        count=count,
+        coordinator=coordinator,
+        found_by="SLURM",
+        num_local=local,
+        attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        key=step,
+        local_index=_number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else None,
     )
 
 
@@ -130,6 +142,32 @@ READERS: dict[str, Callable[[Environ], Host | None]] = {
     "SLURM": _slurm,
     "TPU": _tpu,
 }
+
+
+def on_tpu_vm(ask: Callable[[str], str | None]) -> Host | None:
+    """The place of a TPU VM's host among the hosts of its slice, or None for a slice of one host or another machine.
+
+    Args:
+        ask: an attribute of the machine by name, or None.
+    """
+    number, endpoints = ask("agent-worker-number"), ask("worker-network-endpoints")
+    if number is None or endpoints is None or not number.isdigit():
+        return None
+    addresses = [entry.split(":")[-1] for entry in endpoints.split(",") if entry]  # "unused:unused:10.0.0.2,..."
+    if len(addresses) < 2:
+        return None
+    return Host(int(number), len(addresses), f"{addresses[0]}:{DEFAULT_PORT}", "TPU VM", 1, key=endpoints)
+
+
+def metadata(name: str) -> str | None:
+    """An attribute of this Google Cloud machine, or None; waits a second at most."""
+    url = f"http://metadata.google.internal/computeMetadata/v1/instance/attributes/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=1.0) as answer:
+            return answer.read(65536).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
 
 
 def expand_hostlist(text: str) -> list[str]:

@@ -80,7 +80,7 @@ def virtual_devices(n: int) -> None:
     if _backends_are_initialized():
         _require_virtual(n)
         return
-    found = _accelerators() if jax.config.values["jax_platforms"] != "cpu" else []
+    found = [] if is_confined_to_cpu() else _accelerators()
     _confine_to_cpu(n)
     if found:
         warnings.warn(
@@ -107,6 +107,33 @@ def device_count() -> int:
 def platform() -> str:
     """Name of the platform in use as jax spells it: 'cpu', 'gpu' or 'tpu'."""
     return devices()[0].platform
+
+
+def is_confined_to_cpu() -> bool:
+    """Whether jax will use CPU devices, whatever else there is."""
+    return jax.config.values["jax_platforms"] == "cpu"
+
+
+def gpu_share(index: int, count: int, device_files: Path = Path("/dev")) -> list[int] | None:
+    """Which of this machine's GPUs belong to process `index` of the `count` on it; None without GPUs, or when all are its own."""
+    num_gpus = len(list(device_files.glob(_ACCELERATOR_FILES["NVIDIA GPU"][0])))
+    if count < 2 or num_gpus == 0 or is_confined_to_cpu():
+        return None
+    if num_gpus % count:
+        raise DeviceError(
+            message(
+                f"{count} processes cannot share this machine's GPUs evenly",
+                [f"it has {num_gpus}"],
+                f"start 1, or a divisor of {num_gpus}, on each machine",
+            )
+        )
+    each = num_gpus // count
+    return list(range(index * each, (index + 1) * each))
+
+
+def has_tpu() -> bool:
+    """Whether this machine seems to have a TPU that this program may use; starts nothing."""
+    return not is_confined_to_cpu() and any(name.startswith("TPU") for name in _accelerators())
 
 
 def has_started() -> bool:

@@ -24,6 +24,7 @@ class Host:
         coordinator: "name:port" at which process 0 calls the roll, or None in a job of one.
         found_by: where this was read: "arguments", "launcher", "torchrun", ..., or "alone".
         num_local: how many of the job's processes run on this machine, or None if nothing says.
+        local_index: which of these it is, or None if nothing says.
         devices: virtual CPU devices of each process, or None to take what the machine has.
         directory: the job's directory, shared by its processes on one machine, or None.
         attempt: how often the job was started again before.
@@ -39,6 +40,7 @@ class Host:
     directory: Path | None = None
     attempt: int = 0
     key: str = ""
+    local_index: int | None = None
 
     def __str__(self) -> str:
         return f"process {self.index} of {self.count}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import signal
@@ -30,18 +31,18 @@ import jax
 from mesh import _devices, _gloo
 from mesh._agreement import Steps
 from mesh._alarm import Alarm
-from mesh._clusters import detect
+from mesh._clusters import detect, metadata, on_tpu_vm
 from mesh._errors import JobError, message
 from mesh._host import Host
 from mesh._notices import Notice, Notices
 from mesh._preemption import Preemption
-from mesh._rollcall import Report, RollCall, report, resolve
+from mesh._rollcall import Report, RollCall, report, require_reachable_name, resolve
 from mesh._service import Service, ServiceLost
 from mesh._watchdog import Limits, Watchdog
 
 HEARTBEAT_S = 30  # a link that is down for seconds must not end the job; jax's own value is 100
 _LEAVE_S = 300.0
-_VERSIONED = ("jax", "jaxlib", "numpy", "torch")
+_VERSIONED = ("jax", "jaxlib", "libtpu", "ml_dtypes", "numpy", "spmd-mesh", "torch")
 
 
 @dataclass
@@ -212,7 +213,7 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
             )
         )
     else:
-        host = detect(os.environ) or Host()
+        host = detect(os.environ) or (on_tpu_vm(metadata) if _devices.has_tpu() else None) or Host()
     if not 0 <= host.index < host.count:
         raise JobError(
             message(f"there is no process {host.index} in a job of {host.count}", [f"read from: {host.found_by}"], "number them from 0")
@@ -237,7 +238,10 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
             )
         )
     assert host.coordinator is not None
-    ip, port = resolve(host.coordinator, spans_machines=host.num_local is not None and host.num_local < host.count)
+    spans_machines = host.num_local is not None and host.num_local < host.count
+    ip, port = resolve(host.coordinator, spans_machines=spans_machines)
+    if spans_machines and not ipaddress.ip_address(ip.split("%")[0]).is_loopback and _devices.is_confined_to_cpu():
+        require_reachable_name(socket.gethostname())
     own = Report(host.index, host.count, _versions(), f"{socket.gethostname()}, pid {os.getpid()}")
     roll = None
     if host.index == 0:
@@ -247,13 +251,13 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
         start = roll.start
     else:
         address, start = report((ip, port), own, host.key, timeout_s), _nothing
-    _configure(limits)
+    _configure(host, limits)
     _start_jax(host, address, start)
     _joined.job = _watched(host, limits, roll)
     atexit.register(_leave)
 
 
-def _configure(limits: Limits) -> None:
+def _configure(host: Host, limits: Limits) -> None:
     """Flags of XLA and jax that a job needs; before jax starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_cpu_collective_timeout_seconds" not in flags:
@@ -261,6 +265,13 @@ def _configure(limits: Limits) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={int(max(limits.least_s, limits.first_s))}".strip()
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM; see mesh/_preemption.py
     jax.config.update("jax_check_proxy_envs", False)
+    if host.directory is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+        # A restarted gang finds its programs compiled. The folder is the job's own: what lies in it is run.
+        programs = host.directory / "programs"
+        programs.mkdir(mode=0o700, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(programs))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _gloo.install()
 
 
@@ -279,12 +290,19 @@ def _start_jax(host: Host, address: str, start: Callable[[str], None]) -> None:
         coordinator_address=address,
         num_processes=host.count,
         process_id=host.index,
+        local_device_ids=_own_gpus(host),
         cluster_detection_method="deactivate",
         initialization_timeout=60,
         heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=60,
         coordinator_bind_address=address,
     )
+
+
+def _own_gpus(host: Host) -> list[int] | None:
+    if host.devices is not None or host.num_local is None or host.local_index is None:
+        return None
+    return _devices.gpu_share(host.local_index, host.num_local)
 
 
 def _listens(address: str) -> bool:
@@ -312,7 +330,7 @@ def _watched(host: Host, limits: Limits, roll: RollCall | None) -> Job:
         alarm.peer_failed(0, str(error).splitlines()[0])
 
     preemption = Preemption(host.count, lambda step: announce("can stop", step=step))
-    watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck)
+    watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck, lambda text: alarm.say(f"slow: {text}"))
     notices = Notices(service, host.index, hear, lost)
     alarm.install()
     return Job(host, service, alarm, notices, watchdog, preemption, Steps(service, host.index, alarm.failed), roll)
@@ -360,11 +378,17 @@ def _listen_for_sigterm() -> None:
             if asked:
                 _force()
             asked = True
+            _say("told to stop (SIGTERM): all stop where they next ask mesh.should_stop; told once more, this one stops at once")
             _ask_to_stop()
 
     thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)
     thread.ends = (reader, writer)  # type: ignore[attr-defined]  # kept open as long as the thread lives
     thread.start()
+
+
+def _say(text: str) -> None:
+    if _joined.job is not None:
+        _joined.job.alarm.say(text)
 
 
 def _ask_to_stop() -> None:
@@ -413,15 +437,7 @@ def _versions() -> dict[str, str]:
     for name in _VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["spmd-mesh"] = os.environ.get("SPMD_TEST_VERSION") or _own_version()
     return found
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("spmd-mesh")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def program_environment() -> dict[str, str]:

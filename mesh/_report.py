@@ -9,6 +9,7 @@ Knows names, shapes and element sizes; no model and no tensor.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,9 +232,10 @@ def _unused(rules: Rules, tensors: Mapping[str, Sized], winners: set[int]) -> li
 
 
 def _nearest(rule: Rule, names: Sequence[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(rule.title, names, 1, 0.4)
+    """The name, or tail of a name, that the rule's author may have meant."""
+    length = rule.title.count(".") + 1
+    tails = list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
+    near = difflib.get_close_matches(rule.title, tails, 1, 0.6)
     return f", or write it like {near[0]!r}" if near else ""
 
 

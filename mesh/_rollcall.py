@@ -11,6 +11,7 @@ Knows nothing of jax.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -80,7 +81,9 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
         fix = "use an IP address, or add the name to DNS or /etc/hosts on every host"
         raise JobError(message(f"the coordinator's name {name!r} is not known on this host", [f"{error.strerror}"], fix)) from error
     ip = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
-    if spans_machines and ipaddress.ip_address(ip.split("%")[0]).is_loopback:
+    # An address that was written as one is meant so (a tunnel, several "hosts" on one machine).
+    is_loopback = ipaddress.ip_address(ip.split("%")[0]).is_loopback and ip != name.strip("[]")
+    if spans_machines and is_loopback:
         raise JobError(
             message(
                 f"the coordinator's name {name!r} resolves to loopback ({ip}) on this host, where other hosts cannot reach it",
@@ -89,6 +92,32 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
             )
         )
     return ip, int(port)
+
+
+def require_reachable_name(name: str) -> None:
+    """gloo tells the other processes this host's own name as it resolves here: refuse one that leads back to this host.
+
+    Raises:
+        JobError: it does, or it does not resolve.
+    """
+    try:
+        found = socket.gethostbyname(name)
+    except OSError as error:
+        raise JobError(
+            message(
+                f"this host's own name {name!r} is not known here",
+                [str(error), "collectives between CPU processes announce it"],
+                f"add a line '<its IP address> {name}' to /etc/hosts",
+            )
+        ) from error
+    if ipaddress.ip_address(found).is_loopback:
+        raise JobError(
+            message(
+                f"this host's own name {name!r} resolves to loopback ({found}), where other hosts cannot reach it",
+                ["collectives between CPU processes announce it; Debian writes '127.0.1.1 <own name>' into /etc/hosts"],
+                f"replace that line in /etc/hosts by '<its IP address> {name}'",
+            )
+        )
 
 
 @dataclass
@@ -109,6 +138,7 @@ class RollCall:
     _verdict: bytes | None = field(init=False, default=None)
     _waiting: dict[int, tuple[Report, socket.socket]] = field(init=False, default_factory=dict[int, tuple[Report, socket.socket]])
     _problem: str | None = field(init=False, default=None)
+    _is_over: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         family = socket.AF_INET6 if ":" in self.ip else socket.AF_INET
@@ -138,6 +168,7 @@ class RollCall:
             self._problem = self._absent(timeout_s)
         if self._problem is not None:
             self._answer({"problem": self._problem})
+            self._listener.close()
             raise JobError(self._problem)
 
     def start(self, service: str) -> None:
@@ -147,13 +178,19 @@ class RollCall:
         self._verdict = json.dumps({"problem": text}).encode() + b"\n"
         threading.Thread(target=self._refuse_late_comers, name="roll call", daemon=True).start()
 
+    def close(self) -> None:
+        """Give the port back."""
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for late comers, which closes it
+
     def _take(self, peer: socket.socket, line: bytes) -> None:
         report = Report.from_line(line, self.key)
         if report is None:
             peer.close()
             return
         self._problem = self._problem or self._misfit(report)
-        self._waiting[len(self._waiting) if self._problem else report.index] = (report, peer)
+        self._waiting[-1 - len(self._waiting) if self._problem else report.index] = (report, peer)
 
     def _misfit(self, report: Report) -> str | None:
         own = self.own
@@ -201,7 +238,7 @@ class RollCall:
     def _refuse_late_comers(self) -> None:
         assert self._verdict is not None
         with _Lines(self._listener) as lines:
-            while True:
+            while not self._is_over:
                 for peer, _ in lines.received(60.0):
                     try:
                         peer.settimeout(_PATIENCE_S)
@@ -210,6 +247,7 @@ class RollCall:
                         continue
                     finally:
                         peer.close()
+        self._listener.close()
 
 
 class _Lines:

@@ -8,6 +8,7 @@ from mesh import Mesh as Mesh
 from mesh import PartitionSpec as PartitionSpec
 from mesh import ShardingType as ShardingType
 from spmd import checkpoint as checkpoint
+from spmd import collectives as collectives
 from spmd import lowering as lowering
 from spmd import metrics as metrics
 from spmd._annotate import clear_sharding as clear_sharding
@@ -39,6 +40,7 @@ from spmd._loader import MpDeviceLoader as MpDeviceLoader
 from spmd._manual import disable_manual_sharding as disable_manual_sharding
 from spmd._manual import enable_manual_sharding as enable_manual_sharding
 from spmd._mode import use_spmd as use_spmd
+from spmd._moves import register as _show_layouts
 from spmd._precision import MixedPrecisionPolicy as MixedPrecisionPolicy
 from spmd._precision import mixed_precision as mixed_precision
 from spmd._precision import register as _register_precision
@@ -60,10 +62,14 @@ from spmd.program._scan import scan_layers as scan_layers
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 from spmd.rules import shard_module as shard_module
+from spmd.shard_map import shard_map as shard_map
+from spmd.visualize import visualize as visualize
+from spmd.visualize import visualize_sharding as visualize_sharding
 
 _register()
 _register_control_flow()
 _register_precision()
+_show_layouts()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [
@@ -113,6 +119,12 @@ __all__ = [
     "gradient_accumulation",
     "scan",
     "scan_layers",
+    # manual regions
+    "collectives",
+    "shard_map",
+    # seeing it
+    "visualize",
+    "visualize_sharding",
     # operators
     "lowering",
     # data and checkpoints

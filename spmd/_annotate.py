@@ -19,9 +19,11 @@ from spmd._errors import SpmdError, message
 from spmd._jax import is_tracer
 from spmd._names import name_of
 from spmd._tensor import XLAShardedTensor, become_plain, become_sharded
+from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 
 
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (under torch.compile it runs as it does without: in place, on the value of this moment)
 def mark_sharding(
     tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
 ) -> XLAShardedTensor:
@@ -31,7 +33,8 @@ def mark_sharding(
     function it constrains the value at this point, and its gradient, as `jax.lax.with_sharding_constraint` does.
 
     Args:
-        tensor: on device 'jax': a parameter, buffer, input or activation, any dtype.
+        tensor: a parameter, buffer, input or activation, any dtype; on device 'jax', or on the host or 'meta', where the
+            layout is remembered for the move to the device.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
         uneven: a dim that its axes do not divide is padded in storage ("pad"; values, shapes and files never show it), or refused
@@ -39,9 +42,12 @@ def mark_sharding(
 
     Raises:
         SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
-        SpmdError: the tensor is not on device 'jax', or is a view of a tensor that shows other dims.
+        SpmdError: the tensor is on another device, or is a view of a tensor that shows other dims.
     """
-    spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven)
+    spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
+    if tensor.device.type != "jax":
+        remember(tensor, spec)
+        return become_sharded(tensor)
     buffer = buffer_of(tensor)
     value = None if buffer.value is None else buffer.value
     if recording.get() is not None or is_tracer(value):
@@ -72,7 +78,8 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         `t` itself.
     """
     if t.device.type != "jax":
-        return t
+        forget(t)
+        return become_plain(t)
     buffer = buffer_of(t)
     spec = buffer.annotation
     if spec is not None and recording.get() is None and not is_tracer(buffer.value):
@@ -110,15 +117,19 @@ def as_mesh(mesh: Any) -> mesh_.Mesh:
 
 
 def checked_spec(
-    tensor: torch.Tensor, grid: mesh_.Mesh, partition_spec: mesh_.SpecLike, uneven: Literal["pad", "error"] = "pad"
+    tensor: torch.Tensor,
+    grid: mesh_.Mesh,
+    partition_spec: mesh_.SpecLike,
+    uneven: Literal["pad", "error"] = "pad",
+    devices: tuple[str, ...] = ("jax",),
 ) -> mesh_.ShardingSpec:
     """The layout that `tensor` is to get.
 
     Raises:
         SpecError: it does not fit the tensor; the message has the tensor's name.
-        SpmdError: the tensor is not on device 'jax'.
+        SpmdError: the tensor is on none of `devices`.
     """
-    if tensor.device.type != "jax":
+    if tensor.device.type not in devices:
         raise SpmdError(
             message(
                 f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from spmd._jax import is_tracer
 from spmd.device._storage import buffer_of, load, store
@@ -28,8 +29,28 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
     compiler cannot delay a layer's gradient reduction and keep its buffers alive.
     """
 
-    def barrier(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        optimization_barrier_([*gradients, *(g for g in grad_input if g is not None)])
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        chosen = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not chosen or not torch.is_grad_enabled():  # the backward pass ends in this module: nothing comes after it
+            return None
+        for i, passed in zip(chosen, _Entrance.apply(module, *(flat[i] for i in chosen)), strict=True):
+            flat[i] = passed
+        return pytree.tree_unflatten(flat, tree)
 
-    m.register_full_backward_hook(barrier)
+    m.register_forward_pre_hook(before, with_kwargs=True)
+
+
+class _Entrance(torch.autograd.Function):
+    """A module's inputs as they are; backward, which runs after the module's own, a barrier behind its gradients and theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, *tensors: torch.Tensor) -> Any:
+        ctx.module = module
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        gradients = [p.grad for p in ctx.module.parameters() if p.grad is not None]
+        optimization_barrier_([*gradients, *grads])
+        return None, *grads

@@ -64,23 +64,25 @@ class _JaxCall:
     def __init__(self, fn: Callable[..., Any], static: tuple[Any, ...], tree: Any, name: str | None) -> None:
         self._results: dict[Any, tuple[Any, list[Any]]] = {}
 
-        def run(dynamic: Any, key: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        def run(dynamic: Any, key: Any) -> tuple[Any, tuple[Any, ...]]:
             arrays = iter(dynamic)
             args, kwargs = pytree.tree_unflatten([next(arrays) if leaf is _NO_TENSOR else leaf for leaf in static], tree)
             leaves, out_tree = pytree.tree_flatten(fn(*args, **kwargs))
             shapes = tuple((array.shape, array.dtype) for array in dynamic)
             self._results[shapes] = out_tree, [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves]
-            return tuple(leaf for leaf in leaves if isinstance(leaf, jax.Array)), ()
+            results = tuple(leaf for leaf in leaves if isinstance(leaf, jax.Array))
+            return results[0] if len(results) == 1 else results, ()
 
         self._call = Call(run, name or getattr(fn, "__name__", "call_jax"))
         self._plain = jax.jit(lambda dynamic: run(dynamic, None)[0])
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            results = iter(differentiable(self._call, tensors))
+            made: Any = differentiable(self._call, tensors)
         else:
             with exact_dtypes():
-                results = iter([wrap(array) for array in self._plain([load(t) for t in tensors])])
+                made = jax.tree.map(wrap, self._plain([load(t) for t in tensors]))
+        results = iter(made if isinstance(made, tuple) else (made,))
         tree, leaves = self._results[tuple((tuple(t.shape), to_numpy_dtype(t.dtype)) for t in tensors)]
         return pytree.tree_unflatten([next(results) if leaf is None else leaf[0] for leaf in leaves], tree)
 

@@ -60,7 +60,7 @@ def to_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def to_torch_dtype(dtype: Any) -> torch.dtype:
     """The torch dtype of a numpy or jax dtype; SpmdError if torch has none (int4, float0)."""
     try:
-        return _TO_TORCH[np.dtype(dtype)]
+        return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]
     except KeyError:
         raise SpmdError(message(f"torch has no dtype for jax's {dtype}", fix="convert the array to a dtype that torch has")) from None
 

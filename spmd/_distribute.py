@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -194,6 +195,17 @@ def full_tensor(t: torch.Tensor) -> torch.Tensor:
     return redistribute(t).as_subclass(torch.Tensor)
 
 
+def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:
+    """`XLAShardedTensor(t, mesh, layout)`: a mesh or its shape, a spec or placements."""
+    if isinstance(mesh, tuple | list | torch.Size):
+        shape = [int(size) for size in mesh]
+        mesh = mesh_.Mesh(range(math.prod(shape)), shape)
+    if layout is None or any(hasattr(entry, "is_shard") for entry in layout):
+        spec = spec_from_placements(t, mesh, layout)
+        return mark_sharding(t, spec.mesh, spec.partition_spec)
+    return mark_sharding(t, mesh, layout)
+
+
 # The methods that DTensor has and that make sense for a global tensor; here, because the class lies a floor below `mark_sharding`.
 XLAShardedTensor.redistribute = lambda self, device_mesh=None, placements=None, *, async_op=False: redistribute(
     self, device_mesh, placements
@@ -202,3 +214,4 @@ XLAShardedTensor.full_tensor = lambda self, *, grad_placements=None: full_tensor
 XLAShardedTensor.to_local = lambda self, *, grad_placements=None: self  # one process drives all devices: the local view is the whole
 XLAShardedTensor.placements = property(placements_of_tensor)
 XLAShardedTensor.device_mesh = property(device_mesh_of)
+XLAShardedTensor._lay_out = staticmethod(_laid_out)

@@ -115,7 +115,9 @@ def recursive_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool], wra
     def descend(parent: nn.Module) -> int:
         """Wraps below `parent`; returns how many of its parameters' elements are wrapped."""
         num_wrapped = 0
-        for name, child in parent.named_children():
+        for name, child in list(parent._modules.items()):  # named_children would skip the second use of a shared module
+            if child is None:
+                continue
             size = sum(p.numel() for p in child.parameters())
             if id(child) in wrapped:
                 setattr(parent, name, wrapped[id(child)])

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import torch
 from jax.experimental.shard_alike import shard_alike
 from torch.utils import _pytree as pytree
 
 import mesh as mesh_
-from spmd._annotate import as_mesh, checked_spec
+from spmd._annotate import as_mesh, checked_spec, mark_sharding
 from spmd._call_jax import call_jax
-from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
-from spmd._jax import is_tracer
 from spmd._tensor import XLAShardedTensor, become_sharded
-from spmd.device._storage import buffer_of, load, recording, wrap
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -61,17 +56,7 @@ def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: mesh_.S
 
 def relaid(t: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
     """A new tensor with the values of `t`, laid out by `spec`: a constraint inside a compiled function, else a transfer."""
-    buffer = buffer_of(t)
-    with exact_dtypes():
-        value = load(t)
-        if recording.get() is not None or is_tracer(buffer.value):
-            return wrap(jax.lax.with_sharding_constraint(value, spec.to_jax()))
-        placed = jax.device_put(value, spec.to_jax())
-        if value.sharding == spec.to_jax():  # its own memory: a compiled step may donate the original's
-            placed = jnp.copy(value)
-    out = wrap(placed)
-    buffer_of(out).annotation = spec
-    return out
+    return mark_sharding(t.detach().clone(), spec.mesh, spec.partition_spec).global_tensor
 
 
 class _Marked(torch.autograd.Function):

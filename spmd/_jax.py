@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import jax
 import jax.core
-import jax.extend
+import jax.extend.core
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.core import trace_state_clean as _trace_state_clean
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
 from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
 from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
 from jax._src.source_info_util import current as _current_source
+from jax._src.source_info_util import current_name_stack as _current_name_stack
+from jax._src.source_info_util import user_context as _user_context
 
 
 def is_tracing() -> bool:
@@ -68,7 +71,7 @@ def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
     if is_tracer(value):
         atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
         value = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
-    return None if value is None or is_input(value) else value
+    return None if value is None or is_tracer(value) or is_input(value) else value  # a tracer: of a trace around this one
 
 
 def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]) -> Any:
@@ -83,6 +86,19 @@ def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]
             listed = results if equation.primitive.multiple_results else [results]
             known.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
     return read(value)
+
+
+@contextmanager
+def as_recorded(equation: Any) -> Generator[None]:
+    """Record operations under the name, place and settings of an equation of a jaxpr."""
+    info = equation.source_info
+    with _user_context(info.traceback, name_stack=_current_name_stack() + info.name_stack), equation.ctx.manager:
+        yield
+
+
+def is_literal(atom: Any) -> bool:
+    """True if an operand of an equation is a value written into it."""
+    return isinstance(atom, jax.extend.core.Literal)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

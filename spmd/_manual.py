@@ -25,6 +25,7 @@ from spmd._annotate import as_mesh, checked_spec
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, called_at, message
 from spmd._global_mesh import mesh_or_global
+from spmd._jax import is_tracer
 from spmd._tensor import XLAShardedTensor, become_sharded
 from spmd.device._storage import buffer_of, load, wrap
 
@@ -151,7 +152,11 @@ def per_device(
     specs = [PartitionSpec() if s is None else s.partition_spec.to_jax() for s in (cut, join)]
     run = jax.shard_map(fn, mesh=mesh.to_jax(), in_specs=specs[0], out_specs=specs[1], check_vma=False)
     with exact_dtypes():
-        return wrap(jax.jit(run)(load(t)))
+        value = jax.jit(run)(load(t))
+    out = wrap(value)
+    if join is not None and not is_tracer(value):
+        buffer_of(out).annotation = join
+    return out
 
 
 def _unnamed_axes(spec: mesh_.ShardingSpec) -> tuple[str, ...]:
@@ -172,7 +177,7 @@ def _meet(tensors: Sequence[torch.Tensor], func: Any) -> mesh_.Mesh:
         if isinstance(t, ManualTensor) or t.device.type != "jax":
             continue
         value = buffer_of(t).value
-        split = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not value.sharding.is_fully_replicated
+        split = value is not None and not is_tracer(value) and not value.sharding.is_fully_replicated
         marked = buffer_of(t).annotation
         if split or (marked is not None and not marked.is_replicated):
             raise SpmdError(

@@ -18,8 +18,11 @@ from spmd._jax import is_tracer
 from spmd._load import load_shards
 from spmd._shard import XLAShard
 from spmd.device._arrays import is_readable
+from spmd.device._layout import annotation_of, hand_over
 from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load, recording
+
+_GRAD: Any = torch.Tensor.grad
 
 
 class XLAShardedTensor(torch.Tensor):
@@ -35,17 +38,24 @@ class XLAShardedTensor(torch.Tensor):
     placements: Any
     device_mesh: Any
 
-    def __new__(cls, elem: torch.Tensor) -> XLAShardedTensor:
-        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one."""
+    _lay_out: Any  # (tensor, mesh or mesh shape, spec or placements); set where specs are known, a floor above
+
+    def __new__(cls, elem: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> XLAShardedTensor:
+        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one.
+
+        With `mesh_shape` (a mesh, or the shape of one over all devices) and `partition_spec` (a spec, or DTensor placements) it is
+        marked too.
+        """
         moved = elem if elem.device.type == "jax" else elem.detach().to("jax")
         plain = moved.as_subclass(torch.Tensor)
-        return become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)
+        made = become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)
+        return made if mesh_shape is None else cls._lay_out(made, mesh_shape, partition_spec)
 
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
         if self.device.type != "jax":
-            return None
+            return annotation_of(self)
         buffer = buffer_of(self)
         if buffer.annotation is not None and is_whole(self, buffer):
             return buffer.annotation
@@ -105,18 +115,18 @@ class XLAShardedTensor(torch.Tensor):
         return self.cpu().as_subclass(torch.Tensor).numpy(force=force)
 
     @property
-    def grad(self) -> torch.Tensor | None:
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The gradient. Outside compiled functions it is laid out as the tensor is marked."""
-        grad = torch.Tensor.grad.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        grad = _GRAD.__get__(self)
         return grad if grad is None else _laid_out_like(grad, buffer_of(self).annotation)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # pyright: ignore[reportAttributeAccessIssue]
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _GRAD.__delete__(self)
 
     @property
     def jax(self) -> Any:
@@ -130,32 +140,35 @@ class XLAShardedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
         if id(self) not in memo:
             plain = copy.deepcopy(self.global_tensor if not self.is_leaf else self.global_tensor.detach(), memo)
+            hand_over(self, plain)
             plain.requires_grad_(self.requires_grad)
             plain.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = become_sharded(plain)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a CPU tensor without a mesh (see `spmd.device._serialize`)."""
+        """Pickled as a CPU tensor that remembers its layout in plain data (see `spmd.device._serialize`)."""
         return host_copy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if self.device.type != "jax":  # torch keeps the class in .cpu()
+        buffer = buffer_of(self) if self.device.type == "jax" else None
+        spec = self.sharding_spec if buffer is None or buffer.dropped is None else None
+        if spec is None and buffer is None:  # torch keeps the class in .cpu()
             return repr(self.as_subclass(torch.Tensor))
-        spec = self.sharding_spec if buffer_of(self).dropped is None else None
         placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
         shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
-        if self.numel() > 1000 or buffer_of(self).dropped is not None or not is_readable(buffer_of(self).value):
+        unreadable = self.is_meta if buffer is None else buffer.dropped is not None or not is_readable(buffer.value)
+        if unreadable or self.numel() > 1000:
             return f"{type(self).__name__}({shape}{placed}{grad})"
         values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
         return f"{type(self).__name__}({values}{placed}{grad})"
 
 
-class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
+class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:  # pyright: ignore[reportInconsistentConstructor]
         plain = data.as_subclass(torch.Tensor) if isinstance(data, XLAShardedTensor) else data
         return become_sharded(torch.nn.Parameter(plain, requires_grad))
 
@@ -164,12 +177,16 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
         if id(self) not in memo:
-            data = copy.deepcopy(self.global_tensor.detach(), memo)
-            memo[id(self)] = become_sharded(torch.nn.Parameter(data, self.requires_grad))
+            twin = torch.nn.Parameter(copy.deepcopy(self.global_tensor.detach(), memo), self.requires_grad)
+            hand_over(self, twin)
+            memo[id(self)] = become_sharded(twin)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(host_copy(self), self.requires_grad).__reduce_ex__(protocol)
+        host = host_copy(self)
+        plain = torch.nn.Parameter(host.detach(), self.requires_grad)
+        vars(plain).update(vars(host))
+        return plain.__reduce_ex__(protocol)
 
 
 def _laid_out_like(grad: torch.Tensor, annotation: mesh_.ShardingSpec | None) -> torch.Tensor:

@@ -8,19 +8,20 @@ A command's module is imported only when that command is asked for. To add one: 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import rich.box
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from spmd._errors import CheckpointError
 from spmd.checkpoint import Step, Verdict
 from spmd.doctor import Check, DeviceGroup, Report
+from spmd.ops import How, Operator
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ def demo_command() -> Callable[..., Any]:
     from spmd import demo
 
     return demo.main
+
+
+def bench_command() -> Callable[..., Any]:
+    from spmd import bench
+
+    return bench.run
 
 
 def ckpt_command() -> Callable[..., Any]:
@@ -78,16 +85,45 @@ def ckpt_command() -> Callable[..., Any]:
     return run
 
 
+def ops_command() -> Callable[..., Any]:
+    from spmd import ops
+
+    def run(pattern: Annotated[str, tyro.conf.Positional] = "", markdown: bool = False) -> int:
+        """Show what computes each of PyTorch's operators; exit code 1 when none has such a name.
+
+        Args:
+            pattern: a regular expression that is found in the operator's name; all operators when left out.
+            markdown: print the page docs/ops.md instead of a table.
+        """
+        try:
+            found = ops.coverage(pattern)
+        except ValueError as error:
+            Console(stderr=True, markup=False, highlight=False).print(Text(str(error), style="red"))
+            return 1
+        if markdown:
+            print(ops.markdown(found), end="")
+        else:
+            show_operators(found, ops.counts(found), ops.MEANING, Console(markup=False, highlight=False))
+        return 0 if found else 1
+
+    return run
+
+
 def launch_command() -> Callable[..., Any]:
     from mesh import launch
 
     return launch.main
 
 
+# torch._dynamo: torch's optimizers import it when the first one is made, in a second or two
+PRELOADED = ("spmd", "torch._dynamo")
+
 COMMANDS = {
     "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
     "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
+    "ops": Command("Show what computes each of PyTorch's operators.", ops_command),
     "launch": Command("Run a program as one job of several processes.", launch_command),
+    "bench": Command("Run a benchmark beside hand-written JAX and other peers.", bench_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
 
@@ -100,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # what follows the program's name is the program's own: nothing for tyro
-        raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=("spmd",)))
+        raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=PRELOADED))
     app = tyro.extras.SubcommandApp()
     for name, command in COMMANDS.items():
         function = command.load() if arguments[:1] == [name] else listed(command)
@@ -145,6 +181,21 @@ def show_verdict(verdict: Verdict, console: Console) -> None:
         console.print(f"{verdict.folder}: {verdict.nbytes / 2**20:.1f} MiB as they were written")
     for problem in verdict.problems:
         console.print(Text(f"{verdict.folder}: {problem}", style="red"))
+
+
+def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, int]], meaning: Mapping[How, str], console: Console) -> None:
+    table = Table(
+        "overload", "computed by", Column("where", no_wrap=True), Column("in-place and out=", overflow="fold"), box=rich.box.SIMPLE
+    )
+    for operator in found:
+        how = Text(operator.how, style="bold red" if operator.how == "unsupported" else "")
+        table.add_row(operator.name, how, operator.where, " ".join(operator.variants))
+    console.print(table)
+    summary = Table("computed by", "overloads", "in-place and out=", "", box=rich.box.SIMPLE)
+    for how, (count, num_variants) in counts.items():
+        summary.add_row(how, str(count), str(num_variants), meaning[how])
+    summary.add_row("total", str(len(found)), str(sum(len(operator.variants) for operator in found)), "")
+    console.print(summary)
 
 
 def mark(check: Check) -> Text:

@@ -32,8 +32,7 @@ from spmd._errors import SpmdError, message
 from spmd._tensor import become_sharded
 from spmd.checkpoint._gang import Gang, current_gang
 from spmd.checkpoint._random import host_streams, set_host_streams
-from spmd.device._arrays import upload
-from spmd.device._storage import buffer_of, wrap
+from spmd.device._storage import buffer_of, wrap, wrap_host
 
 _END = -1  # in place of a batch's size
 
@@ -102,11 +101,13 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The place: what was handed out, not what was prefetched."""
         streams = self._began if self.batch else self._streams
-        return {"epoch": self.epoch, "batch": self.batch, "full": self._full, "streams": streams, "source": self._source}
+        full = None if self._full is None else self._full * self._feeders  # of the job: it may go on with other processes
+        return {"epoch": self.epoch, "batch": self.batch, "full": full, "streams": streams, "source": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a place: the next `iter()` yields the batches after it."""
-        self.epoch, self.batch, self._full = state["epoch"], state["batch"], state["full"]
+        self.epoch, self.batch = state["epoch"], state["batch"]
+        self._full = None if state["full"] is None else state["full"] // self._feeders
         self._streams, self._source, self._resumes = state["streams"], state["source"], self.batch > 0 or state["source"] is not None
 
     def __iter__(self) -> Iterator[Any]:
@@ -152,6 +153,11 @@ class ShardedLoader:
                     what = f"the loader ended after {number} batches, the checkpoint's place is after {self.batch}"
                     raise SpmdError(message(what, fix="resume with the dataset and batch size that the checkpoint was made with"))
             return source
+
+    @property
+    def _feeders(self) -> int:
+        """How many processes' batches make up a global one."""
+        return self._gang.size if self._feeds == "slice" else 1
 
     @contextmanager
     def _own_streams(self) -> Generator[None]:
@@ -264,7 +270,7 @@ class ShardedLoader:
         if isinstance(value, torch.Tensor | np.ndarray):
             if isinstance(spec, dict | list):
                 raise SpmdError(message("the spec has a container where the batch has an array", f"spec: {spec}", fix="give one spec"))
-            array = host_array(value) if isinstance(value, torch.Tensor) else value
+            array = host_array(value) if isinstance(value, torch.Tensor) else np.array(value, order="C")  # loaders reuse their memory
             return self._array(array, _fitted(spec, array.ndim))
         if isinstance(value, Mapping):
             return {key: self._placed(item, _entry(spec, key, dict)) for key, item in value.items()}
@@ -279,12 +285,12 @@ class ShardedLoader:
         placed = mesh_.ShardingSpec(self._grid, spec)
         if self._gang.size > 1 and self._feeds == "slice":
             with exact_dtypes():
-                array = jax.make_array_from_process_local_data(placed.to_jax(), host)
+                tensor = wrap(jax.make_array_from_process_local_data(placed.to_jax(), host))
+            buffer_of(tensor).annotation = placed
         else:
             placed.validate(host.shape, "a batch's array")
-            array = upload(host, placed.to_jax())
-        tensor = wrap(array)
-        buffer_of(tensor).annotation = placed
+            tensor = wrap_host(host)
+            buffer_of(tensor).annotate(placed)  # each device gets its piece now; uneven dims are padded where they are stored
         return become_sharded(tensor)
 
 

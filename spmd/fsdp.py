@@ -32,7 +32,7 @@ from spmd._jax import is_tracing
 from spmd._names import name_of
 from spmd._tensor import become_sharded
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
-from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
+from spmd.device._storage import Buffer, buffer_of, load, recording, strided_alias, wrap
 from spmd.rules import fsdp_axis
 
 Stage = Literal[1, 2, 3]
@@ -183,6 +183,15 @@ class _Unit:
             result = _cast(result, self.policy.output_dtype)
         return call.fenced(result)
 
+    def reduce_wide(self) -> None:
+        """Tell a traced program to sum gradients in a wider dtype than it computes in."""
+        recorder: Any = recording.get()
+        policy = self.policy
+        if recorder is None or policy is None or policy.reduce_dtype is None or policy.param_dtype is None:
+            return
+        if policy.reduce_dtype.itemsize > policy.param_dtype.itemsize and hasattr(recorder, "reduce_in"):
+            recorder.reduce_in(to_numpy_dtype(policy.reduce_dtype))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
         return _Unit(self.mesh, self.axes, self.stage, self.reshard, self.policy, self.ignored)
 
@@ -201,10 +210,12 @@ class _Call:
         self._again: dict[int, torch.Tensor] = {}
         self._fence: Sequence[Any] = ()
         self._hooks: saved_tensors_hooks | None = None
+        self._outer: _Call | None = None
 
     def gather(self, module: nn.Module) -> None:
         """Replace the parameters of the unit by whole ones, on autograd's tape."""
         unit = self.unit
+        unit.reduce_wide()
         # In a backward this forward is a recomputation (torch.utils.checkpoint): XLA must not merge it with the first one.
         is_again = torch._C._current_graph_task_id() != -1
         wholes: dict[int, torch.Tensor] = {}
@@ -222,7 +233,9 @@ class _Call:
             registry[name] = whole
         drops = unit.stage == 3 and unit.reshard and not is_again and torch.is_grad_enabled()
         # Under somebody else's hooks (checkpointing) nothing is kept from forward to backward anyway, and two would not nest.
-        if drops and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
+        if drops and (outer is None or isinstance(self._outer, _Call)):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
@@ -256,23 +269,29 @@ class _Call:
         if tensor.device.type != "jax":
             return tensor
         index = self._wholes.get(buffer_of(tensor))
-        return tensor if index is None else _View(index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        if index is None:
+            return tensor if self._outer is None else self._outer._pack(tensor)
+        return _View(self, index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _View):
             return packed
-        whole = self._again.get(packed.index)
+        return strided_alias(packed.call._whole_again(packed.index), packed.size, packed.stride, packed.offset)
+
+    def _whole_again(self, index: int) -> torch.Tensor:
+        """A parameter gathered for the backward, once for all that saved it."""
+        whole = self._again.get(index)
         if whole is None:
-            source = self._sources[packed.index]
-            value = self._fence[packed.index] if self._fence else load(source)
-            whole = self._again[packed.index] = wrap(_gathered(value, source, self.unit))
-        return strided_alias(whole, packed.size, packed.stride, packed.offset)
+            source = self._sources[index]
+            whole = self._again[index] = wrap(_gathered(self._fence[index] if self._fence else load(source), source, self.unit))
+        return whole
 
 
 @dataclass(frozen=True)
 class _View:
     """What autograd saved of a whole parameter: which one, and how it was seen."""
 
+    call: _Call
     index: int
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -12,7 +12,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    code = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
+    code = "import runpy, sys; root, *sys.argv = sys.argv[1:]; sys.path.insert(0, root); runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:virtual_devices", "-c", code, str(ROOT), str(example)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

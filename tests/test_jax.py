@@ -42,3 +42,13 @@ INPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_branch_on_an_input_is_refused(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(spmd.TraceError, match="a number of the traced program was needed"):
         spmd.compile(fn)(torch.randn(3).to("jax"))
+
+
+def test_value_of_the_trace_around_is_not_known_inside_a_branch() -> None:
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        outer = x.sum()
+        return torch.cond(x[0] > 0, lambda x: x * outer.item(), lambda x: -x, (x,))
+
+    x = torch.ones(3)
+    assert torch.equal(step(x.to("jax")).cpu(), x * 3)

@@ -144,3 +144,10 @@ def test_a_saved_state_loads_on_the_cpu(mesh_4x2: mesh.Mesh) -> None:
     twin = MLP()
     twin.load_state_dict(torch.load(held, weights_only=True))
     assert torch.equal(twin.up.weight, model.up.weight.detach().cpu())
+
+
+def test_a_copy_on_the_cpu_shows_its_values_and_has_no_layout(mesh_4x2: mesh.Mesh) -> None:
+    marked = spmd.mark_sharding(torch.arange(8).to("jax"), mesh_4x2, ("data",))
+    copied = marked.cpu()
+    assert repr(copied) == repr(torch.arange(8))
+    assert isinstance(copied, spmd.XLAShardedTensor) and copied.sharding_spec is None

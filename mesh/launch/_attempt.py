@@ -59,10 +59,11 @@ def _noted(number: int, frame: object) -> None:
     """The handler; the byte that `set_wakeup_fd` wrote is what counts."""
 
 
-def watch(gang: Gang, output: Output, stops: Stops, directory: Path, attempt: int, hung_up: Callable[[], bool]) -> Outcome:
+def watch(gang: Gang, output: Output, stops: Stops, records: tuple[Path, int] | None, hung_up: Callable[[], bool]) -> Outcome:
     """Follow a gang until it has ended, one way or the other.
 
     Args:
+        records: folder and attempt of what the members write of their own failures; None when members are launchers.
         hung_up: whether who started this launcher has gone away (over SSH); asked when nothing else happens.
     """
     gang.listen(stops.reader)
@@ -85,24 +86,26 @@ def watch(gang: Gang, output: Output, stops: Stops, directory: Path, attempt: in
             if asked and all(end.code == -signal.SIGTERM for end in bad):  # told to stop before it had joined: nothing is lost
                 gang.end(0.0)
                 return Outcome(PREEMPTED)
-            return _failed(gang, output, directory, attempt)
+            return _failed(gang, output, records)
     gang.end(0.0)
     code = PREEMPTED if any(end.code == PREEMPTED for end in gang.exits) else 0
     return Outcome(code)
 
 
-def _failed(gang: Gang, output: Output, directory: Path, attempt: int) -> Outcome:
+def _failed(gang: Gang, output: Output, where: tuple[Path, int] | None) -> Outcome:
     """The first bad end is here, or one that follows from it: hear the others out, end them, find out which it was."""
     output.only = {end.member for end in gang.exits if end.code not in (0, PREEMPTED, PEER_FAILED)}
     gang.end(_NOTICE_S)
-    records = _records(directory, attempt)
-    ends = [end for end in gang.exits if end.code not in (0, PREEMPTED)]
+    records = {} if where is None else _records(*where)
+    ends = [end for end in gang.exits if end.code not in (0, PREEMPTED) and end.member not in gang.killed]
 
-    def order(end: Exit) -> tuple[bool, float]:
+    def order(end: Exit) -> tuple[int, float]:
+        # A signal comes from outside: it is seen late on a busy machine, when the others have already told what followed from it.
+        # SIGABRT is how jax ends a process whose process 0 is gone.
+        follows = end.code in (PEER_FAILED, -signal.SIGABRT)
         record = records.get(end.member)
-        return end.code == PEER_FAILED, float(record["time"]) if record else end.time
+        return 2 if follows else int(end.code > 0), float(record["time"]) if record else end.time
 
-    # Those that this launcher killed itself came after the first; a kill from elsewhere has the earliest time.
     first = min(ends, key=order)
     record = records.get(first.member)
     if record is None:
@@ -121,7 +124,8 @@ def tell(outcome: Outcome, output: Output, name: str, began: float, directory: P
         for path in sorted(directory.glob("threads-*.txt")):
             if f"process {path.stem.partition('-')[2]} stopped first" in outcome.why:
                 sys.stderr.write(f"threads of process {path.stem.partition('-')[2]}:\n{path.read_text(encoding='utf-8')}")
-    say(f"{name} failed first, after {first.time - began:.1f} s: {outcome.why}")
+    did = "ended the job" if outcome.code == STUCK else "failed first"
+    say(f"{name} {did}, after {first.time - began:.1f} s: {outcome.why}")
 
 
 def meaning(code: int) -> str:

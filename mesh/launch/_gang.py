@@ -56,6 +56,7 @@ class Gang:
         self._members: dict[int, _Member] = {}
         self._inputs: list[int] = []
         self.exits: list[Exit] = []
+        self.killed: set[int] = set()  # by `end`, so that their exits say nothing
 
     @property
     def running(self) -> list[int]:
@@ -133,6 +134,7 @@ class Gang:
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline:
             self.step(deadline - time.monotonic())
+        self.killed.update(self.running)
         for member in self._members.values():
             kill_group(member.pid)
         deadline = time.monotonic() + 5.0

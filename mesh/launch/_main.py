@@ -72,6 +72,9 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         began = time.time()
         outcome, output, names = _attempt(options, stops, keeper, directory, attempt, told)
         tell(outcome, output, names(outcome), began, directory)
+        if outcome.first is not None and options.node is None:
+            record = {"process": outcome.first.member, "code": outcome.first.code, "seen": outcome.first.time, "why": outcome.why}
+            (directory / f"first-exit-{attempt}.json").write_text(json.dumps(record), encoding="utf-8")
         output.close()
         if outcome.first is None or not outcome.may_restart or options.node is not None:
             return outcome.code
@@ -94,19 +97,22 @@ def _attempt(
         path.unlink()
     if options.hosts:
         names = dict(enumerate(options.hosts))
-        output = Output(dict.fromkeys(names, ""), directory, attempt)
+        output = Output(names, directory, attempt, has_names=True)
         gang = Gang(keeper, output.line)
         _start_over_ssh(gang, options, attempt)
     else:
         first, count = options.node or 0, options.local or options.processes
         host = socket.gethostname()
         names = {first + i: f"{host} {first + i}" for i in range(count)}
-        output = Output(names, directory, attempt)
+        output = Output(names, directory, attempt, has_names=False)
         gang = Gang(keeper, output.line)
         _start_here(gang, options, list(names), stops, directory, attempt, told)
-    pids = {member: gang.pid(member) for member in names}
-    (directory / "pids.json").write_text(json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}), encoding="utf-8")
-    outcome = watch(gang, output, stops, directory, attempt, _stdin_closed if options.node is not None else lambda: False)
+    is_node = options.node is not None
+    if not is_node:  # nodes may share the directory with who started them
+        pids = {member: gang.pid(member) for member in names}
+        (directory / "pids.json").write_text(json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}), encoding="utf-8")
+    own_records = None if options.hosts else (directory, int(told.get("SPMD_ATTEMPT", attempt)))
+    outcome = watch(gang, output, stops, own_records, _stdin_closed if is_node else lambda: False)
 
     def named(outcome: Outcome) -> str:
         if outcome.first is None:
@@ -133,7 +139,7 @@ def _start_here(
     }
     launcher = os.getpid()
     for member in members:
-        environ = {**common, "SPMD_PROCESS": str(member)}
+        environ = {**common, "SPMD_PROCESS": str(member), "SPMD_LOCAL_PROCESS": str(member - members[0])}
         if options.preload:
 
             def run(out: int, err: int, environ: dict[str, str] = environ) -> Callable[[], int]:

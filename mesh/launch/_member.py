@@ -60,6 +60,7 @@ def run(program: Sequence[str], timeout_s: float) -> int:
     except SystemExit as leaving:
         return _left(leaving)
     except BaseException as error:
+        # Whatever ended the program, the others must hear of it; Python's own hook gets it as it would have.
         error.__traceback__ = _user_part(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -81,11 +82,8 @@ def _left(leaving: SystemExit) -> int:
 
 def _user_part(error: BaseException) -> TracebackType | None:
     """The traceback from the program's first frame on."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
     trace = error.__traceback__
-    while (
-        trace is not None
-        and trace.tb_next is not None
-        and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>")
-    ):
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace

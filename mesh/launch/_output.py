@@ -20,17 +20,18 @@ class Output:
     """The members' lines of one attempt.
 
     Args:
-        names: what stands before a member's lines, e.g. "node1 3"; empty: nothing does (a node's launcher, whose lines
-            already have names).
+        names: a member's name, e.g. "node1 3".
         directory: where the full text of each member goes.
         attempt: number in the files' names.
+        has_names: the members' lines begin with names already (those of the launchers on other hosts).
     """
 
-    def __init__(self, names: dict[int, str], directory: Path, attempt: int) -> None:
+    def __init__(self, names: dict[int, str], directory: Path, attempt: int, has_names: bool) -> None:
         width = max(map(len, names.values()), default=0)
-        self._prefix = {member: f"[{name:<{width}}] " if name else "" for member, name in names.items()}
+        self._prefix = {member: "" if has_names else f"[{name:<{width}}] " for member, name in names.items()}
         self._files: dict[int, TextIO] = {
-            member: (directory / f"output-{attempt}-{member}.log").open("w", encoding="utf-8", buffering=1) for member in names
+            member: (directory / f"output-{attempt}-{name.replace(' ', '-')}.log").open("w", encoding="utf-8", buffering=1)
+            for member, name in names.items()
         }
         self._tails: dict[int, deque[str]] = {member: deque(maxlen=_KEPT_LINES) for member in names}
         self.only: set[int] | None = None

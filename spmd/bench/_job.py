@@ -32,6 +32,7 @@ class Job:
         dtype: of parameters and floating inputs, "float32" or "bfloat16".
         topology: compile for these TPU chips ("v5e:2x4") without running; "" runs here.
         num_batches: how many batches there are; step n uses batch n modulo this.
+        real_data, weights: files to read; the script knows how.
     """
 
     name: str
@@ -45,19 +46,27 @@ class Job:
     platform: str = "cpu"
     num_batches: int = 4
     real_data: str = ""
+    weights: str = ""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Job:
         """Undo `dataclasses.asdict` after a passage through JSON, where tuples are lists."""
-        pairs = {key: tuple((name, value) for name, value in fields[key]) for key in ("overrides", "axes")}
-        return cls(**{**fields, **pairs})
+        pairs: dict[str, Any] = {key: tuple((name, value) for name, value in fields[key]) for key in ("overrides", "axes")}
+        return cls(**(fields | pairs))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @property
     def num_devices(self) -> int:
+        """Devices of the mesh."""
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as `mesh.Mesh.from_string` reads it."""
+        text = ",".join(f"{name}={size}" for name, size in self.axes) or "data=1"
+        return f"{text} on {self.topology}" if self.topology else text
 
     @cached_property
     def script(self) -> ModuleType:
@@ -101,19 +110,26 @@ class Job:
         return {} if listed is None else {pattern: self.known(spec) for pattern, spec in listed(self.config).items()}
 
     def batches(self) -> list[tuple[Any, ...]]:
-        """The batches as CPU tensors, floating ones in this job's dtype."""
+        """The batches as CPU tensors, floating ones in this job's dtype; without values where nothing will run."""
         import torch
 
-        drawn = self.script.batches(self.config, self.num_batches, Path(self.real_data) if self.real_data else None)
         dtype = getattr(torch, self.dtype)
+        if self.topology:
+            drawn = [self.script.example(self.config)]
+        else:
+            drawn = self.script.batches(self.config, self.num_batches, Path(self.real_data) if self.real_data else None)
         return [tuple(t.to(dtype) if t.is_floating_point() else t for t in batch) for batch in drawn]
 
     def model(self) -> Any:
-        """The model on the CPU, the same in every process."""
+        """The model on the CPU, the same in every process; on the meta device where nothing will run."""
         import torch
 
         torch.manual_seed(0)
-        return self.script.build(self.config).to(getattr(torch, self.dtype))
+        with torch.device("meta" if self.topology else "cpu"):
+            model = self.script.build(self.config)
+        if self.weights and not self.topology:
+            self.script.load_weights(model, self.config, Path(self.weights))
+        return model.to(getattr(torch, self.dtype))
 
 
 def load(path: Path) -> ModuleType:

@@ -9,7 +9,7 @@ A contender is a class `Contender(job)` in `peers/<name>.py` (and `prepare(job)`
     loss()          of the last step
     stages(cold)    seconds to trace, lower and compile a fresh program, or {} if there is no such thing
     program()       HLO text, memory, executables and retraces of the program that runs, or {}
-    close()         optional
+    save(file), close(), device_kind     optional
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))  # where `mesh` and `spmd` are, for a checkout that is not installed
 
 
 def loaded(path: Path) -> Any:
@@ -40,7 +41,8 @@ class Peer:
     """Answers commands about one contender."""
 
     def __init__(self, name: str) -> None:
-        self.module, self.contender = loaded(HERE / "peers" / f"{name}.py"), None
+        self.module: Any = loaded(HERE / "peers" / f"{name}.py")
+        self.contender: Any = None
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """What `command["do"]` names, with its other fields as arguments."""
@@ -52,15 +54,15 @@ class Peer:
         start = time.perf_counter()
         self.module.prepare(asked)
         self.contender = self.module.Contender(asked)
-        return {"make_s": time.perf_counter() - start, "versions": versions()}
+        kind = getattr(self.contender, "device_kind", "cpu")
+        return {"make_s": time.perf_counter() - start, "versions": versions(), "device_kind": kind}
 
     def do_losses(self, count: int) -> dict[str, Any]:
-        start, losses = time.perf_counter(), list[float]()
-        for number in range(count):
+        start, losses, first_step_s = time.perf_counter(), list[float](), 0.0
+        for _ in range(count):
             self.contender.step()
             losses.append(self.contender.loss())
-            if not number:
-                first_step_s = time.perf_counter() - start
+            first_step_s = first_step_s or time.perf_counter() - start
         self.contender.wait()
         return {"losses": losses, "first_step_s": first_step_s}
 
@@ -87,11 +89,9 @@ class Peer:
             Path(hlo_path).write_text(found.pop("hlo"), encoding="utf-8")
         return found
 
-    def do_weights(self, path: str) -> dict[str, Any]:
-        """Parameters by name as float32, to a numpy archive."""
-        import numpy as np
-
-        np.savez(path, **self.contender.weights())
+    def do_save(self, path: str) -> dict[str, Any]:
+        """Write the trained weights as the script does."""
+        self.contender.save(Path(path))
         return {}
 
     def do_stop(self) -> dict[str, Any]:

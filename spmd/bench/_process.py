@@ -30,7 +30,7 @@ class PeerProcess:
 
     def __init__(self, name: str, file: str, python: str = sys.executable) -> None:
         self.name = name
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  (closed by `stop`)
         self._process = subprocess.Popen(
             [python, str(_SCRIPT), file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, encoding="utf-8"
         )

@@ -66,14 +66,14 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def grid(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
-    """The shards of an array whose dim `i` is cut into `parts[i]` equal parts, row-major."""
-    boxes = [whole(shape)]
+    """The shards of an array whose dim `i` is cut into `parts[i]` parts, row-major; of uneven dims the last are smaller or missing."""
+    boxes = [whole(shape)] if math.prod(shape) else []
     for dim, count in enumerate(parts):
-        step = shape[dim] // count
+        step = -(-shape[dim] // count)
         boxes = [
-            Box((*b.start[:dim], k * step, *b.start[dim + 1 :]), (*b.stop[:dim], (k + 1) * step, *b.stop[dim + 1 :]))
+            Box((*b.start[:dim], at, *b.start[dim + 1 :]), (*b.stop[:dim], min(at + step, shape[dim]), *b.stop[dim + 1 :]))
             for b in boxes
-            for k in range(count)
+            for at in range(0, shape[dim], step)
         ]
     return boxes
 

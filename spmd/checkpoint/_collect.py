@@ -20,6 +20,7 @@ from spmd._convert import host_array
 from spmd._errors import CheckpointError, message
 from spmd.checkpoint import _tree
 from spmd.checkpoint._boxes import Box, box_of, whole
+from spmd.checkpoint._manifest import MAX_NAME
 from spmd.checkpoint._random import RandomState
 from spmd.device._storage import buffer_of, is_whole, load
 
@@ -31,23 +32,27 @@ class Leaf:
     """One array of the state.
 
     Attributes:
-        value: a jax.Array, or a numpy array that nobody else writes to.
+        value: a jax.Array, or a numpy array that nobody else writes to; padded where dims are uneven.
         spec: for each dim the mesh axes that split it, or None without a mesh.
+        shape: without padding.
     """
 
     name: str
     value: Any
     spec: tuple[tuple[str, ...], ...] | None
+    shape: tuple[int, ...]
 
     def shards(self, index: int, size: int) -> Iterator[tuple[Box, Any]]:
         """The parts that process `index` of `size` writes: the first copy of each, so that every part has one writer."""
         if isinstance(self.value, np.ndarray) or (size > 1 and self.value.is_fully_addressable):
             if index == 0:  # every process has all of it
-                yield whole(self.value.shape), self.value
+                yield whole(self.shape), self.value
             return
         for shard in self.value.addressable_shards:
-            if shard.replica_id == 0:
-                yield box_of(shard.index, self.value.shape), shard.data
+            box = box_of(shard.index, self.value.shape)
+            held = box.overlap(whole(self.shape))
+            if shard.replica_id == 0 and held is not None:
+                yield held, shard.data if held == box else np.array(np.asarray(shard.data)[held.within(box)])
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Collected:
             self._numbers[key] = len(self.leaves)
             self._held.append(value)
             array = array_of(value)
-            self.leaves.append(Leaf(path, array, spec_of(array)))
+            self.leaves.append(Leaf(path[-MAX_NAME:], array, spec_of(array), tuple(value.shape)))
         return {"array": self._numbers[key], "kind": _tree.kind_of(value)}
 
 
@@ -167,13 +172,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 
 def array_of(value: Any) -> Any:
-    """The values of an array: a jax.Array, or a numpy array of its own."""
+    """The values of an array: a jax.Array, which may be padded, or a numpy array of its own."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "jax":
             buffer = buffer_of(value)
             if buffer.value is None and buffer.host is not None and is_whole(value, buffer):
                 return buffer.host.copy()
-            return load(value.detach())
+            return buffer.raw() if is_whole(value, buffer) else load(value.detach())
         if value.device.type == "meta":
             raise CheckpointError(message("a tensor on device 'meta' has no values to save", fix="save the model that has them"))
         return host_array(value.cpu())

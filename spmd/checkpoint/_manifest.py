@@ -29,7 +29,7 @@ VERSION = 1
 _FIRST_LINE = re.compile(rb"spmd-checkpoint (\d{1,4}) sha256 ([0-9a-f]{64}) (\d{1,15})\n")
 _FILE = re.compile(r"data-\d{5}-\d{6}\.bin")
 _MAX_RANK = 64
-_MAX_NAME = 4096
+MAX_NAME = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _file(name: Any, nbytes: Any) -> DataFile:
 def array_from_json(row: Any, num_files: int) -> ArrayEntry:
     """One array; its pieces agree with its shape and dtype in size, and lie in files that exist."""
     name, shape = row["name"], tuple(map(integer, row["shape"]))
-    if not isinstance(name, str) or len(name) > _MAX_NAME or len(shape) > _MAX_RANK:
+    if not isinstance(name, str) or len(name) > MAX_NAME or len(shape) > _MAX_RANK:
         raise malformed("an array has no name, or too many dims")
     itemsize = numpy_dtype(row["dtype"]).itemsize
     pieces = tuple(_piece(piece, shape, itemsize, num_files) for piece in row["pieces"])
@@ -246,4 +246,4 @@ def _follow_each_other(spans: Sequence[tuple[int, int]], end: int) -> bool:
     return at == end
 
 
-__all__ = ["NAME", "ArrayEntry", "DataFile", "Manifest", "Piece", "array_from_json", "array_to_json", "load_json", "parse"]
+__all__ = ["MAX_NAME", "NAME", "ArrayEntry", "DataFile", "Manifest", "Piece", "array_from_json", "array_to_json", "load_json", "parse"]

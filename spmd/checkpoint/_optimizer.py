@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import torch
 
+import mesh
 from spmd.checkpoint._collect import optimizer_parameters
 from spmd.checkpoint._fit import Finish, Ref, layout_of, unfit
 from spmd.device._storage import buffer_of
@@ -30,7 +31,7 @@ class Tensors(Protocol):
 
     def fresh(self, ref: Ref) -> Finish: ...
 
-    def placed(self, ref: Ref, sharding: jax.sharding.Sharding) -> Finish: ...
+    def placed(self, ref: Ref, annotation: mesh.ShardingSpec | None, sharding: jax.sharding.Sharding) -> Finish: ...
 
 
 def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, path: str) -> Finish:
@@ -96,17 +97,11 @@ def _state(plan: Tensors, parameter: torch.Tensor, now: Any, saved: Any, path: s
     if isinstance(now, torch.Tensor) and now.device.type == where:
         return plan.array(now, saved, path)
     buffer = buffer_of(parameter) if saved.kind == "device" and parameter.device.type == "jax" else None
-    sharding = None if buffer is None or plan.shape(saved) != tuple(parameter.shape) else layout_of(buffer)
-    if buffer is None or sharding is None:
+    if buffer is None or plan.shape(saved) != tuple(parameter.shape):
         return plan.fresh(saved)
-    make = plan.placed(saved, sharding)
-
-    def finish() -> torch.Tensor:
-        state = make()
-        buffer_of(state).annotation = buffer.annotation
-        return state
-
-    return finish
+    annotation = buffer.annotation if buffer.state_annotation is None else buffer.state_annotation
+    sharding = layout_of(buffer) if annotation is None else annotation.to_jax()
+    return plan.fresh(saved) if sharding is None else plan.placed(saved, annotation, sharding)
 
 
 def _setting(plan: Tensors, value: Any) -> Finish:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+import mesh
 from spmd._convert import exact_dtypes, host_tensor, to_numpy_dtype
 from spmd._errors import CheckpointError, message
 from spmd.checkpoint import _tree
@@ -23,7 +24,7 @@ from spmd.checkpoint._fit import Finish, Ref, layout_of, some, unfit
 from spmd.checkpoint._optimizer import plan_optimizer
 from spmd.checkpoint._read import Reader
 from spmd.checkpoint._tree import Node
-from spmd.device._storage import Buffer, buffer_of, is_whole, store, wrap, wrap_host
+from spmd.device._storage import Buffer, buffer_of, is_whole, store, wrap_host
 
 
 @dataclass
@@ -93,10 +94,18 @@ class Plan:
                 return jnp.asarray(host)
         return host[()] if kind == "scalar" else host
 
-    def placed(self, ref: Ref, sharding: jax.sharding.Sharding) -> Finish:
+    def placed(self, ref: Ref, annotation: mesh.ShardingSpec | None, sharding: jax.sharding.Sharding) -> Finish:
         """A new tensor of the device, laid out."""
         self.reader.want(ref.number, sharding)
-        return lambda: wrap(self.reader.sharded(ref.number, sharding))
+        entry = self.reader.entry(ref.number)
+
+        def finish() -> torch.Tensor:
+            tensor = wrap_host(np.broadcast_to(np.zeros((), _tree.numpy_dtype(entry.dtype)), entry.shape))
+            buffer_of(tensor).annotation = annotation
+            buffer_of(tensor).set(self.reader.sharded(ref.number, sharding))
+            return tensor
+
+        return finish
 
     def _dict(self, target: dict[Any, Any], saved: dict[Any, Node], path: str) -> Finish:
         """An entry that the program does not ask for is not read; one that is not there is an error."""

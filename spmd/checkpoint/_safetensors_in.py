@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
-from spmd._convert import exact_dtypes, host_tensor, to_numpy_dtype
+from spmd._convert import host_tensor, to_numpy_dtype
 from spmd._errors import CheckpointError, message
-from spmd.checkpoint._boxes import Box, box_of, whole
+from spmd.checkpoint._boxes import Box, whole
 from spmd.checkpoint._fit import layout_of, some, unfit
+from spmd.checkpoint._placement import assembled, boxes_on
 from spmd.checkpoint._safetensors import Entry, SafetensorsFile, files_of
 from spmd.device._storage import buffer_of, is_whole
 
@@ -174,11 +174,8 @@ def _fill(target: torch.Tensor, source: _Source, name: str) -> None:
         buffer.set(None)
         buffer.host = host
         return
-    boxes = {device: box_of(index or (), shape) for device, index in sharding.addressable_devices_indices_map(shape).items()}
-    with exact_dtypes():
-        read = {box: source.read(name, box).astype(dtype, copy=False) for box in dict.fromkeys(boxes.values())}
-        pieces = [jax.device_put(read[box], device) for device, box in boxes.items()]
-        buffer.set(jax.make_array_from_single_device_arrays(shape, sharding, pieces))
+    values = {box: source.read(name, box) for box in boxes_on(sharding, shape)}
+    buffer.set(assembled(sharding, shape, values, dtype))
 
 
 __all__ = ["Loaded", "load_safetensors"]

@@ -84,12 +84,12 @@ def _leaves(module: torch.nn.Module) -> list[Leaf]:
         array = array_of(value)
         if dtype_name(array.dtype) not in NAMES:
             raise CheckpointError(message(f"{name!r} of {value.dtype} has no form in safetensors", fix="convert it first"))
-        found.append(Leaf(name, array, None))
+        found.append(Leaf(name, array, None, tuple(value.shape)))
     return found
 
 
 def _nbytes(leaf: Leaf) -> int:
-    return math.prod(leaf.value.shape) * leaf.value.dtype.itemsize
+    return math.prod(leaf.shape) * leaf.value.dtype.itemsize
 
 
 def _divided(leaves: list[Leaf], max_file_bytes: int) -> dict[str, list[Leaf]]:
@@ -109,7 +109,7 @@ def _header(group: list[Leaf]) -> bytes:
     at = 0
     for leaf in group:
         end = at + _nbytes(leaf)
-        entries[leaf.name] = {"dtype": NAMES[dtype_name(leaf.value.dtype)], "shape": list(leaf.value.shape), "data_offsets": [at, end]}
+        entries[leaf.name] = {"dtype": NAMES[dtype_name(leaf.value.dtype)], "shape": list(leaf.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -160,7 +160,7 @@ def _write(writing: Path, leaves: list[Leaf], places: dict[str, _Place], gang: G
 def _write_box(descriptor: int, offset: int, leaf: Leaf, box: Box, data: np.ndarray[Any, Any]) -> None:
     octets = data.reshape(-1).view(np.uint8).data
     at = 0
-    for start, nbytes in runs(tuple(leaf.value.shape), box, data.dtype.itemsize):
+    for start, nbytes in runs(leaf.shape, box, data.dtype.itemsize):
         part, to = octets[at : at + nbytes], offset + start
         at += nbytes
         while part:

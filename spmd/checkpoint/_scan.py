@@ -8,7 +8,6 @@ spmd.checkpoint.verify("runs/a").problems       # () if every byte of the latest
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,12 +180,12 @@ def verify_folder(root: Path, name: _files.StepName) -> Verdict:
     for entry in manifest.arrays:
         for piece in entry.pieces:
             try:
-                data = store.read(manifest.files[piece.file].name, piece.offset, piece.nbytes)
+                found = store.checksum(manifest.files[piece.file].name, piece.offset, piece.nbytes)
             except CheckpointError as error:
                 problems.append(_in_one_line(error))
                 continue
-            num_read += len(data)
-            if zlib.crc32(data) != piece.crc32:
+            num_read += piece.nbytes
+            if found != piece.crc32:
                 problems.append(damaged(entry.name, piece, manifest))
     return Verdict(name.step, folder, tuple(problems), num_read)
 

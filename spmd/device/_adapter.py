@@ -8,6 +8,7 @@ look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, what that 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from spmd import _counters
 from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracing
-from spmd.device import _random
+from spmd.device import _generator
+from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
@@ -47,7 +49,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "lowering", "results", "seen", "template")
+    __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "results", "seen", "template")
 
     def __init__(
         self,
@@ -61,6 +63,9 @@ class Plan:
         self.compute = compute
         self.results = results
         self.jitted = jax.jit(self.run)
+        self.jitted_to = functools.cache(
+            lambda sharding: jax.jit(functools.partial(self._run_to, sharding), out_shardings=(sharding, None))
+        )
         self.bound: dict[Any, Any] = {}
         self.seen: set[Any] = set()
 
@@ -77,7 +82,7 @@ class Plan:
         args = [_filled(arg, values) for arg in self.template[0]]
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:
-            args.insert(0, jax.random.wrap_key_data(key))
+            args.insert(0, None if key is None else jax.random.wrap_key_data(key))
         out = self.lowering.rule(*args, **kwargs)
         updated: tuple[Any, ...] = ()
         if self.lowering.updates:
@@ -89,6 +94,11 @@ class Plan:
         if isinstance(out, tuple | list):
             return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out)), updated
         return _cast(out, self.results[0]), updated
+
+    def _run_to(self, sharding: Any, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        """`run`, its result as it is stored under `sharding`."""
+        out, updated = self.run(dynamic, key)
+        return (out if padded_shape(out.shape, sharding) == out.shape else padded(out, sharding)), updated
 
     def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
         """`run` inside a trace. What the rule recorded for the same shapes and Python numbers is recorded again, from the second
@@ -129,15 +139,25 @@ class Adapter:
         self.accepts = {name: i for i, name in enumerate(self.names)}
         self.takes_indices = self.names[1:2] == ["indices"] and str(schema.arguments[1].type) == "List[Optional[Tensor]]"
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
+        self.is_plain = not (lowering.random or lowering.data_dependent or lowering.updates)
         self.plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors, return tensors."""
         with exact_dtypes():
-            return self._wrapped(kept_or_new(self.name, self.arrays(args, kwargs)))
+            if self.is_plain and not is_tracing():
+                plan, dynamic = self.plan(args, kwargs)
+                out = plan.jitted(dynamic)[0]
+            else:
+                out = self.arrays(args, kwargs)
+            out = kept_or_new(self.name, out)
+            return wrap(out) if isinstance(out, jax.Array) else self._wrapped(out)
 
-    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`)."""
+    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any = None) -> Any:
+        """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`).
+
+        `sharding`: where an eager result is computed; None: where jax likes.
+        """
         if self.takes_indices:  # as on other devices, an index may lie on the host
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         plan, dynamic = self.plan(args, kwargs)
@@ -148,7 +168,8 @@ class Adapter:
         if not is_tracing():
             if needs_values:
                 _counters.count("host_reads")
-            out, updated = (plan.run if needs_values else plan.jitted)(dynamic, key)
+            jitted = plan.jitted if sharding is None else plan.jitted_to(sharding)
+            out, updated = (plan.run if needs_values else jitted)(dynamic, key)
         else:
             try:
                 out, updated = plan.run(dynamic, key) if needs_values else plan.traced(dynamic, key)
@@ -160,8 +181,17 @@ class Adapter:
         return out
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Key data of a random op's next draw; None for other ops."""
-        return _random.next_key(self.argument("generator", args, kwargs)) if self.lowering.random else None
+        """Key data of a random op's next draw; None for other ops, and for a call that draws nothing."""
+        if not self.lowering.random or self._draws_nothing(args, kwargs):
+            return None
+        return _generator.next_key(self.argument("generator", args, kwargs))
+
+    def _draws_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True for dropout that is switched off: as in torch, an evaluation leaves the stream where it was."""
+        if "training" in self.accepts or "dropout_p" in self.accepts:
+            return not self.argument("training" if "training" in self.accepts else "dropout_p", args, kwargs)
+        chance = self.argument("p" if "p" in self.accepts else "dropout", args, kwargs)
+        return "train" in self.accepts and (self.argument("train", args, kwargs) is False or chance == 0)
 
     def update(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write new values into the arguments that the lowering updates in place."""
@@ -180,7 +210,11 @@ class Adapter:
         dynamic: list[Any] = []
         key: list[Any] = []
         for index, arg in enumerate(args):
-            self._describe(index, arg, dynamic, key)
+            if isinstance(arg, torch.Tensor) and not (arg.is_cpu or arg.is_meta or self.is_host[index]):  # nearly all
+                dynamic.append(load(arg))
+                key.append(arg.dtype if arg.dim() else (arg.dtype,))
+            else:
+                self._describe(index, arg, dynamic, key)
         for name, arg in kwargs.items():
             if name not in _IGNORED:
                 key.append(name)

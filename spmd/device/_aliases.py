@@ -59,7 +59,7 @@ def set_window(self: torch.Tensor, source: torch.UntypedStorage, offset: int, si
         buffer.host = buffer.host.view(to_numpy_dtype(self.dtype))
         if math.prod(size) == buffer.host.size and tuple(stride) in ((), contiguous_stride(size)):
             buffer.host = buffer.host.reshape(size)
-        buffer.shape = buffer.host.shape
+        buffer.reshape(buffer.host.shape)
     return _set_window.redispatch(META, self, source, offset, size, stride)
 
 

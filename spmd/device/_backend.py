@@ -19,7 +19,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import mesh
 from mesh import _hosts
 from spmd._errors import DeviceSlotError, TraceError, called_at, message
-from spmd.device import _modules, _serialize
+from spmd.device import _bags, _modules, _serialize
+from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random import default_stream, share_seed
 from spmd.device._storage import recording
@@ -79,6 +80,18 @@ class DeviceModule:
         """Set the random stream to a state from `get_rng_state`."""
         default_stream.set_state(state)
 
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [default_stream.get_state()]
+
+    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
+        default_stream.set_state(new_states[0])
+
+    def seed(self) -> None:
+        """Start the random stream anew from a seed that the operating system draws."""
+        self.manual_seed(torch.Generator().seed())
+
+    seed_all = seed
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -107,7 +120,16 @@ def register() -> None:
     _installed.append(install())
     _serialize.register()
     _modules.register()
+    _bags.register()
+    metaclass: Any = type(torch.Generator)
+    if metaclass is not type:  # an older torch has none of its own there, and keeps its refusal of Generator(device="jax")
+        metaclass.__call__ = made
     _hosts.when_joined(lambda job: share_seed())
+
+
+def installed() -> Installed:
+    """The kernels of this process."""
+    return _installed[0]
 
 
 def accept_in_foreach(*classes: type[torch.Tensor]) -> None:

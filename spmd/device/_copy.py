@@ -18,6 +18,7 @@ from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import fetched, moved
+from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted
 from spmd.device._storage import (
     buffer_of,
@@ -158,10 +159,9 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
     buffer = buffer_of(self)
-    whole = buffer.annotation is not None and not is_tracing() and is_whole(self, buffer)
     with exact_dtypes():
-        placed = buffer.annotation.to_jax() if whole and buffer.annotation is not None else None
-        zeros = jnp.zeros(tuple(self.shape), to_numpy_dtype(self.dtype), device=placed)
+        placed = filled_sharding(self)
+        zeros = jnp.zeros(tuple(self.shape) if placed is None else buffer.stored, to_numpy_dtype(self.dtype), device=placed)
         if buffer.dropped is not None and self.shape == buffer.shape and self.is_contiguous() and not self.storage_offset():
             buffer.set(zeros)
         else:
@@ -188,7 +188,14 @@ def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride:
 
 
 def from_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A device tensor with the values of a CPU tensor; nothing is uploaded yet."""
+    """A device tensor with the values of a CPU tensor, to be laid out as that remembers; nothing is uploaded yet."""
+    moved = _from_host(tensor)
+    if vars(tensor):
+        hand_over(tensor, moved)
+    return moved
+
+
+def _from_host(tensor: torch.Tensor) -> torch.Tensor:
     argument = _argument(tensor)
     if argument is not None:
         return wrap(argument)
@@ -274,6 +281,15 @@ def like_placement(value: Any, dst: torch.Tensor) -> Any:
     if isinstance(dst, torch.nn.Parameter) and isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated:
         return moved(value, jax.sharding.NamedSharding(placed.mesh, jax.sharding.PartitionSpec()))
     return value
+
+
+def filled_sharding(self: torch.Tensor) -> Any:
+    """Where an operation that overwrites all of `self` eagerly should write, so that no device fills more than its shard."""
+    buffer = buffer_of(self)
+    annotation = buffer.annotation
+    if annotation is None or annotation.mesh.topology is not None or recording.get() is not None or is_tracer(buffer.value):
+        return None
+    return annotation.to_jax() if buffer.dropped is None and is_whole(self, buffer) else None
 
 
 def fills_block(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -93,21 +93,26 @@ def install() -> Installed:
 def variants(op: torch._ops.OpOverload, adapter: Adapter) -> list[tuple[torch._ops.OpOverload, Any]]:
     """The in-place and out= overloads that mean the same as functional `op`, each with its kernel."""
     found: list[tuple[torch._ops.OpOverload, Any]] = []
+    for other in variants_of(op):
+        outs = [a.name for a in other._schema.arguments if a.is_out]
+        if outs:
+            found.append((other, _out_kernel(adapter, outs)))
+        elif other._schema.name.endswith("_"):
+            found.append((other, _in_place_kernel(adapter)))
+    return found
+
+
+def variants_of(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+    """The in-place and out= overloads that mean the same as functional `op`."""
+    found: list[torch._ops.OpOverload] = []
     base = op._schema.name.split("::")[1]
     signature = _signature(op)
     for name in (base, base + "_"):
         packet = getattr(torch.ops.aten, name, None)
-        if packet is None:
-            continue
-        for overload in packet.overloads():
+        for overload in packet.overloads() if packet is not None else ():
             other = getattr(packet, overload)
-            if other is op or _signature(other) != signature:
-                continue
-            outs = [a.name for a in other._schema.arguments if a.is_out]
-            if outs:
-                found.append((other, _out_kernel(adapter, outs)))
-            elif name.endswith("_") and other._schema.is_mutable:
-                found.append((other, _in_place_kernel(adapter)))
+            if other is not op and other._schema.is_mutable and _signature(other) == signature:
+                found.append(other)
     return found
 
 
@@ -126,12 +131,15 @@ def _is_in_place(op: torch._ops.OpOverload) -> bool:
 
 
 def _in_place_kernel(adapter: Adapter) -> Any:
+    # These do not read what they overwrite, so nothing tells XLA that the result is split.
+    fills = adapter.lowering.random or adapter.op._schema.name in ("aten::fill", "aten::fill_")
+
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if buffer_of(self).dropped is not None:  # what is added to an unknown value is unknown: reading it raises
             return self
         with exact_dtypes():
-            value = adapter.arrays((self, *args), kwargs)
-            if value.shape != tuple(self.shape):
+            value = adapter.arrays((self, *args), kwargs, _copy.filled_sharding(self) if fills else None)
+            if value.shape not in (tuple(self.shape), buffer_of(self).stored):
                 raise RuntimeError(
                     message(
                         f"the result of in-place {adapter.op} has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}",
@@ -183,7 +191,7 @@ def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.T
             flat = buffer.get().reshape(-1)
             grown = jnp.concatenate([flat, jnp.zeros((needed - flat.size,), flat.dtype)])
             grown = grown.reshape(size) if self.storage_offset() == 0 else grown
-            buffer.shape = tuple(grown.shape)
+            buffer.reshape(tuple(grown.shape))
             buffer.set(grown)
     if size == tuple(self.shape) and memory_format in (None, torch.preserve_format):
         return self
@@ -274,4 +282,4 @@ def _short(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("aten::")
 
 
-__all__ = ["Buffer", "Installed", "fallback", "install", "load", "resize_", "unsupported", "variants"]
+__all__ = ["Buffer", "Installed", "fallback", "install", "load", "resize_", "unsupported", "variants", "variants_of"]

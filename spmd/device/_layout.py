@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import mesh
 from spmd.device._storage import buffer_of
@@ -28,9 +29,22 @@ def state_sharding_of(tensor: torch.Tensor) -> mesh.ShardingSpec | None:
     return annotation_of(tensor) if own is None else own
 
 
+def plain_layouts(tensor: torch.Tensor) -> dict[str, Any]:
+    """The layouts of a device tensor as the attributes that a host tensor has instead."""
+    buffer = buffer_of(tensor)
+    kept = {_LAYOUT: buffer.annotation, _STATE: buffer.state_annotation}
+    return {name: sharding.to_dict() for name, sharding in kept.items() if sharding is not None}
+
+
 def remember(tensor: torch.Tensor, sharding: mesh.ShardingSpec) -> None:
     """Note on a host or meta tensor where it will lie."""
     vars(tensor)[_LAYOUT] = sharding.to_dict()
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """A host or meta tensor will lie wherever the device puts it."""
+    vars(tensor).pop(_LAYOUT, None)
+    vars(tensor).pop(_STATE, None)
 
 
 def set_state_sharding(parameter: torch.Tensor, sharding: mesh.ShardingSpec) -> None:
@@ -43,7 +57,11 @@ def set_state_sharding(parameter: torch.Tensor, sharding: mesh.ShardingSpec) -> 
 
 def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
     """The layout of `source` is that of `target`, which has the same shape and lies anywhere; True if there is one."""
+    if isinstance(source, UninitializedParameter | UninitializedBuffer):
+        return False
     annotation = annotation_of(source)
+    if target.device.type == "jax":  # there it hangs on the storage
+        forget(target)
     if annotation is None or tuple(source.shape) != tuple(target.shape):
         return False
     state = state_sharding_of(source)
@@ -60,7 +78,10 @@ def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 def _remembered(tensor: torch.Tensor, key: str) -> mesh.ShardingSpec | None:
     kept: Any = vars(tensor).get(key)
-    return None if kept is None else mesh.ShardingSpec.from_dict(kept)
+    try:
+        return None if kept is None else mesh.ShardingSpec.from_dict(kept)
+    except mesh.DeviceError:  # read from a file that was written where there are other devices
+        return None
 
 
-__all__ = ["annotation_of", "hand_over", "remember", "set_state_sharding", "state_sharding_of"]
+__all__ = ["annotation_of", "forget", "hand_over", "plain_layouts", "remember", "set_state_sharding", "state_sharding_of"]

@@ -41,7 +41,7 @@ def filled(adapter: Any, number: float | None = None) -> Any:
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
         device = kwargs.get("device")
         if like is not None and device is not None and torch.device(device).type != "jax":
-            return empty_like(like, **kwargs).fill_(given)
+            return empty_like(like, **kwargs).fill_(given)  # pyright: ignore[reportCallIssue, reportArgumentType]
         plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
         exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
         typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point)

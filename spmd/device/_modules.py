@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from spmd.device._storage import buffer_of
+from spmd.device._layout import annotation_of, hand_over
 
 _torchs_apply = nn.Module._apply
 
@@ -42,12 +42,17 @@ class _Moved:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         moved = self._fn(tensor)
         ends = (tensor.device.type, moved.device.type)
-        if "jax" not in ends or moved is tensor:
+        if moved is tensor:
             return moved
         if ends == ("jax", "jax"):
-            if moved.shape == tensor.shape and buffer_of(moved).annotation is None:
-                buffer_of(moved).annotation = buffer_of(tensor).annotation
+            hand_over(tensor, moved)
             return moved
+        if "jax" not in ends:
+            if annotation_of(tensor) is None or ends[0] == ends[1]:  # there torch keeps the parameter itself
+                return moved
+            hand_over(tensor, moved)
+            return self._swapped(tensor, moved) if isinstance(tensor, nn.Parameter) else moved
+        hand_over(tensor, moved)
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):  # a lazy module's: without a shape there too
             kind: Any = type(tensor)
             moved = kind(requires_grad=tensor.requires_grad, device=moved.device, dtype=moved.dtype)
@@ -57,6 +62,8 @@ class _Moved:
         """The parameter object with the moved value; the value alone where torch refuses, as for one with weak references."""
         new: Any = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), parameter.requires_grad)
         vars(new).update(vars(parameter))
+        if hand_over(parameter, new) and new.device.type != "jax" and parameter.device.type != "jax":
+            new.__class__ = type(parameter)
         grad, parameter.grad = parameter.grad, None  # held by the old value, it would keep torch from swapping
         try:
             torch.utils.swap_tensors(parameter, new)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -30,20 +31,23 @@ class NumberNode:
     Attributes:
         value: 0-dim array, usually a tracer, or a function that makes it.
         evaluate: computes the number on the host from today's hyperparameters, or None for data.
-        on_branch: told of (evaluate, outcome) of each comparison that Python branched on.
+        on_branch: told of (key, evaluate, outcome) of each comparison that Python branched on.
         boolean: the node is the outcome of a comparison (a `torch.SymBool`).
         integral: it stands for a Python int (an item of an integer tensor), which promotes as one; torch still sees a float.
+        key: equal for two numbers that `evaluate` to the same always; None if that is not known.
     """
 
     def __init__(
         self,
         value: Any,
         evaluate: Evaluate | None = None,
-        on_branch: Callable[[Callable[[], bool], bool], None] | None = None,
+        on_branch: Callable[[Any, Callable[[], bool], bool], None] | None = None,
         boolean: bool = False,
         integral: bool = False,
+        key: Any = None,
     ) -> None:
         self._value = value
+        self.key = key
         self.evaluate = evaluate
         self.on_branch = on_branch
         self.boolean = boolean
@@ -87,13 +91,13 @@ class NumberNode:
     _graph_repr = str  # print and f-strings come here
 
     def wrap_float(self, number: float) -> NumberNode:
-        return NumberNode(np.float64(number), lambda: number, self.on_branch)
+        return NumberNode(np.float64(number), lambda: number, self.on_branch, key=("float", number))
 
     def wrap_int(self, number: int) -> NumberNode:
-        return NumberNode(np.float64(number), lambda: number, self.on_branch, integral=True)
+        return NumberNode(np.float64(number), lambda: number, self.on_branch, integral=True, key=("int", number))
 
     def wrap_bool(self, number: bool) -> NumberNode:
-        return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True)
+        return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True, key=("bool", number))
 
     def guard_float(self, file: str, line: int) -> float:
         raise needs_value("float")
@@ -113,7 +117,7 @@ class NumberNode:
             raise needs_value("bool (a branch)")
         evaluate = self.evaluate
         outcome = bool(evaluate())
-        self.on_branch(lambda: bool(evaluate()), outcome)
+        self.on_branch(self.key, lambda: bool(evaluate()), outcome)
         return outcome
 
 
@@ -142,10 +146,17 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
         integral = name in _KEEP_INTEGERS and all(node.integral for node in (self, *others))
-        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral)
+        keys = (name, *(node.key for node in (self, *others)))
+        key = None if None in keys else keys
+        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key)
 
     method.__name__ = name
     setattr(NumberNode, name, method)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """A root where it is one: XLA:TPU writes a thousand instructions for a power of 64-bit floats."""
+    return jnp.sqrt(base) if isinstance(base, jax.Array) and isinstance(exponent, float) and exponent == 0.5 else base**exponent
 
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -158,8 +169,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "float_truediv": lambda a, b: a / b,
     "floordiv": lambda a, b: a // b,
     "mod": lambda a, b: a % b,
-    "pow": lambda a, b: a**b,
-    "float_pow": lambda a, b: a**b,
+    "pow": _power,
+    "float_pow": _power,
     "pow_by_natural": lambda a, b: a**b,
     "floor": lambda a: jnp.floor(a),
     "ceil": lambda a: jnp.ceil(a),
@@ -174,16 +185,16 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "ge": lambda a, b: a >= b,
     "sym_min": lambda a, b: jnp.minimum(a, b),
     "sym_max": lambda a, b: jnp.maximum(a, b),
-    "sqrt": lambda a: a**0.5,
-    "sym_sqrt": lambda a: a**0.5,
+    "sqrt": lambda a: _power(a, 0.5),
+    "sym_sqrt": lambda a: _power(a, 0.5),
 }
 for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
 
 
-def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, integral: bool = False) -> torch.SymFloat:
+def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, integral: bool = False, key: Any = None) -> torch.SymFloat:
     """A `torch.SymFloat` that carries the 0-dim array `value`."""
-    return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral))
+    return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral, key=key))
 
 
 def sample(number: torch.SymFloat) -> float | int:

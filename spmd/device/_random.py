@@ -68,19 +68,12 @@ def share_seed() -> None:
     torch.manual_seed(int(_hosts.shared("torch seed", str(torch.initial_seed()))))
 
 
-def next_key(generator: Any = None) -> Any:
-    """Key data (uint32[2]) of the next draw; advances the stream."""
-    if generator is not None:
-        raise SpmdError(
-            message(
-                f"device 'jax' cannot draw from a generator on {generator.device}",
-                fix="seed the device's own stream with torch.manual_seed and leave generator= out",
-            )
-        )
+def next_key() -> Any:
+    """Key data (uint32[2]) of the stream's next draw; advances the stream."""
     recorder = recording.get()
     if recorder is None:
         words: Any = default_stream.words()
-        key = _key_of_words(words)
+        key = key_of_words(words)
     else:
         words, start = recorder.random_state()  # pyright: ignore[reportAttributeAccessIssue]
         key = _key(words[:2], words[2:], default_stream.draws - start)
@@ -104,5 +97,6 @@ def _key(seed: Any, draws: Any, ahead: int) -> Any:
 
 
 @jax.jit
-def _key_of_words(words: Any) -> Any:
+def key_of_words(words: Any) -> Any:
+    """Key data of the next draw after a state, uint32[4]."""
     return _key(words[:2], words[2:], 0)

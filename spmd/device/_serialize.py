@@ -23,6 +23,7 @@ from torch._utils import get_tensor_metadata, set_tensor_metadata
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd.device._copy import to_host
+from spmd.device._layout import plain_layouts
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host, wrap_stored
 
 _BEFORE_TORCHS_OWN = 9  # torch's packages have priorities from 10; its one for PrivateUse1 wants storages with memory
@@ -48,11 +49,15 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The device tensor as a CPU tensor with the same strides, flags and attributes, on its storage's one host copy."""
+    if tensor.device.type != "jax":  # a marked tensor that has not moved yet
+        host = tensor.detach().as_subclass(torch.Tensor)
+        vars(host).update(vars(tensor))
+        return host.requires_grad_(tensor.requires_grad)
     buffer = buffer_of(tensor)
     host = torch.empty(0, dtype=tensor.dtype)
     host.set_(_host_storage(buffer), tensor.storage_offset(), tensor.shape, tensor.stride())
     set_tensor_metadata(host, get_tensor_metadata(tensor))  # pending conjugation and negation
-    vars(host).update(vars(tensor))
+    vars(host).update(vars(tensor) | plain_layouts(tensor))
     return host.requires_grad_(tensor.requires_grad)
 
 
@@ -71,7 +76,7 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
         else:
             new = wrap(jnp.zeros(buffer.shape))
             buffer_of(new).value, buffer_of(new).dropped = None, buffer.dropped
-    buffer_of(new).annotation = buffer.annotation
+    buffer_of(new).annotation, buffer_of(new).state_annotation = buffer.annotation, buffer.state_annotation
     return new.untyped_storage()
 
 

@@ -26,8 +26,8 @@ from jax import lax
 import mesh
 from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace
-from spmd.device._arrays import cropped, laid_out, padded, padded_shape, upload
+from spmd._jax import current_trace, is_tracer
+from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,10 +66,11 @@ class Buffer:
         annotation: where `mark_sharding` put it, or None.
         stored: shape of the array that holds it: uneven dims are padded. See Note [Uneven dims].
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
+        digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
     """
 
-    __slots__ = ("__weakref__", "_annotation", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
+    __slots__ = ("__weakref__", "_annotation", "digest", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
 
     def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
         self.value = value
@@ -78,6 +79,7 @@ class Buffer:
         self._annotation: mesh.ShardingSpec | None = None
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
+        self.digest: int | None = None
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
         if recorder is not None:
@@ -128,8 +130,14 @@ class Buffer:
         self.value = value
         self.host = None
         self.dropped = None
+        self.digest = None
         if self.reads:
             self.reads.clear()
+
+    def reshape(self, shape: tuple[int, ...]) -> None:
+        """Take another root shape, before a value of that shape is set; a layout that was asked for is forgotten."""
+        self.shape = shape
+        self.annotation = None
 
     def annotate(self, spec: mesh.ShardingSpec) -> None:
         """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
@@ -140,6 +148,7 @@ class Buffer:
     def place(self, sharding: jax.sharding.Sharding | None) -> None:
         """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
         if self.value is None and self.host is not None:
+            self.digest = digest_of(self.host, sharding)
             self.value, self.host = upload(self.host, sharding), None
         elif sharding is not None:
             self.value = laid_out(self.raw(), self.shape, sharding)
@@ -220,12 +229,11 @@ def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
 def load(tensor: torch.Tensor) -> Any:
     """The value of a device tensor: a jax.Array (a tracer while tracing) of its shape and dtype."""
     buffer = buffer_of(tensor)
-    root = buffer.get()
-    if tensor.shape == buffer.shape and tensor.is_contiguous() and tensor.storage_offset() == 0:
-        dtype = to_numpy_dtype(tensor.dtype)
-        value = root if dtype == root.dtype else _read_window(buffer, root, tensor)
-    else:
-        value = _read_window(buffer, root, tensor)
+    root, shape = buffer.value, buffer.shape
+    if root is None or buffer.stored is not shape or recording.get() is not None:  # else `get` would find nothing to do
+        root = buffer.get()
+    is_root = tensor.shape == shape and tensor.is_contiguous() and tensor.storage_offset() == 0
+    value = root if is_root and to_numpy_dtype(tensor.dtype) == root.dtype else _read_window(buffer, root, tensor)
     if tensor.is_conj():
         value = value.conj()
     return -value if tensor.is_neg() else value
@@ -249,13 +257,18 @@ def store(tensor: torch.Tensor, value: Any) -> None:
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         flat = _bitcast_root(root, dtype)
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
-        buffer.set(_bitcast_root(new, root.dtype).reshape(buffer.shape))
+        new = _bitcast_root(new, root.dtype).reshape(buffer.shape)
+        annotation = buffer.annotation if buffer.stored == buffer.shape else None
+        if annotation is not None and not is_tracer(new):  # a write to a part moves nothing
+            new = jax.device_put(new, annotation.to_jax())
+        buffer.set(new)
 
 
 def wrap(array: Any) -> torch.Tensor:
     """A new device tensor that holds `array` (a jax.Array or tracer)."""
-    tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
-    tensor.untyped_storage().spmd_buffer = Buffer(array, tuple(array.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    shape = array.shape
+    tensor = _create(shape, to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(array, shape)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 

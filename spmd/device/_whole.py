@@ -136,9 +136,9 @@ class _Differentiable(torch.autograd.Function):
         return tuple(result)
 
 
-def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The results of `call` (a tuple of arrays) on tensors of device 'jax', on autograd's tape."""
-    return _Differentiable.apply(call, None, [], *tensors)  # pyright: ignore[reportReturnType]
+def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """The result of `call` (an array or a tuple of several) on tensors of device 'jax', on autograd's tape."""
+    return _Differentiable.apply(call, None, [], *tensors)
 
 
 def _tensors(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

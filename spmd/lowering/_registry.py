@@ -17,8 +17,10 @@ Scalar -> Python number, or a 0-dim array where the number is known only to the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class Lowering:
             values as a numpy array, a constant of the program.
         reduces: the rule makes gradients of weights, sums over what devices share: it takes `reduce_dtype`, the dtype in which
             they are to be summed, or None for their own.
-        source: `file:line` of the rule.
+        source: `file:line` of the rule, or of its registration where the rule is a function of jax.
     """
 
     op: torch._ops.OpOverload
@@ -92,8 +94,7 @@ def lower(
     """
 
     def decorate(rule: Rule) -> Rule:
-        code = getattr(rule, "__code__", None)
-        source = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(rule, "__module__", "")
+        source = _source(rule, sys._getframe(1))
         for name in names:
             op = resolve(name)
             if op in _table:
@@ -106,6 +107,14 @@ def lower(
         return rule
 
     return decorate
+
+
+def _source(rule: Rule, caller: FrameType) -> str:
+    """`file:line` of the rule where it stands in the file that registers it, else of its registration (jax's own functions)."""
+    code = getattr(rule, "__code__", None)
+    if code is not None and code.co_filename == caller.f_code.co_filename:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
 
 def resolve(name: str) -> torch._ops.OpOverload:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from spmd.lowering._registry import lower
 from spmd.lowering.norm import wide
@@ -111,8 +112,12 @@ def cross_entropy_loss(
     self: Any, target: Any, weight: Any = None, reduction: int = _MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
     """Classes are dim 1 of `self` (dim 0 if one-dimensional); `target` holds class indices or, if floating, probabilities."""
+    is_of_classes = not jnp.issubdtype(target.dtype, jnp.floating)
+    if is_of_classes and weight is None and not label_smoothing:
+        losses, count = _nll_of_logits(wide(self), target, ignore_index)
+        return (jnp.sum(losses) / count if reduction == _MEAN else _reduced(losses, reduction)).astype(self.dtype)
     log_p = jax.nn.log_softmax(wide(self), axis=_classes_of(self))
-    if jnp.issubdtype(target.dtype, jnp.floating):
+    if not is_of_classes:
         return _soft_target_loss(log_p, wide(target), weight, reduction, label_smoothing).astype(self.dtype)
     loss, total = _nll(log_p, target, weight, ignore_index)
     if label_smoothing:
@@ -135,6 +140,16 @@ def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, labe
     if reduction == _MEAN:
         return jnp.sum(loss) / max(log_p.size // max(count, 1), 1)
     return _reduced(loss, reduction)
+
+
+def _nll_of_logits(x: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
+    """As `_nll` of the log-softmax of `x`, which would be as large as `x` and be kept for the backward; and the count of those kept."""
+    classes = _classes_of(x)
+    shifted = x - lax.stop_gradient(jnp.max(x, axis=classes, keepdims=True))
+    zero, kept = jnp.zeros((), x.dtype), target != ignore_index
+    own = jnp.sum(jnp.where(_is_target(x, target), shifted, zero), axis=classes)
+    losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=classes)) - own
+    return jnp.where(kept, losses, zero), jnp.sum(kept, dtype=x.dtype)
 
 
 def _nll(log_p: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from spmd.program._ahead import on_topology, waiting_for_topology
 from spmd.program._averages import counting_on_device
 from spmd.program._discover import Reachable
 from spmd.program._gradients import STALE_GRADIENT, Gradients, StaleGradients
-from spmd.program._guards import Guard
+from spmd.program._guards import Guard, LeafState
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
@@ -89,6 +89,7 @@ class Captured:
     numbers: LiftedNumbers
     draws: int
     guards: list[Guard]
+    leaf_state: LeafState
     gradients: list[tuple[torch.Tensor | int, torch.Tensor | None]]
     kept_gradients: list[torch.Tensor]
     host_tensors: int
@@ -122,7 +123,7 @@ class Recorder:
     newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
     written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
     host_reads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    branches: list[tuple[Callable[[], bool], bool]] = field(default_factory=list[tuple[Callable[[], bool], bool]])
+    branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
@@ -173,8 +174,8 @@ class Recorder:
         if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
             self.reduce_dtype = dtype
 
-    def on_branch(self, evaluate: Callable[[], bool], outcome: bool) -> None:
-        self.branches.append((evaluate, outcome))
+    def on_branch(self, key: Any, evaluate: Callable[[], bool], outcome: bool) -> None:
+        self.branches.setdefault(key if key is not None else object(), (evaluate, outcome))  # once for all parameters
 
     def put_back(self) -> None:
         """Every buffer that existed before has its value again; those born in the trace and still alive have none."""
@@ -260,6 +261,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         numbers=state.numbers,
         draws=state.draws,
         guards=state.guards(recorder),
+        leaf_state=state.leaf_state,
         gradients=_placed_gradients(gradients, bound),
         kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
         host_tensors=num_hosts,
@@ -326,8 +328,9 @@ def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]
 def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
     """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
     value, spec = load(state), state_sharding_of(parameter)
-    uneven = spec is not None and parameter.shape == state.shape and spec.padded_shape(value.shape) != value.shape
-    return padded(value, spec.to_jax()) if uneven else value
+    if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
+        return value
+    return padded(value, spec.to_jax())
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -364,6 +367,7 @@ class _Running:
     num_outputs: int = 0
     effects: list[Action] = field(default_factory=list[Action])
     assigned: list[Assigned] = field(default_factory=list[Assigned])
+    leaf_state: LeafState = field(default_factory=lambda: LeafState([], {}))
 
     def run(self, buffers: list[Buffer], hosts: list[torch.Tensor], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
         """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
@@ -455,13 +459,15 @@ class _Running:
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
         guards: list[Guard] = [self.python.guard(frozenset(id(m) for _, m in modules))]
-        guards.append(_guards.modules_guard(modules))
+        left = {id(p): grad for p, grad in self.gradients.left}
+        self.leaf_state = LeafState(_guards.parameters_of(modules), left)
+        guards.append(_guards.modules_guard(modules, self.leaf_state))
         guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
         guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments]))
         guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers if any(o is s for s in recorder.stepped))
         guards.append(_guards.equal_counters_guard(recorder.leaders))
         guards.append(_guards.numbers_guard(self.numbers))
-        guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches)
+        guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches.values())
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
         guards.extend(self.gradients.guards(recorder.touched.__contains__))
         return guards

@@ -54,7 +54,7 @@ def gradient_accumulation(
             result = train_step(*slices, *values)
             loss, new = (result[0], tuple(result[1:])) if carried else (result, ())
             loss = loss / rounds
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            found: Any = torch.autograd.grad(loss, parameters, allow_unused=True)
         added = [old if g is None else old + g for old, g in zip(gradients, found, strict=True)]
         return (total + loss.detach(), added, tuple(v.detach() for v in new)), None
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,30 +21,70 @@ from spmd.program._optim import LiftedNumbers, static_settings
 Guard = Callable[[], str | None]
 
 
-def modules_guard(modules: list[tuple[str, torch.nn.Module]]) -> Guard:
-    """Which parameters of the modules require gradients, and the hooks of the modules and their parameters."""
-    parameters = [
-        (name, p, p.requires_grad, _hook_keys(p._backward_hooks), _hook_keys(p._post_accumulate_grad_hooks))  # pyright: ignore[reportAttributeAccessIssue]
-        for name, module in modules
-        for p in module.__dict__["_parameters"].values()
-        if p is not None
-    ]
+class LeafState:
+    """Of leaf tensors, what a step may not rely on without looking: whether they require gradients, their hooks, their `.grad`.
+
+    All of it is read in one pass over the tensors, since looking at them is what costs.
+
+    Attributes:
+        has_left_gradients: at the last look each had the gradient that the program leaves there: none has to be put.
+    """
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]], left: dict[int, Any]) -> None:
+        """`left`: by id of a tensor, the gradient that a call leaves."""
+        self._named = named
+        self._tensors = [p for _, p in named]
+        self._then = [(p.requires_grad, *map(_hook_keys, _hooks_of(p))) for p in self._tensors]
+        self._left = left
+        self._is_all = left.keys() <= {id(p) for p in self._tensors}
+        self._usual: list[Any] = []  # what was read when all was well, with the gradients that a call leaves
+        self.has_left_gradients = False
+
+    def reason(self) -> str | None:
+        """What changed, or None."""
+        now = list(map(_of_leaf, self._tensors))
+        flat = list(chain.from_iterable(now))
+        self.has_left_gradients = self._is_all and len(flat) == len(self._usual) and all(map(is_, flat, self._usual))
+        if self.has_left_gradients:
+            return None
+        for (name, _), (flag, before, after), (requires_grad, *hooks, _) in zip(self._named, self._then, now, strict=True):
+            if requires_grad is not flag:
+                return f"requires_grad of a parameter of {name} changed from {flag} to {not flag}"
+            if tuple(map(_hook_keys, hooks)) != (before, after):
+                return f"a parameter of {name} got or lost a hook"
+        if not any(keys for _, *both in self._then for keys in both):  # hooks in a dict may change without it
+            grads = (self._left.get(id(p), grad) for p, (*_, grad) in zip(self._tensors, now, strict=True))
+            self._usual = [value for (*rest, _), grad in zip(now, grads, strict=True) for value in (*rest, grad)]
+        return None
+
+
+def modules_guard(modules: list[tuple[str, torch.nn.Module]], leaves: LeafState) -> Guard:
+    """Which parameters of the modules require gradients, and the hooks of the modules and their parameters (`leaves`)."""
     hooks = [(name, module.__dict__[kind], tuple(module.__dict__[kind])) for name, module in modules for kind in _HOOKS]
+    registries = [registry for _, registry, _ in hooks]
+    has_hooks = any(keys for _, _, keys in hooks)
 
     def check() -> str | None:
-        for name, p, flag, before, after in parameters:
-            if p.requires_grad is not flag:
-                return f"requires_grad of a parameter of {name} changed from {flag} to {not flag}"
-            if (p._backward_hooks or before) and _hook_keys(p._backward_hooks) != before:
-                return f"a parameter of {name} got or lost a hook"
-            if (p._post_accumulate_grad_hooks or after) and _hook_keys(p._post_accumulate_grad_hooks) != after:
-                return f"a parameter of {name} got or lost a hook"
+        reason = leaves.reason()
+        if reason is not None or not (has_hooks or any(registries)):
+            return reason
         for name, registry, keys in hooks:
             if (registry or keys) and tuple(registry) != keys:
                 return f"{name} got or lost a hook"
         return None
 
     return check
+
+
+def parameters_of(modules: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.Tensor]]:
+    """The modules' own parameters, each with its module's name."""
+    return [(name, p) for name, module in modules for p in module.__dict__["_parameters"].values() if p is not None]
+
+
+_of_leaf = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad")
+_hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_params = itemgetter("params")
+_value, _annotation = attrgetter("value"), attrgetter("annotation")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -54,11 +96,16 @@ def _hook_keys(hooks: Any) -> tuple[Any, ...]:
 
 def storages_guard(tensors: list[tuple[str, torch.Tensor]]) -> Guard:
     """The tensors still show the storages that the program updates (`p.data = ...` gives one another)."""
-    shown = [(name, tensor.untyped_storage, buffer_of(tensor)) for name, tensor in tensors]
+    shown, buffers = [tensor for _, tensor in tensors], [buffer_of(tensor) for _, tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in shown]  # held, so that no other storage gets the address of one
+    addresses = [storage._cdata for storage in storages]
 
     def check() -> str | None:
-        for name, storage_of, buffer in shown:
-            if storage_of().spmd_buffer is not buffer:  # pyright: ignore[reportAttributeAccessIssue]
+        ids = map(torch._C._storage_id, shown)  # pyright: ignore[reportAttributeAccessIssue]
+        if list(ids) == addresses and len(storages) == len(shown):
+            return None
+        for (name, tensor), buffer in zip(tensors, buffers, strict=True):
+            if buffer_of(tensor) is not buffer:
                 return f"{name} was given another storage"
         return None
 
@@ -70,6 +117,8 @@ def annotation_guard(buffers: list[Buffer]) -> Guard:
     kept = [b.annotation for b in buffers]
 
     def check() -> str | None:
+        if all(map(is_, map(_annotation, buffers), kept)):
+            return None
         for buffer, annotation in zip(buffers, kept, strict=True):
             if buffer.annotation is not annotation and buffer.annotation != annotation:
                 return f"a state tensor of shape {list(buffer.shape)} was marked {buffer.annotation}, it was {annotation}"
@@ -85,16 +134,25 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     held = [s for s in state.values() if isinstance(s, dict)]
     sizes = [len(s) for s in held]
     entries = [(s, k, v) for s in held for k, v in s.items() if (id(s), k) not in lifted]
+    values = [v for s in held for v in s.values()]
     title = type(optimizer).__name__
+    lists = [group["params"] for group in groups]
+    parameters = list(chain.from_iterable(lists))
+    lengths = list(map(len, lists))
+
+    def has_same_parameters() -> bool:
+        now = list(map(_params, groups))
+        return list(map(len, now)) == lengths and all(map(is_, chain.from_iterable(now), parameters))
 
     def check() -> str | None:
         if optimizer.state is not state:
             return f"{title}'s state was replaced (load_state_dict)"
-        if len(state) != len(sizes) or [len(s) for s in held] != sizes:
+        if len(state) != len(sizes) or list(map(len, held)) != sizes:
             return f"{title}'s state has other entries than when it was traced"
-        if any(s.get(k) is not v for s, k, v in entries):
+        is_same = all(map(is_, chain.from_iterable(map(dict.values, held)), values))
+        if not is_same and any(s.get(k) is not v for s, k, v in entries):
             return f"an entry of {title}'s state was replaced"
-        if optimizer.param_groups is not groups or static_settings(optimizer) != settings:
+        if optimizer.param_groups is not groups or static_settings(optimizer) != settings or not has_same_parameters():
             return f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"
         return None
 
@@ -126,8 +184,11 @@ def branch_guard(evaluate: Callable[[], bool], outcome: bool) -> Guard:
 def equal_counters_guard(leaders: dict[Buffer, Buffer]) -> Guard:
     """State that the trace read as one value still is. See Note [Equal counters]."""
     pairs = list(leaders.items())
+    followers, their_leaders = list(leaders), list(leaders.values())
 
     def check() -> str | None:
+        if all(map(is_, map(_value, followers), map(_value, their_leaders))):
+            return None
         for follower, leader in pairs:
             if follower.value is not leader.value:
                 its, other = np.asarray(follower.get()), np.asarray(leader.get())

@@ -59,15 +59,15 @@ class Watched:
             "arguments": _short([_layout(b) for b in args]),
             "state": _short([_layout(b) for b in state]),
             "seed": f"torch {torch.initial_seed()}, device {default_stream.seed}, {default_stream.draws} draws",
-            **{f"{item} so far": crc for item, crc in self._job.steps.taken().items()},
+            "uploaded values": f"digest {_agreement.digest(repr([b.digest for b in (*state, *args)]).encode()):08x}",
             "program": hashlib.sha256(text.encode()).hexdigest()[:16],
         }
         number = self._job.next_program()
         limit_s = self._job.watchdog.first_s
         _agreement.compare(self._job.service, self._job.host.index, f"program {number} ({name})", items, limit_s)
 
-    def begin(self, numbers: list[float]) -> None:
-        """A call begins.
+    def begin(self, numbers: list[float], args: list[Buffer], hosts: list[np.ndarray[Any, Any]]) -> None:
+        """A call begins, with these numbers of the optimizers, device tensors and CPU tensors.
 
         Raises:
             mesh.JobError: the processes fed different data one step ago.
@@ -76,6 +76,9 @@ class Watched:
         job.watchdog.enter()
         job.steps.note("random stream", _agreement.digest(default_stream.words().tobytes()))
         job.steps.note("numbers of the optimizers", _agreement.digest(np.array(numbers, np.float64).tobytes()))
+        job.steps.note("uploaded values", _agreement.digest(repr([b.digest for b in args]).encode()))
+        for host in hosts:
+            job.steps.note("CPU tensors", _agreement.digest(host.reshape(-1).view(np.uint8)))
         job.steps.begin()
 
     def end(self) -> None:

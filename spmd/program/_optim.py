@@ -58,7 +58,7 @@ class LiftedNumbers:
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
         placed: list[tuple[dict[str, Any], str, Any]] = []
         for index, (group, key, position) in enumerate(self.slots):
-            number = lifted(vector[index], lambda index=index: self.today[index], on_branch)
+            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
             if position is None:
                 group[key] = number
             else:
@@ -92,12 +92,8 @@ def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, i
 
 
 def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
-    """What of the groups the trace bakes in: which parameters, which flags, which keys are lifted."""
-    settings: list[tuple[Any, ...]] = []
-    for group in optimizer.param_groups:
-        flags = ((k, _kind(v)) for k, v in group.items() if k != "params")
-        settings.append((*flags, *map(id, group["params"])))
-    return settings
+    """What of the groups the trace bakes in besides their parameters: which flags, which keys are lifted."""
+    return [tuple((k, _kind(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
 
 
 def _is_number(value: Any) -> bool:
@@ -217,7 +213,8 @@ def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
             value = state[key] = from_host(value)
         if annotation is not None and value.shape == parameter.shape:
             buffer = buffer_of(value)
-            if buffer.annotation is None and buffer.shape == tuple(value.shape):
+            elsewhere = buffer_of(parameter).state_annotation is not None and buffer.annotation != annotation
+            if (buffer.annotation is None or elsewhere) and buffer.shape == tuple(value.shape):
                 buffer.annotate(annotation)
 
 
@@ -274,6 +271,10 @@ class _Births:
             raise _AllBorn
         if buffer not in self.first:
             self.before.setdefault(buffer, (buffer.value, buffer.host))
+
+    def is_state(self, array: Any) -> bool:
+        """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
+        return True
 
     def host_argument(self, tensor: torch.Tensor) -> None:
         return None

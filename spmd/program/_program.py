@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program import _hlo
 from spmd.program._capture import Captured
+from spmd.program._channels_last import has_convolution, run_channels_last
 from spmd.program._job import require_sound, watched
 from spmd.program._objects import Flat, flatten, unflatten
 from spmd.program._repeat import repeated
@@ -81,7 +83,8 @@ class Program:
         # Note [One program at a time]. XLA:CPU runs a program's devices on one pool of threads, where each waits in a thread for
         # the others at a collective. Devices that are already in the next program can hold all the threads that the last one
         # still needs; XLA then aborts the process after 40 s (so it does to jax's own loop). So there a call waits for its inputs.
-        self.waits = self.replicated is not None and self.replicated.num_devices > 1 and _platform(self.replicated) == "cpu"
+        self.is_on_cpu = (jax.default_backend() if self.replicated is None else _platform(self.replicated)) == "cpu"
+        self.waits = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
@@ -139,6 +142,7 @@ class Program:
         state_results = [results[b] for b in self.written]
         arg_results = [results[captured.arg_buffers[i]] for i in self.written_args]
         num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite)
+        record = run_channels_last if self.is_on_cpu and has_convolution(jaxpr) else inline_jaxpr
 
         def run(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
             written, written_args = donated
@@ -147,7 +151,7 @@ class Program:
             args: list[Any] = [None] * len(captured.arg_buffers)
             for i, value in (*zip(self.written_args, written_args, strict=True), *zip(self.kept_args, kept_args, strict=True)):
                 args[i] = value
-            flat = inline_jaxpr(jaxpr, consts, *args, *hosts, vector, words)
+            flat = record(jaxpr, consts, *args, *hosts, vector, words)
             outputs, rest = flat[:num_outputs], flat[num_outputs:]
             # State first: jax gives donated memory to the first result that fits it, which should be the state's own.
             return [rest[i] for i in state_results], [rest[i] for i in arg_results], rest[len(results) :], outputs
@@ -165,6 +169,7 @@ class Program:
         elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
             buffer.place(buffer.annotation.to_jax())
         elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
+            assert self.replicated is not None
             buffer.value = moved(buffer.value, self.replicated)
 
     def _example(self, buffer: Buffer) -> Any:
@@ -206,7 +211,7 @@ class Program:
                 return jnp.asarray(host)
             if self.replicated.is_fully_addressable:
                 return jax.device_put(host, self.replicated)
-            # jax.device_put would run a collective of its own to compare the processes' values; see `_digest` for that
+            # jax.device_put would run a collective of its own to compare the processes' values; see `_job` for that
             return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
@@ -214,8 +219,6 @@ class Program:
         if self.is_ahead:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
-        if self.watched is not None:
-            self.watched.begin(self.captured.numbers.today)
         changed: list[Any] = []
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
@@ -224,8 +227,12 @@ class Program:
             if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
-        self._refuse_shared(donated[0])
-        inputs = self._inputs([b.value for b in arg_buffers], [host_array(t) for t in hosts])
+        if changed:
+            self._refuse_shared(donated[0])
+        host_arrays = [host_array(t) for t in hosts]
+        if self.watched is not None:
+            self.watched.begin(self.captured.numbers.today, arg_buffers, host_arrays)
+        inputs = self._inputs([b.value for b in arg_buffers], host_arrays)
         if self.waits:
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
         with exact_dtypes():
@@ -233,8 +240,7 @@ class Program:
         if self.captured.finite:
             self._require_finite(outputs[-len(self.captured.finite) :])
         for buffer, value in zip(self.written, new_state, strict=True):
-            buffer.value = value
-            buffer.host = None
+            buffer.value = value  # its host value is gone: `_settle` has uploaded it
         self.last = new_state
         for follower, leader in self.captured.copies.items():
             follower.value = leader.value
@@ -273,6 +279,8 @@ class Program:
     def _values(self, buffers: list[Buffer], last: list[Any], shardings: list[Any] | None, changed: list[Any]) -> list[Any]:
         """The buffers' arrays; those that are not what the last call left (`last`) are laid out anew, and added to `changed`."""
         values = [b.value for b in buffers]
+        if len(last) == len(values) and all(map(is_, values, last)):
+            return values
         for i, value in enumerate(values):
             if value is not last[i]:
                 values[i] = self._fitted(buffers[i], None if shardings is None else shardings[i])
@@ -282,7 +290,7 @@ class Program:
     def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
         """A state value that somebody else wrote since the last call, laid out as the program expects."""
         self._settle(buffer)
-        if sharding is not None and buffer.value.sharding != sharding:
+        if sharding is not None and buffer.raw().sharding != sharding:
             buffer.place(sharding)
         return buffer.value
 
@@ -298,7 +306,8 @@ class Program:
 
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
-        for owner, grad in self.captured.gradients:
+        are_there = self.captured.leaf_state.has_left_gradients and not self.options.keep_grads
+        for owner, grad in () if are_there else self.captured.gradients:
             leaf = owner if isinstance(owner, torch.Tensor) else flatten(given, classes=self.captured.holders).leaves[owner]
             left = grad
             if grad is not None and self.options.keep_grads:

@@ -123,7 +123,7 @@ class _Passes(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         joint: Joint = ctx.program.joint
         flowing = [g for g, takes in zip(grads, joint.has_gradient, strict=True) if takes]
         with exact_dtypes():

@@ -101,6 +101,7 @@ def _ignoring_self(fn: Callable[..., Any]) -> Callable[..., Any]:
 def recomputing_for_real() -> Generator[None]:
     """While active, checkpointed functions recompute from inputs behind a barrier."""
     frame: Any = checkpoint_module._CheckpointFrame
+    torchs_init: Callable[..., None] = frame.__init__
     get_inputs: Callable[[Any], Any] = frame.get_inputs
     detach_variable = checkpoint_module.detach_variable
 
@@ -110,13 +111,35 @@ def recomputing_for_real() -> Generator[None]:
     def detached_behind_barrier(inputs: Any) -> Any:
         return tuple(_behind_barrier(detach_variable(inputs)))
 
+    def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        torchs_init(self, _with_fenced_randomness(recompute_fn), *args, **kwargs)
+
+    frame.__init__ = init
     frame.get_inputs = inputs_behind_barrier
     checkpoint_module.detach_variable = detached_behind_barrier
     try:
         yield
     finally:
+        frame.__init__ = torchs_init
         frame.get_inputs = get_inputs
         checkpoint_module.detach_variable = detach_variable
+
+
+def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as a recomputation: it draws the same numbers again instead of keeping them, a dropout mask is as large as what it masks."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        recorder: Any = recording.get()
+        if recorder is None:
+            return fn(*args, **kwargs)
+        words = recorder.words
+        recorder.words = jax.lax.optimization_barrier(words)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            recorder.words = words
+
+    return again
 
 
 def _behind_barrier(values: Any, after: Sequence[torch.Tensor] = ()) -> list[Any]:

@@ -215,7 +215,7 @@ class _Passes(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         scanned: _Scanned = ctx.scanned
         with exact_dtypes():
             first, xs, captured = scanned.backward([load(t) for t in ctx.saved_tensors], [load(g) for g in grads])

@@ -45,7 +45,7 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: froz
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat, tree, _ = flatten((args, kwargs), classes=holders)
+    flat, tree = _flattened(args, kwargs, holders)
     key: list[Any] = [tree, *_modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
@@ -68,8 +68,15 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: froz
         gradient = value.requires_grad and _gradient(value)
         key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
     if copied:
-        (args, kwargs), _ = unflatten(flat, tree)
+        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else unflatten(flat, tree)[0]
     return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied)
+
+
+def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments and what stands for their tree: of a few tensors, the usual arguments of a step, their number."""
+    if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
+        return flatten((args, kwargs), classes=holders)[:2]
+    return list(args), len(args)
 
 
 def changed_signature(old: Any, new: Any) -> str | None:

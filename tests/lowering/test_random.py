@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import spmd  # noqa: F401  (registers the device)
-from spmd._errors import SpmdError
 from spmd.device._storage import wrap
 
 NUM = 20_000
@@ -156,6 +155,21 @@ def test_draws_keep_the_dtype(dtype: torch.dtype) -> None:
         assert torch.isfinite(drawn).all()
 
 
-def test_a_generator_of_another_device_is_refused() -> None:
-    with pytest.raises(SpmdError, match="cannot draw from a generator on cpu"):
-        torch.zeros(3, device="jax").normal_(generator=torch.Generator())
+@pytest.mark.parametrize(
+    "evaluate",
+    [
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: F.alpha_dropout(x, 0.5, training=False),
+        lambda x: F.rrelu(x),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: torch.nn.LSTM(8, 8, 2, dropout=0.5).to("jax").eval()(x)[0],
+    ],
+)
+def test_what_draws_nothing_leaves_the_stream_where_it_was(evaluate: Any) -> None:
+    x = torch.ones(4, 8, 8).to("jax").requires_grad_()
+    before = torch.jax.get_rng_state()
+    evaluate(x).sum().backward()
+    assert torch.equal(torch.jax.get_rng_state(), before)
+    F.dropout(x, 0.5)
+    assert not torch.equal(torch.jax.get_rng_state(), before)

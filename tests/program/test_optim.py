@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mesh
 import spmd
@@ -26,14 +27,21 @@ OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "adam": (lambda p: optim.Adam(p, lr=0.01), 1),
     "adam_amsgrad": (lambda p: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1), 1),
     "adam_loop": (lambda p: optim.Adam(p, lr=0.01, foreach=False), 1),
+    "adam_everything": (lambda p: optim.Adam(p, lr=0.01, amsgrad=True, maximize=True, decoupled_weight_decay=True, weight_decay=0.1), 1),
     "adamw": (lambda p: optim.AdamW(p, lr=0.01), 1),
     "adamw_maximize": (lambda p: optim.AdamW(p, lr=0.01, maximize=True), 1),
     "rmsprop": (lambda p: optim.RMSprop(p, lr=0.01), 1),
+    "adamw_amsgrad_loop": (lambda p: optim.AdamW(p, lr=0.01, amsgrad=True, foreach=False), 1),
+    "rmsprop_loop": (lambda p: optim.RMSprop(p, lr=0.01, foreach=False, maximize=True, weight_decay=0.1), 1),
     "rmsprop_centered": (lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9), 1),
     "adagrad": (lambda p: optim.Adagrad(p, lr=0.1), 1),
     "adagrad_decay": (lambda p: optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1), 1),
+    "adagrad_loop": (lambda p: optim.Adagrad(p, lr=0.1, maximize=True, foreach=False), 1),
     "adadelta": (lambda p: optim.Adadelta(p), 1),
+    "adadelta_loop": (lambda p: optim.Adadelta(p, maximize=True, weight_decay=0.1, foreach=False), 1),
     "adamax": (lambda p: optim.Adamax(p, lr=0.01), 1),
+    "adamax_loop": (lambda p: optim.Adamax(p, lr=0.01, maximize=True, weight_decay=0.1, foreach=False), 1),
+    "nadam_maximize": (lambda p: optim.NAdam(p, lr=0.01, maximize=True), 1),
     "nadam": (lambda p: optim.NAdam(p, lr=0.01), 1),
     "nadam_decoupled": (lambda p: optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, foreach=False), 1),
     "radam": (lambda p: optim.RAdam(p, lr=0.01), 1),
@@ -41,6 +49,7 @@ OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "asgd": (lambda p: optim.ASGD(p, lr=0.01, t0=3), 1),
     "asgd_loop": (lambda p: optim.ASGD(p, lr=0.01, t0=3, foreach=False), 1),
     "rprop": (lambda p: optim.Rprop(p), 1),
+    "rprop_loop": (lambda p: optim.Rprop(p, maximize=True, foreach=False), 1),
     "adafactor": (lambda p: optim.Adafactor(p, lr=0.01), 2),
     "adafactor_loop": (lambda p: optim.Adafactor(p, lr=0.01, foreach=False), 2),
     "muon": (lambda p: optim.Muon([q for q in p if q.dim() == 2], lr=0.01), 1),
@@ -79,9 +88,9 @@ def run_both(
 
 @pytest.mark.multidevice(num=8)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_six_steps_equal_cpu_torch_and_state_has_its_parameters_sharding(name: str, mesh_4x2: mesh.Mesh) -> None:
+def test_ten_steps_equal_cpu_torch_and_state_has_its_parameters_sharding(name: str, mesh_4x2: mesh.Mesh) -> None:
     make, executables = OPTIMIZERS[name]
-    _, optimizer, step = run_both(make, mesh_4x2, 6, tolerance=WIDER.get(name, (1e-4, 5e-6)))
+    _, optimizer, step = run_both(make, mesh_4x2, 10, tolerance=WIDER.get(name, (1e-4, 5e-6)))
     assert step.num_executables == executables
     if executables == 2:
         assert step.retraces == [f"{type(optimizer).__name__}'s state has other entries than when it was traced"]
@@ -89,6 +98,28 @@ def test_six_steps_equal_cpu_torch_and_state_has_its_parameters_sharding(name: s
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 assert buffer_of(value).value.sharding.is_equivalent_to(buffer_of(parameter).value.sharding, value.dim())
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    made = {type(make(parameters)).__name__ for make, _ in OPTIMIZERS.values()}
+    classes = {name for name in optim.__all__ if isinstance(getattr(optim, name), type)}
+    assert classes - made == {"Optimizer", "LBFGS", "SparseAdam"}
+
+
+CAPTURABLE = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Adadelta", "RMSprop"]
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_capturable_changes_nothing(name: str) -> None:
+    pair = twins()
+    kinds = [{}, {"capturable": True}]
+    optimizers = [getattr(optim, name)(m.parameters(), **kind) for m, kind in zip(pair, kinds, strict=True)]
+    step = spmd.compile(functools.partial(train, pair[1], optimizers[1]))
+    for i in range(10):
+        x, y = batch(8, 8, seed=i), batch(8, 8, seed=i + 50)
+        assert_same(step(x.to("jax"), y.to("jax")), train(pair[0], optimizers[0], x, y), WIDER.get(name.lower(), (1e-4, 5e-6)))
+    assert step.num_executables == 1
 
 
 def change_momentum(optimizer: Any, i: int) -> None:
@@ -354,27 +385,20 @@ def test_the_learning_rate_can_be_returned() -> None:
     assert step.num_executables == 1
 
 
-@pytest.mark.parametrize("place", ["outside", "inside"])
-def test_averaged_models_follow_outside_of_the_step_and_are_refused_inside(place: str) -> None:
+def test_an_average_that_is_updated_outside_of_the_step_follows_it() -> None:
     host, device = twins()
     optimizers = [optim.SGD(m.parameters(), lr=0.1) for m in (host, device)]
     averages = [optim.swa_utils.AveragedModel(m, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9)) for m in (host, device)]
-
-    @spmd.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = train(device, optimizers[1], x, x)
-        if place == "inside":
-            averages[1].update_parameters(device)
-        return loss
-
+    step = spmd.compile(lambda x: train(device, optimizers[1], x, x))
     for i in range(3):
         x = batch(8, 8, seed=i)
-        if place == "inside":
-            with pytest.raises(spmd.TraceError, match="updates averages.*n_averaged in place, which is on the CPU"):
-                step(x.to("jax"))
-            return
         assert_same(step(x.to("jax")), train(host, optimizers[0], x, x))
         for average, model in zip(averages, (host, device), strict=True):
             average.update_parameters(model)
     assert_same_model(averages[1], averages[0])
     assert step.num_executables == 1
+
+
+def test_sparse_adam_is_refused_by_itself() -> None:
+    with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
+        run_both(lambda p: optim.SparseAdam(p), None, 1)

@@ -87,42 +87,6 @@ def test_method_shows_its_step_and_each_object_has_its_own_program() -> None:
     assert losses[0] != losses[2]
 
 
-def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
-    s = torch.optim.lr_scheduler
-    warm = functools.partial(s.LinearLR, optimizer, start_factor=0.1, total_iters=3)
-    return {
-        "step": lambda: s.StepLR(optimizer, 2, 0.5),
-        "lambda_numpy": lambda: s.LambdaLR(optimizer, lambda i: __import__("numpy").cos(i / 9)),
-        "exponential": lambda: s.ExponentialLR(optimizer, 0.9),
-        "cosine": lambda: s.CosineAnnealingLR(optimizer, 10),
-        "warm_restarts": lambda: s.CosineAnnealingWarmRestarts(optimizer, 2),
-        "one_cycle": lambda: s.OneCycleLR(optimizer, max_lr=0.1, total_steps=12),
-        "cyclic": lambda: s.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
-        "sequential": lambda: s.SequentialLR(optimizer, [warm(), s.ConstantLR(optimizer, 0.5)], [3]),
-        "chained": lambda: s.ChainedScheduler([warm(), s.ExponentialLR(optimizer, 0.9)]),
-    }
-
-
-NAMES = list(schedulers(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
-
-
-@pytest.mark.parametrize(("name", "optimizer"), [*((n, "sgd") for n in NAMES), ("one_cycle", "adam"), ("sequential", "adam")])
-def test_a_schedule_costs_no_retrace(name: str, optimizer: str) -> None:
-    host, device = twins()
-    make = {"sgd": functools.partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam}[optimizer]
-    optimizers = [make(m.parameters(), lr=0.05) for m in (host, device)]
-    schedules = [schedulers(o)[name]() for o in optimizers]
-    step = spmd.compile(by_closure(device, optimizers[1]))
-    x, y = batch(8, 8), batch(8, 8, seed=2)
-    for _ in range(7):
-        train(host, optimizers[0], x, y)
-        step(x.to("jax"), y.to("jax"))
-        for schedule in schedules:
-            schedule.step()
-    assert_same_model(device, host, (1e-4, 1e-5))
-    assert (step.num_executables, step.retraces) == (1, [])
-
-
 @pytest.mark.parametrize("lr", [0.1, 1, torch.tensor(0.1)], ids=["float", "int", "tensor"])
 def test_lr_set_by_hand_is_used(lr: Any) -> None:
     host, device = twins()

@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 class Contender:
     """The hand-written step. See `spmd.bench._peer` for what each method means."""
 
-    def __init__(self, job: Any) -> None:
-        self.job, self.hand = job, job.by_hand
+    def __init__(self, job: Any, hand: Any = None) -> None:
+        """`hand`: the script, `OPTIMIZER`, `BUFFERS` and `loss`; `<name>_jax.py` unless given."""
+        self.job, self.hand = job, hand or job.by_hand
         self.mesh = mesh_of(job)
+        self.device_kind = self.mesh.devices.flat[0].device_kind
         model = job.model()
         params = {name: array_of(p) for name, p in model.named_parameters()}
         buffers = {name: array_of(b) for name, b in model.named_buffers() if name.rpartition(".")[2] in self.hand.BUFFERS}
@@ -26,6 +28,8 @@ class Contender:
         opt_specs = self.hand.OPTIMIZER.specs(specs, replicated)
         self.shardings = specs, {name: replicated for name in buffers}, opt_specs
         self.abstract = jax.tree.map(abstract, (params, buffers, jax.eval_shape(self.hand.OPTIMIZER.init, params)), self.shardings)
+        self.compiled: Any = None
+        self.found_stages: dict[str, float] = {}
         placed = [self.place(spec) for spec in job.batch_specs()]
         if job.topology:
             example = job.batches()[0]
@@ -37,7 +41,6 @@ class Contender:
         self.batches = [[jax.device_put(array_of(t), where) for t, where in zip(b, placed, strict=True)] for b in job.batches()]
         self.abstract_batch = self.batches[0]
         self.jitted, self.count, self.last = self.fresh(), 0, None
-        self.compiled: Any = None
 
     def place(self, spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
@@ -83,15 +86,20 @@ class Contender:
         self.compiled = lowered.compile()
         marks.append(time.perf_counter())
         names = ("trace_s", "lower_s", "compile_s")
-        return {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)}
+        self.found_stages = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)}
+        return self.found_stages
 
     def program(self) -> dict[str, Any]:
         if self.compiled is None:
             self.stages(False)
-        return {"hlo": self.compiled.as_text(), "memory": memory_of(self.compiled), "executables": 1, "retraces": []}
-
-    def weights(self) -> dict[str, Any]:
-        return {name: np.asarray(value) for name, value in self.state[0].items()}
+        compiled: Any = self.compiled
+        return {
+            "hlo": compiled.as_text(),
+            "memory": memory_of(compiled),
+            "stages": self.found_stages,
+            "executables": 1,
+            "retraces": [],
+        }
 
 
 def mesh_of(job: Any) -> jax.sharding.Mesh:
@@ -100,10 +108,9 @@ def mesh_of(job: Any) -> jax.sharding.Mesh:
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     if not job.topology:
         return jax.make_mesh(sizes, names, axis_types=auto)
-    from jax.experimental import topologies
+    import mesh  # for the compiler's settings; the peers that run need only jax
 
-    topology = topologies.get_topology_desc(topology_name=job.topology, platform="tpu")
-    return topologies.make_mesh(topology, tuple(sizes), tuple(names), axis_types=auto)
+    return jax.sharding.Mesh(np.array(mesh.topology_devices(job.topology)).reshape(sizes), names, axis_types=auto)
 
 
 def array_of(tensor: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import torch
 
 import mesh
 import spmd
-from spmd.program import _hlo
 
 
 class Contender:
@@ -19,30 +19,26 @@ class Contender:
 
     def __init__(self, job: Any) -> None:
         self.job = job
-        self.grid = mesh.Mesh.from_string(",".join(f"{name}={size}" for name, size in job.axes) or "data=1")
-        self.model = job.model().to("jax")
+        self.grid = mesh.Mesh.from_string(job.mesh_text)
+        self.device_kind = self.grid.to_jax().devices.flat[0].device_kind
+        self.model = job.model().to_empty(device="jax") if job.topology else job.model().to("jax")
         for name, parameter in self.model.named_parameters():
             spmd.mark_sharding(parameter, self.grid, job.spec_of(name, parameter.dim()))
         for pattern, spec in job.activations().items():
             self._hold(pattern, spec)
-        self.optimizer = job.script.optimizer(self.model.parameters())
-        specs = job.batch_specs()
-        self.batches = [[spmd.mark_sharding(t.to("jax"), self.grid, s) for t, s in zip(b, specs, strict=True)] for b in job.batches()]
-        self.compiled = spmd.compile(self.train_step)
+        self.train_step = train_step(self.model, job.script.optimizer(self.model.parameters()), job.script.loss)
+        self.batches = [[self._placed(t, s) for t, s in zip(batch, job.batch_specs(), strict=True)] for batch in job.batches()]
+        self.compiled: Any = spmd.compile(self.train_step)
         self.count, self.last = 0, None
+
+    def _placed(self, tensor: Any, spec: Any) -> Any:
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device="jax") if tensor.is_meta else tensor.to("jax")
+        return spmd.mark_sharding(there, self.grid, spec)
 
     def _hold(self, pattern: str, spec: Any) -> None:
         for name, module in self.model.named_modules():
             if name and fnmatch.fnmatchcase(name, pattern):
                 module.register_forward_hook(lambda _module, _args, result: spmd.mark_sharding(result, self.grid, spec))
-
-    def train_step(self, *batch: Any) -> Any:
-        """The step as anyone writes it."""
-        self.optimizer.zero_grad()
-        loss = self.job.script.loss(self.model, *batch)
-        loss.backward()
-        self.optimizer.step()
-        return loss
 
     def step(self) -> None:
         self.last = self.compiled(*self.batches[self.count % len(self.batches)])
@@ -58,27 +54,36 @@ class Contender:
         if cold:
             jax.clear_caches()
             jax.jit(lambda x: x + 1).lower(1).compile()  # what jax does once in a process is nobody's
-        fresh = spmd.compile(self.train_step)
-        before = time.perf_counter()
-        fresh(*self.batches[0])
-        self.wait()
-        return dataclasses.asdict(fresh.timings) | {"first_call_s": time.perf_counter() - before}
+        fresh: Any = spmd.compile(self.train_step)
+        return dataclasses.asdict(fresh.program(*self.batches[0]).timings)
 
     def program(self) -> dict[str, Any]:
-        if self.compiled.num_executables == 0:
-            self.step()
-        memory = _hlo.memory(self.compiled._program.compiled)
+        program = self.compiled.program(*self.batches[0])
+        sizes, names = program.memory(), ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "peak_bytes")
         return {
-            "hlo": self.compiled.hlo(),
-            "memory": {
-                name: getattr(memory, name) for name in ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "peak_bytes")
-            },
-            "executables": self.compiled.num_executables,
+            "hlo": program.hlo(),
+            "memory": {name: getattr(sizes, name) for name in names},
+            "stages": dataclasses.asdict(program.timings),
+            "executables": max(1, self.compiled.num_executables),
             "retraces": list(self.compiled.retraces),
         }
 
-    def weights(self) -> dict[str, Any]:
-        return {name: p.detach().cpu().float().numpy() for name, p in self.model.named_parameters()}
+    def save(self, file: Path) -> None:
+        state = {name: value.cpu() for name, value in self.model.state_dict().items()}
+        self.job.script.save_weights(state, self.job.config, file)
+
+
+def train_step(model: Any, optimizer: Any, loss_of: Any) -> Any:
+    """The step as anyone writes it."""
+
+    def train_step(*batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step
 
 
 def prepare(job: Any) -> None:

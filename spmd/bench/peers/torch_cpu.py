@@ -12,6 +12,7 @@ class Contender:
 
     def __init__(self, job: Any) -> None:
         self.job, self.device = job, "cpu" if job.platform == "cpu" else "cuda"
+        self.device_kind = "cpu" if self.device == "cpu" else torch.cuda.get_device_name()
         self.model = job.model().to(self.device)
         self.optimizer = job.script.optimizer(self.model.parameters())
         self.batches = [[t.to(self.device) for t in batch] for batch in job.batches()]
@@ -42,9 +43,6 @@ class Contender:
 
     def program(self) -> dict[str, Any]:
         return {}
-
-    def weights(self) -> dict[str, Any]:
-        return {name: p.detach().float().cpu().numpy() for name, p in self.model.named_parameters()}
 
 
 class Compiled(Contender):

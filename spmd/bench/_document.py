@@ -1,0 +1,83 @@
+"""docs/benchmarks.md, written from the results and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from spmd.bench._facts import MFU
+from spmd.bench._table import header_of, rows_of, title_of
+
+_HEAD = """# Benchmarks
+
+Written by `make bench` from `benchmarks/results/*.json`; do not edit. The scripts are in `benchmarks/`, one PyTorch file and one
+hand-written JAX file each. Every contender runs in a process of its own; in every round each runs one step, in turns, so that a
+busy machine slows all alike. **ratio** is the median over the rounds of a contender's step to that of JAX by hand in the same round.
+
+- *JAX by hand*: `jax.jit` of one step, state donated, every sharding pinned, the same math, precision and shardings.
+- *torchax*: the PyTorch script's loss through torchax, everything else as in JAX by hand. *torch*, *torch.compile*: one CPU
+  process without sharding. *fsdp*: torch FSDP2 over gloo, one process per device.
+- *dispatch*: CPU time of the calling thread until the call returned. *trace + lower*, *compile*: median of fresh programs.
+- *peak*: arguments + outputs + temporaries - donated, per device. *GFLOP*: per device, dots and convolutions of the program.
+- {mfu}. Virtual CPU devices have no peak: MFU n/a.
+- Topologies (`on v5e:2x4`) are compiled ahead of time by libtpu, without a TPU: programs are compared, nothing runs.
+"""
+
+
+def document(results: dict[str, list[dict[str, Any]]]) -> str:
+    """The page; one section per benchmark, a table of goals first."""
+    parts = [_HEAD.format(mfu=MFU), *_goals([result for listed in results.values() for result in listed])]
+    for name, listed in results.items():
+        if not listed:
+            continue
+        parts += [f"## {name}\n"]
+        if any("clocks" in peer for result in listed for peer in result["peers"].values()):
+            parts.append(f"![Step times and loss curves of {name}](images/bench-{name}.png)\n")
+        for result in listed:
+            parts += [f"### {title_of(result)}\n", *_about(result), *_contenders(result), *_collectives(result)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "| --- " + "| ---: " * (len(header) - 1) + "|"]
+    return [*lines, *("| " + " | ".join((*row, *[""] * (len(header) - len(row)))) + " |" for row in rows), ""]
+
+
+def _goals(results: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        (
+            title_of(result),
+            goal["what"],
+            f"{goal['ours']:,.4g}",
+            f"{goal['theirs']:,.4g}",
+            f"{goal['ratio']:.3f}",
+            f"{goal['goal']:g}",
+            _mark(goal),
+        )
+        for result in results
+        for goal in result["goals"]
+    ]
+    return ["## Goals\n", *_markdown(("run", "figure", "ours", "theirs", "ratio", "goal", ""), rows)]
+
+
+def _mark(goal: dict[str, Any]) -> str:
+    return "met" if goal["met"] else "**missed**"
+
+
+def _about(result: dict[str, Any]) -> list[str]:
+    about = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    gflop = f"{result['model_flops'] / 1e9:,.4g} GFLOP in the model's forward and backward"
+    return [f"{about['cpu']}, {about['cores']} cores; Python {about['python']}, {versions}; {gflop}.\n"]
+
+
+def _contenders(result: dict[str, Any]) -> list[str]:
+    return _markdown(header_of(result), rows_of(result))
+
+
+def _collectives(result: dict[str, Any]) -> list[str]:
+    programs = {name: peer["program"]["collectives"] for name, peer in result["peers"].items() if peer.get("program")}
+    kinds = sorted({kind for of in programs.values() for kind in of})
+    cells = [[of.get(kind) for of in programs.values()] for kind in kinds]
+    shown = [[f"{cell['count']} ({cell['bytes']:,} B)" if cell else "-" for cell in row] for row in cells]
+    return _markdown(("collectives", *programs), ([kind, *row] for kind, row in zip(kinds, shown, strict=True))) if kinds else []

@@ -1,0 +1,61 @@
+"""Who takes part in a run, and who cannot and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from spmd._errors import SpmdError, message
+from spmd.bench._job import Job
+from spmd.bench._measure import Entrant
+
+FILES = {"jax": "by_hand", "torchax": "with_torchax", "torch": "torch_cpu", "torch.compile": "torch_compiled", "fsdp": "torch_fsdp"}
+
+
+def entrants_of(against: list[str], job: Job, torchax_python: Path | None) -> list[Entrant]:
+    """Ours first, then the peers in the order given.
+
+    Raises:
+        SpmdError: there is no peer of that name.
+    """
+    for name in against:
+        if name not in FILES:
+            raise SpmdError(message(f"there is no peer {name!r}", f"peers are {', '.join(FILES)}", fix="--against jax,torch"))
+    listed = [_entrant(name, job, torchax_python) for name in against]
+    return [Entrant("ours", "ours", sys.executable, _missing_ground(job)), *listed]
+
+
+def _entrant(name: str, job: Job, torchax_python: Path | None) -> Entrant:
+    python = sys.executable
+    absent = _missing_ground(job)
+    if name == "torchax":
+        found = torchax_python or Path(__file__).resolve().parents[2] / ".venv-torchax" / "bin" / "python"
+        python, absent = str(found), absent or _missing_torchax(found)
+    if not absent and name != "jax" and job.topology:
+        absent = "programs for chips that are not here are compared with JAX by hand alone"
+    if not absent and name == "torch.compile" and job.platform == "cpu" and not shutil.which("g++"):
+        absent = "torch.compile needs a C++ compiler on the CPU, and there is no g++"
+    if not absent and name == "fsdp" and job.platform == "gpu":
+        absent = "with gloo on the CPU only"
+    return Entrant(name, FILES[name], python, absent)
+
+
+def _missing_ground(job: Job) -> str:
+    """Why the job cannot be done here at all, or ""."""
+    if job.topology and importlib.util.find_spec("libtpu") is None:
+        return "libtpu is not installed: pip install 'spmd-mesh[tpu]'"
+    if job.platform == "gpu" and not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "this machine has no GPU"
+    if job.variant == "hf" and importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed: pip install 'spmd-mesh[hf]'"
+    return ""
+
+
+def _missing_torchax(python: Path) -> str:
+    if not python.exists():
+        return "torchax has no environment here: make torchax, or --torchax-python"
+    asked = subprocess.run([str(python), "-c", "import torchax"], capture_output=True, text=True, check=False)
+    return "" if asked.returncode == 0 else f"torchax does not import: {(asked.stderr.strip().splitlines() or ['no message'])[-1]}"

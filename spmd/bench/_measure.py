@@ -1,0 +1,151 @@
+"""One benchmark on one mesh: contenders in processes of their own, taking turns; everything that the tables show, as data."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd.bench import _facts
+from spmd.bench._goals import goals
+from spmd.bench._job import Job
+from spmd.bench._machine import machine
+from spmd.bench._process import PeerError, PeerProcess
+from spmd.bench._statistics import paired_ratio, summary
+
+CLOCKS = ("ready_s", "returned_s", "returned_cpu_s")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A contender: its name, its file in `peers/`, its interpreter, and why it stays out (or "")."""
+
+    name: str
+    file: str
+    python: str
+    absent: str = ""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: timed steps of each contender; 0 reads the programs only.
+        losses: steps before them whose loss is recorded.
+        traces: times that a fresh program is traced, lowered and compiled beyond the first.
+    """
+
+    rounds: int = 20
+    losses: int = 20
+    traces: int = 2
+
+
+def num_phases(entrants: list[Entrant], effort: Effort) -> int:
+    """How often `measure` reports progress."""
+    present = sum(not entrant.absent for entrant in entrants)
+    return present * (2 + effort.rounds + effort.traces)
+
+
+def measure(job: Job, entrants: list[Entrant], effort: Effort, tell: Progress, save: Path | None = None) -> dict[str, Any]:
+    """Run it. `tell` is called with what was just done; `save`: a file for our trained weights."""
+    result: dict[str, Any] = {"job": _described(job), "machine": machine(), "unit": job.script.UNIT}
+    result["items_per_step"], result["model_flops"] = job.script.num_items(job.config), _facts.model_flops(job)
+    peers: dict[str, dict[str, Any]] = {entrant.name: {"absent": entrant.absent} for entrant in entrants if entrant.absent}
+    with _started(job, entrants, effort, peers, tell) as running:
+        if save is not None:
+            running["ours"].ask("save", path=str(save.resolve()))
+        _take_turns(running, effort.rounds, peers, tell)
+        _compile_again(running, effort.traces, peers, tell)
+        _read_programs(running, job, peers, tell)
+    _compare(result, peers, job)
+    return result | {"peers": peers, "goals": goals(peers, job)}
+
+
+def _described(job: Job) -> dict[str, Any]:
+    kept = {name: value for name, value in job.to_dict().items() if name not in ("folder", "real_data", "weights")}
+    return {**kept, "mesh": job.mesh_text, "data": "real" if job.real_data else "default", "config": vars(job.config)}
+
+
+@contextmanager
+def _started(job: Job, entrants: list[Entrant], effort: Effort, peers: dict[str, Any], tell: Progress) -> Generator[dict[str, PeerProcess]]:
+    """Processes that hold their contender; one that fails is left out with the reason, but for ours."""
+    running: dict[str, PeerProcess] = {}
+    try:
+        for entrant in entrants:
+            if entrant.absent:
+                continue
+            process = PeerProcess(entrant.name, entrant.file, entrant.python)
+            running[entrant.name] = process
+            try:
+                peers[entrant.name] = process.ask("make", job=job.to_dict())
+                if effort.losses and not job.topology:
+                    peers[entrant.name] |= process.ask("losses", count=effort.losses)
+            except PeerError as error:
+                if entrant.name in ("ours", "jax"):
+                    raise
+                peers[entrant.name] = {"absent": str(error).splitlines()[0]}
+                running.pop(entrant.name).stop()
+            tell(f"{entrant.name}: first steps")
+        yield running
+    finally:
+        for process in running.values():
+            process.stop()
+
+
+def _take_turns(running: dict[str, PeerProcess], rounds: int, peers: dict[str, Any], tell: Progress) -> None:
+    """One step of each per round; the order turns every round, so that nobody always follows the same one."""
+    clocks = {name: {clock: list[float]() for clock in CLOCKS} for name in running}
+    names = list(running)
+    for number in range(-1 if rounds else 0, rounds):  # one round to warm up
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            for clock, values in running[name].ask("steps", count=1).items():
+                if number >= 0:
+                    clocks[name][clock].extend(values)
+            tell(f"round {number + 1} of {rounds}: {name}")
+    for name, of in clocks.items() if rounds else ():
+        peers[name]["clocks"] = of
+
+
+def _compile_again(running: dict[str, PeerProcess], traces: int, peers: dict[str, Any], tell: Progress) -> None:
+    """Seconds to trace, lower and compile: the first time with empty caches, then `traces` times."""
+    for number in range(traces + 1 if traces else 0):
+        for name, process in running.items():
+            stages = process.ask("stages", cold=number == 0)
+            if stages:
+                peers[name].setdefault("cold" if number == 0 else "warm", []).append(stages)
+            tell(f"{name}: trace {number} of {traces}")
+
+
+def _read_programs(running: dict[str, PeerProcess], job: Job, peers: dict[str, Any], tell: Progress) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, process in running.items():
+            path = Path(folder) / f"{name}.hlo"
+            peers[name]["program"] = _facts.read_program(path, process.ask("program", hlo_path=str(path)), job)
+            tell(f"{name}: program")
+
+
+def _compare(result: dict[str, Any], peers: dict[str, Any], job: Job) -> None:
+    """Summaries in place of the single values, each with its ratio to JAX by hand within a round."""
+    hand = peers.get("jax", {}).get("clocks")
+    for peer in peers.values():
+        clocks = peer.get("clocks")
+        if clocks:
+            rates = [result["items_per_step"] / seconds for seconds in clocks["ready_s"]]
+            peer["per_second"] = summary(rates)
+            if hand:
+                peer["ratios"] = {clock: paired_ratio(clocks[clock], hand[clock]) for clock in CLOCKS}
+            peer["seconds"] = clocks["ready_s"]
+            peer["clocks"] = {clock: summary(values) for clock, values in clocks.items()}
+            kind = peer.get("device_kind", "")
+            peer["mfu"] = _facts.mfu(result["model_flops"], peer["clocks"]["ready_s"]["median"], job.num_devices, _facts.peak_flops(kind))
+        for kind in ("cold", "warm"):
+            if kind in peer:
+                runs = peer[kind]
+                peer[kind] = {stage: statistics.median(run[stage] for run in runs) for stage in runs[0]}

@@ -1,0 +1,101 @@
+"""`make bench`: every benchmark on its meshes, at small sizes; rewrites the results and the document.
+
+python -m spmd.bench                       # all of it
+python -m spmd.bench --only gpt2           # one benchmark
+python -m spmd.bench --document-only       # tables and charts from the results as they are
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spmd.bench import _chart, _document, _table
+from spmd.bench._command import NAMES, BenchArgs, measured
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = "jax,torchax,torch,torch.compile"
+RUNS: tuple[BenchArgs, ...] = (
+    BenchArgs("megatron", "data=4,model=2", against=f"{ALL},fsdp"),
+    BenchArgs("megatron", "model=8"),
+    BenchArgs("megatron", "data=2,model=4", variant="sequence"),
+    BenchArgs("megatron", "data=4,model=2", preset="dispatch", losses=3, rounds=60, traces=1),
+    BenchArgs("gpt2", "data=2,model=4", against=f"{ALL},fsdp"),
+    BenchArgs("gpt2", "data=2,fsdp=2,model=2"),
+    BenchArgs("gpt2", "data=2,model=4", variant="hf", against="jax,torchax"),
+    BenchArgs("resnet50", "data=8", against=ALL, rounds=15),
+    BenchArgs("resnet50", "data=4,spatial=2", rounds=12, traces=1),
+)
+TPU_RUNS: tuple[BenchArgs, ...] = (
+    BenchArgs("megatron", "data=4,model=2", topology="v5e:2x4"),
+    BenchArgs("gpt2", "data=2,model=4", topology="v5e:2x4"),
+    BenchArgs("resnet50", "data=8", topology="v5e:2x4"),
+    BenchArgs("megatron", "data=32,model=8", topology="v5e:16x16", preset="full", batch=64),
+    BenchArgs("gpt2", "data=64,model=4", topology="v5e:16x16", preset="full", batch=256),
+    BenchArgs("resnet50", "data=256", topology="v5e:16x16", preset="full", batch=4096),
+    BenchArgs("megatron", "data=128,model=8", topology="v5p:8x8x16", preset="full", batch=256),
+    BenchArgs("gpt2", "data=256,model=4", topology="v5p:8x8x16", preset="full", batch=1024),
+    BenchArgs("resnet50", "data=512,spatial=2", topology="v5p:8x8x16", preset="full", batch=8192),
+)
+
+
+@dataclass(frozen=True)
+class SuiteArgs:
+    """Run the small presets and rewrite benchmarks/results and docs/benchmarks.md."""
+
+    only: str = ""
+    """One benchmark: megatron, gpt2 or resnet50."""
+    ground: str = "cpu"
+    """cpu, tpu (compiled ahead of time) or gpu."""
+    scale: float = 1.0
+    """Factor of the rounds."""
+    torchax_python: Path | None = None
+    """Interpreter of the environment that has torchax."""
+    document_only: bool = False
+    """Write the document and charts from the results as they are."""
+
+
+def suite(args: SuiteArgs) -> int:
+    """Run what was asked for; results of other grounds and meshes stay as they are."""
+    console = Console(highlight=False)
+    runs = {"cpu": RUNS, "tpu": TPU_RUNS, "gpu": gpu_runs()}[args.ground]
+    for one in () if args.document_only else runs:
+        if args.only in ("", one.name):
+            scaled = replace(one, rounds=max(2, round(one.rounds * args.scale)), torchax_python=args.torchax_python)
+            result = measured(scaled, console)
+            console.print(_table.table(result), _table.goals(result), sep="\n")
+            keep(result)
+    results = {name: read(name) for name in NAMES}
+    for name, listed in results.items():
+        if any("clocks" in peer for result in listed for peer in result["peers"].values()):
+            _chart.save(listed, ROOT / "docs" / "images" / f"bench-{name}.png")
+    (ROOT / "docs" / "benchmarks.md").write_text(_document.document(results), encoding="utf-8")
+    return 0
+
+
+def gpu_runs() -> tuple[BenchArgs, ...]:
+    """One GPU, bfloat16, the full shapes: against JAX by hand and torch.compile."""
+    asked = {"platform": "gpu", "dtype": "bfloat16", "preset": "full", "against": "jax,torch,torch.compile"}
+    return BenchArgs("gpt2", **asked), BenchArgs("resnet50", **asked), BenchArgs("megatron", **asked)  # type: ignore[arg-type]
+
+
+def path_of(name: str) -> Path:
+    """Where a benchmark's results are."""
+    return ROOT / "benchmarks" / "results" / f"{name}.json"
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The results so far; none if there is no such file."""
+    return json.loads(path_of(name).read_text(encoding="utf-8"))["runs"] if path_of(name).exists() else []
+
+
+def keep(result: dict[str, Any]) -> None:
+    """Put a result in its file, in the place of the one with the same title."""
+    name, title = result["job"]["name"], _table.title_of(result)
+    kept = {_table.title_of(other): other for other in read(name)} | {title: result}
+    path_of(name).parent.mkdir(parents=True, exist_ok=True)
+    path_of(name).write_text(json.dumps({"runs": list(kept.values())}, indent=1) + "\n", encoding="utf-8")

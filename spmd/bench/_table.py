@@ -1,0 +1,82 @@
+"""A result as tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rich.box
+from rich.table import Table
+
+from spmd.bench._facts import MFU
+
+_RATES, _TIMES = ("median", "mean", "p90", "std", "CV"), ("ratio", "step ms", "dispatch ms", "trace+lower s", "compile s")
+_HEADER = ("", *_RATES, *_TIMES, "peak MiB", "GFLOP")
+
+
+def title_of(result: dict[str, Any]) -> str:
+    """Benchmark, variant, preset and mesh."""
+    job = result["job"]
+    parts = (job["name"], job["config"]["variant"], job["preset"], job["mesh"], "" if job["dtype"] == "float32" else job["dtype"])
+    return " ".join(part for part in parts if part) + (" on GPU" if job["platform"] == "gpu" else "")
+
+
+def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row per contender: rates per second, ratio of the step to JAX by hand, times, and facts of the program."""
+    rows: list[tuple[str, ...]] = []
+    for name, peer in result["peers"].items():
+        if "absent" in peer:
+            rows.append((name, peer["absent"]))
+            continue
+        row = [name]
+        rates, clocks, program = peer.get("per_second"), peer.get("clocks"), peer.get("program")
+        row += [f"{rates[key]:,.4g}" for key in ("median", "mean", "p90", "std")] + [f"{rates['cv']:.1%}"] if rates else [""] * 5
+        row.append(f"{peer['ratios']['ready_s']:.3f}" if "ratios" in peer else "")
+        row += [f"{1e3 * clocks[clock]['median']:.4g}" for clock in ("ready_s", "returned_cpu_s")] if clocks else ["", ""]
+        stages = peer.get("warm") or (program or {}).get("stages")
+        row += [f"{stages['trace_s'] + stages['lower_s']:.3g}", f"{stages['compile_s']:.3g}"] if stages else ["", ""]
+        row += [f"{program['peak_bytes'] / 2**20:,.4g}", f"{program['flops'] / 1e9:,.4g}"] if program else ["", ""]
+        rows.append(tuple(row))
+    return rows
+
+
+def header_of(result: dict[str, Any]) -> tuple[str, ...]:
+    """Column names; the first rate says of what."""
+    return (_HEADER[0], f"{result['unit']}/s", *_HEADER[2:])
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Contenders side by side."""
+    shown = Table(title=title_of(result), caption=_caption(result), box=rich.box.SIMPLE_HEAD)
+    for name in header_of(result):
+        shown.add_column(name, justify="right" if name else "left")
+    for row in rows_of(result):
+        shown.add_row(*row)
+    return shown
+
+
+def goals(result: dict[str, Any]) -> Table:
+    """The figures that are asked for."""
+    shown = Table("figure", "ours", "theirs", "ratio", "goal", "", box=rich.box.SIMPLE_HEAD)
+    for goal in result["goals"]:
+        mark = "[green]met[/]" if goal["met"] else "[red]missed[/]"
+        shown.add_row(goal["what"], f"{goal['ours']:,.4g}", f"{goal['theirs']:,.4g}", f"{goal['ratio']:.3f}", f"<= {goal['goal']:g}", mark)
+    return shown
+
+
+def _caption(result: dict[str, Any]) -> str:
+    about, share = result["machine"], result["peers"].get("ours", {}).get("mfu")
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    shown = "MFU n/a" if share is None else f"MFU {share:.1%}"
+    return (
+        f"{about['cpu']}, {about['cores']} cores; {versions}\n{result['model_flops'] / 1e9:,.4g} GFLOP in the model's step; {shown}: {MFU}"
+    )
+
+
+def collectives(result: dict[str, Any]) -> Table:
+    """Collectives by kind and axis: count and bytes per device and step."""
+    programs = {name: peer["program"]["collectives"] for name, peer in result["peers"].items() if peer.get("program")}
+    shown = Table("collectives", *programs, box=rich.box.SIMPLE_HEAD)
+    for kind in sorted({kind for of in programs.values() for kind in of}):
+        cells = (of.get(kind) for of in programs.values())
+        shown.add_row(kind, *(f"{cell['count']} ({cell['bytes'] / 2**20:,.4g} MiB)" if cell else "-" for cell in cells))
+    return shown

@@ -1,0 +1,141 @@
+"""Communication inside a manual region (`spmd.shard_map`): what torch.distributed's functional collectives do, over mesh axes.
+
+    total = all_reduce(x, "sum", "data")
+    rows = all_gather(x, 0, "model")
+
+A `group` is an axis of the mesh or a tuple of axes. Tensors are pieces, results are new tensors; every function has a gradient
+but `all_reduce` with "max", "min" and "product".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from spmd._convert import exact_dtypes
+from spmd._errors import SpmdError, called_at, message
+from spmd.device._storage import load, wrap
+
+Group = str | Sequence[str]
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lax.psum,
+    "avg": lax.pmean,
+    "max": lax.pmax,
+    "min": lax.pmin,
+    "product": lambda x, axes: jnp.prod(lax.all_gather(x, axes), axis=0),
+}
+
+
+def all_reduce(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
+    """The reduction of the group's tensors, on each of them.
+
+    Args:
+        reduce_op: "sum", "avg", "max", "min" or "product".
+
+    Raises:
+        SpmdError: another reduction, or not inside a manual region over the group's axes.
+    """
+    reduce = _reduction(reduce_op)
+    return _run(lambda x: reduce(x, _axes(group)), tensor)
+
+
+def all_gather(tensor: torch.Tensor, gather_dim: int, group: Group) -> torch.Tensor:
+    """The group's tensors one behind the other along a dim, on each of them."""
+    return _run(lambda x: lax.all_gather(x, _axes(group), axis=gather_dim % x.ndim, tiled=True), tensor)
+
+
+def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group: Group) -> torch.Tensor:
+    """The sum or mean of the group's tensors, each one a piece of it along a dim, which the group's size divides.
+
+    Args:
+        reduce_op: "sum" or "avg".
+
+    Raises:
+        SpmdError: another reduction, a dim that the group does not divide, or not inside a manual region.
+    """
+    if reduce_op not in ("sum", "avg"):
+        raise SpmdError(message(f"reduce_scatter cannot take {reduce_op!r}", "known: 'sum', 'avg'", fix="all_reduce, then take a slice"))
+
+    def scatter(x: Any) -> Any:
+        size, dim = _size(group), scatter_dim % x.ndim
+        _require_divisible("reduce_scatter", tuple(x.shape), dim, size, group)
+        out = lax.psum_scatter(x, _axes(group), scatter_dimension=dim, tiled=True)
+        return out / size if reduce_op == "avg" else out
+
+    return _run(scatter, tensor)
+
+
+def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Group) -> torch.Tensor:
+    """Each tensor is cut along `split_dim`, piece i goes to the group's member i; what comes is joined along `concat_dim`.
+
+    Raises:
+        SpmdError: a dim that the group does not divide, or not inside a manual region.
+    """
+
+    def exchange(x: Any) -> Any:
+        _require_divisible("all_to_all", tuple(x.shape), split_dim % x.ndim, _size(group), group)
+        return lax.all_to_all(x, _axes(group), split_dim % x.ndim, concat_dim % x.ndim, tiled=True)
+
+    return _run(exchange, tensor)
+
+
+def permute(tensor: torch.Tensor, pairs: Sequence[tuple[int, int]], group: Group) -> torch.Tensor:
+    """Member `source` sends its tensor to member `target`, for each (source, target); who receives nothing has zeros."""
+    return _run(lambda x: lax.ppermute(x, _axes(group), list(pairs)), tensor)
+
+
+def axis_index(group: Group) -> torch.Tensor:
+    """Which member of the group runs this: a 0-dim int64 tensor on the device."""
+    with exact_dtypes():
+        return wrap(_checked(lambda: lax.axis_index(_axes(group))).astype(jnp.int64))
+
+
+def _run(collective: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor:
+    with exact_dtypes():
+        value = load(tensor)
+        return wrap(_checked(lambda: collective(value)))
+
+
+def _checked(collective: Callable[[], Any]) -> Any:
+    try:
+        return collective()
+    except NameError as error:  # jax's word for an axis that nothing maps over here
+        raise SpmdError(
+            message(
+                f"a collective runs outside a manual region: {error}",
+                *called_at(),
+                fix="call it inside a function mapped by spmd.shard_map over that axis",
+            )
+        ) from error
+
+
+def _reduction(name: str) -> Callable[[Any, Any], Any]:
+    if name not in _REDUCTIONS:
+        raise SpmdError(message(f"{name!r} is no reduction", f"known: {', '.join(map(repr, _REDUCTIONS))}", fix="write one of these"))
+    return _REDUCTIONS[name]
+
+
+def _axes(group: Group) -> str | tuple[str, ...]:
+    return group if isinstance(group, str) else tuple(group)
+
+
+def _size(group: Group) -> int:
+    return _checked(lambda: lax.axis_size(_axes(group)))
+
+
+def _require_divisible(what: str, shape: tuple[int, ...], dim: int, size: int, group: Group) -> None:
+    if shape[dim] % size:
+        raise SpmdError(
+            message(
+                f"{what} over {group!r} cannot cut dim {dim} of shape {shape}",
+                f"dim {dim} has {shape[dim]} elements, the group {size} members",
+                fix="cut a dim that the group's size divides, or pad it",
+            )
+        )
+
+
+__all__ = ["Group", "all_gather", "all_reduce", "all_to_all", "axis_index", "permute", "reduce_scatter"]

@@ -1,0 +1,1 @@
+"""Other packages' names over this one: `spmd.compat.torch_xla`."""

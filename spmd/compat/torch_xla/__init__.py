@@ -1,0 +1,96 @@
+"""torch_xla's names over this package: an unedited SPMD program runs here.
+
+    import spmd.compat.torch_xla
+    spmd.compat.torch_xla.install()          # at the top of the program, before its imports of torch_xla
+
+    python -m spmd.compat.torch_xla train.py --epochs 3        # or so, without touching it
+
+`docs/migration.md` says what is the same, what is better, and what is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+
+import mesh as mesh_
+from mesh.launch._torch_xla import torch_xla_environment
+from spmd._errors import DeviceSlotError, message
+from spmd._mode import use_spmd
+from spmd.compat.torch_xla import _device, _metrics, _table, _views
+
+_installed: list[ExitStack] = []
+_listening: list[bool] = []
+
+
+def install() -> None:
+    """Put modules `torch_xla`, `torch_xla.core.xla_model`, ... into `sys.modules`, and let "xla" mean device 'jax'.
+
+    Reads torch_xla's environment: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=8` gives eight virtual devices. Does nothing the second time.
+
+    Raises:
+        DeviceSlotError: the real torch_xla is loaded.
+        DeviceError: the environment asks for devices that cannot be had any more.
+        SpmdError: it asks for automatic sharding.
+    """
+    if _installed:
+        return
+    if "torch_xla" in sys.modules:
+        raise DeviceSlotError(
+            message("torch_xla is loaded already", f"from {sys.modules['torch_xla']}", fix="install() before anything imports torch_xla")
+        )
+    _take_environment()
+    if not _listening:
+        _metrics.listen()
+        _listening.append(True)
+    with ExitStack() as stack:
+        made = _table.modules()
+        sys.modules.update(made)
+        stack.callback(lambda: [sys.modules.pop(name, None) for name in made])
+        _views.enter(stack)
+        _extend_meshes(stack)
+        _device.enter(stack)
+        _installed.append(stack.pop_all())
+
+
+def uninstall() -> None:
+    """Take everything back that `install` did."""
+    if _installed:
+        _installed.pop().close()
+
+
+@contextmanager
+def installed() -> Generator[None]:
+    """`install` for the length of a `with` block."""
+    before = bool(_installed)
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()
+
+
+def _take_environment() -> None:
+    asked = torch_xla_environment()
+    if asked.auto_sharding:
+        use_spmd(auto=True)
+    if asked.device == "CPU" and asked.num_cpu_devices is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mesh_.AcceleratorIdle)  # the program itself said CPU
+            mesh_.virtual_devices(asked.num_cpu_devices)
+
+
+def _extend_meshes(stack: ExitStack) -> None:
+    """Errors of meshes and specs are AssertionErrors too, as in torch_xla; and a mesh has two methods more."""
+    bases = mesh_.MeshError.__bases__
+    mesh_.MeshError.__bases__ = (*bases, AssertionError)
+    stack.callback(setattr, mesh_.MeshError, "__bases__", bases)
+    for name, method in (("get_op_sharding", mesh_.ShardingSpec), ("get_jax_mesh", mesh_.Mesh.to_jax)):
+        setattr(mesh_.Mesh, name, (lambda make: lambda self, *spec: make(self, *spec))(method))
+        stack.callback(delattr, mesh_.Mesh, name)
+
+
+__all__ = ["install", "installed", "uninstall"]

@@ -1,0 +1,22 @@
+"""Who asks: the user's program, which is to see torch_xla's world, or this package and the libraries under it, which need ours."""
+
+from __future__ import annotations
+
+import os.path
+import sys
+
+import jax
+import torch
+
+import mesh
+import spmd._errors
+
+_OURS = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (mesh, spmd._errors, torch, jax))
+
+
+def is_user(depth: int) -> bool:
+    """True if the code `depth` frames above the caller is neither ours, torch's nor jax's; handlers of torch's modes are passed by."""
+    frame = sys._getframe(depth + 1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(_OURS)

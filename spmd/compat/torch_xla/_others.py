@@ -1,0 +1,174 @@
+"""Smaller modules of torch_xla: builder, loader, wrapping policies, checkpointing, profiling, autocast, utilities."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import torch
+import torch.utils.checkpoint as torchs_checkpoint
+from torch import nn
+
+from spmd._call_jax import call_jax as call_jax
+from spmd._fsdp_v2 import recursive_wrap as recursive_wrap
+from spmd._loader import MpDeviceLoader as OurLoader
+from spmd.compat.torch_xla import _device
+from spmd.compat.torch_xla._steps import mark_step
+
+
+class MpDeviceLoader(OurLoader):
+    """`spmd.MpDeviceLoader`; a step ends where the next batch is asked for."""
+
+    def __init__(self, loader: Iterable[Any], device: Any = None, **options: Any) -> None:
+        super().__init__(_InMode(loader), device, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch
+            mark_step()
+
+    def close(self) -> None:
+        """Nothing: reading ahead ends with the iteration."""
+
+
+class ParallelLoader(MpDeviceLoader):
+    """`MpDeviceLoader` by another name; `devices` is a list of the one device."""
+
+    def per_device_loader(self, device: Any) -> Iterator[Any]:
+        return iter(self)
+
+
+class _InMode:
+    """The program's loader, run in the thread that reads ahead, where "xla" is to mean device 'jax' too."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self._loader)
+        while True:
+            with _device.mode:
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+
+
+_END = object()
+
+
+class SampleGenerator:
+    """The same sample `sample_count` times: input for benchmarks."""
+
+    def __init__(self, data: Any, sample_count: int) -> None:
+        self._data, self._count = data, sample_count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._data] * self._count)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint` without reentrance, recomputed behind a barrier in compiled steps."""
+    return torchs_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """The module, its forward pass checkpointed; in place."""
+    forward = module.forward
+    module.forward = functools.wraps(forward)(lambda *args, **kwargs: checkpoint(forward, *args, **kwargs))
+    return module
+
+
+def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, transformer_layer_cls: Iterable[type]) -> bool:
+    """Wrap modules of these classes."""
+    return True if recurse else isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Iterable[type] = (nn.MultiheadAttention,),
+    exclude_wrap_modules: Iterable[type] = (nn.ModuleList, nn.ModuleDict),
+) -> bool:
+    """Wrap modules with at least `min_num_params` elements that are not wrapped yet."""
+    is_large = unwrapped_params >= min_num_params
+    if recurse:
+        return is_large and not isinstance(module, tuple(force_leaf_modules))
+    return is_large and not isinstance(module, tuple(exclude_wrap_modules))
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+class Trace(jax.profiler.TraceAnnotation):
+    """A name for a part of the program in profiles."""
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(name, **kwargs)
+
+
+class StepTrace(jax.profiler.StepTraceAnnotation):
+    """A name for a step of the program in profiles."""
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(name, **kwargs)
+
+
+def start_server(port: int, only_on_master: bool = True) -> Any:
+    return jax.profiler.start_server(port)
+
+
+def start_trace(log_dir: str) -> None:
+    jax.profiler.start_trace(log_dir)
+
+
+def stop_trace() -> None:
+    jax.profiler.stop_trace()
+
+
+class autocast(torch.autocast):
+    """`torch.autocast` on the device; bfloat16 unless told otherwise."""
+
+    def __init__(
+        self, device: Any = None, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
+    ) -> None:
+        super().__init__("jax", dtype=dtype or torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled)
+
+
+def eager_mode(enable: bool) -> None:
+    """Nothing: operations always run when they are called."""
+
+
+def is_eager_mode() -> bool:
+    return True
+
+
+def extract_compiled_graph(graph: Any, args: Any) -> Callable[..., Any]:
+    """What PyTorch's own backend "openxla" asks of torch_xla: the graph as a function, compiled as one program.
+
+    A graph that writes to its inputs runs operation by operation.
+    """
+    from spmd._errors import TraceError
+    from spmd.program._pure import assume_pure
+
+    pure = assume_pure(graph.forward)
+
+    def run(*inputs: Any) -> Any:
+        try:
+            with torch.no_grad():
+                return pure(*inputs)
+        except TraceError:
+            return graph.forward(*inputs)
+
+    return run

@@ -1,0 +1,113 @@
+"""The functions of `torch_xla` itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd._errors import SpmdError, message
+from spmd.compat.torch_xla import _xla_model as xm
+from spmd.compat.torch_xla._device import XLA
+from spmd.compat.torch_xla._steps import mark_step as sync
+from spmd.program._step import Step
+from spmd.program._step import compile as compile_step
+
+__version__ = "2.9.0+spmd"
+
+
+def device(index: int | None = None) -> torch.device:
+    """The one device, "xla:0"."""
+    if index not in (None, 0):
+        raise IndexError(message(f"there is no device xla:{index}", "xla:0 stands for all devices", fix="torch_xla.device()"))
+    return XLA
+
+
+def devices() -> list[torch.device]:
+    return [XLA]
+
+
+def real_devices() -> list[str]:
+    return xm.xla_real_devices()
+
+
+def device_count() -> int:
+    """Devices of this process."""
+    return len(real_devices())
+
+
+def manual_seed(seed: int, device: Any = None) -> None:
+    xm.set_rng_state(seed, device)
+
+
+class _Region:
+    """What `compile()` without a function gives: a decorator, and a context in which nothing needs to change."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return _compiled(fn, self._name)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            sync()
+
+
+def compile(
+    f: Callable[..., Any] | None = None, full_graph: bool | None = False, name: str | None = None, max_different_graphs: int | None = None
+) -> Any:
+    """`spmd.compile`: one program with its backward pass and optimizer; gradients stay readable. Its results take no gradient.
+
+    Without a function: a decorator, or a context whose operations run as they do outside it.
+
+    Args:
+        f: the function or module.
+        full_graph: always so.
+        name: taken for torch_xla's sake.
+        max_different_graphs: raise when more programs than this were needed.
+    """
+    return _Region(name) if f is None else _compiled(f, name, max_different_graphs)
+
+
+def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None) -> Callable[..., Any]:
+    step: Step[..., Any] = compile_step(f, keep_grads=True, max_retraces=1_000_000)  # pyright: ignore[reportAssignmentType]
+
+    @functools.wraps(f, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if limit is not None and step.num_executables > limit:
+            raise SpmdError(
+                message(
+                    f"{name or getattr(f, '__name__', 'the function')} needed {step.num_executables} programs, {limit} were allowed",
+                    *step.retraces[-1:],
+                    fix="keep shapes and Python values constant",
+                )
+            )
+        sync()
+        return result
+
+    run.spmd_step = step  # pyright: ignore[reportAttributeAccessIssue]
+    return run
+
+
+def step() -> _Region:
+    return _Region(None)
+
+
+def launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), start_method: str = "spawn", debug_single_process: bool = False) -> None:
+    """Refused, as torch_xla refuses it under SPMD.
+
+    Raises:
+        LaunchError: always (a NotImplementedError).
+    """
+    raise LaunchError(message("launch function does not support SPMD at this time", "one process drives all devices", fix="fn(0, *args)"))
+
+
+class LaunchError(SpmdError, NotImplementedError):
+    """A process per device was asked for."""

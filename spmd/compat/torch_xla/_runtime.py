@@ -1,0 +1,111 @@
+"""`torch_xla.runtime`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+import mesh as mesh_
+from mesh.launch._torch_xla import torch_xla_environment
+from spmd._mode import is_spmd as is_spmd
+from spmd._mode import use_spmd as use_spmd
+from spmd.compat.torch_xla._device import XLA
+from spmd.compat.torch_xla._metrics import num_compilations
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> Any:
+    return XLA
+
+
+def device_type() -> str:
+    """ "CPU", "TPU" or "CUDA"."""
+    asked = torch_xla_environment().device
+    platform = mesh_.devices()[0].platform.upper()
+    return asked.partition("_")[0] if asked else "CUDA" if platform == "GPU" else platform
+
+
+def set_device_type(pjrt_device: str) -> None:
+    """Ask for a platform: "CPU" keeps the program off accelerators; any other is taken as found."""
+    if pjrt_device == "CPU":
+        mesh_.virtual_devices(torch_xla_environment().num_cpu_devices or 1)
+
+
+def using_pjrt() -> bool:
+    return True
+
+
+def is_bf16_supported() -> bool:
+    return True
+
+
+def global_runtime_device_count() -> int:
+    """Devices of all processes."""
+    return mesh_.device_count()
+
+
+def addressable_runtime_device_count() -> int:
+    """Devices of this process."""
+    return jax.local_device_count()
+
+
+def global_runtime_device_attributes() -> list[dict[str, Any]]:
+    """Name of each device and, where it knows, its coordinates and slice."""
+    return mesh_.device_attributes()
+
+
+global_device_attributes = global_runtime_device_attributes
+
+
+def runtime_device_attributes(device: str) -> dict[str, Any]:
+    """Those of one device, such as "CPU:3"."""
+    found = {str(attributes["name"]): attributes for attributes in mesh_.device_attributes()}
+    if device not in found:
+        raise mesh_.DeviceError(f"there is no device {device!r}\n  devices: {', '.join(found)}\n  fix: name one of these")
+    return found[device]
+
+
+def global_device_count() -> int:
+    """Devices as the program sees them: the one that stands for all."""
+    return 1
+
+
+addressable_device_count = local_device_count = global_device_count
+
+
+def world_size() -> int:
+    """Replicas: one, under SPMD."""
+    return 1
+
+
+def global_ordinal() -> int:
+    return 0
+
+
+def local_ordinal() -> int:
+    return 0
+
+
+def local_process_count() -> int:
+    return 1
+
+
+def process_index() -> int:
+    return jax.process_index()
+
+
+host_index = process_index
+
+
+def process_count() -> int:
+    return jax.process_count()
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Keep compiled programs in a folder from run to run."""
+    jax.config.update("jax_compilation_cache_dir", path)
+
+
+def get_num_cached_compilation_graph() -> int:
+    """Programs compiled so far."""
+    return num_compilations()

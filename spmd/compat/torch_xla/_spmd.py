@@ -1,0 +1,160 @@
+"""`torch_xla.distributed.spmd`: this package's names, with torch_xla's errors where programs rely on them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+import mesh as mesh_
+from mesh import HybridMesh as HybridMesh
+from mesh import Mesh as Mesh
+from mesh import ShardingType as ShardingType
+from spmd import _annotate, _distribute
+from spmd._annotate import wrap_if_sharded as wrap_if_sharded
+from spmd._barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from spmd._distribute import auto_policy as auto_policy
+from spmd._distribute import xla_distribute_module as xla_distribute_module
+from spmd._distribute import xla_distribute_tensor as xla_distribute_tensor
+from spmd._errors import SpmdError, message
+from spmd._functional import annotate_custom_sharding as annotate_custom_sharding
+from spmd._functional import mark_sharding_with_gradients as mark_sharding_with_gradients
+from spmd._functional import shard_as as shard_as
+from spmd._global_mesh import get_1d_mesh as get_1d_mesh
+from spmd._global_mesh import get_global_mesh as get_global_mesh
+from spmd._global_mesh import set_global_mesh as set_global_mesh
+from spmd._linear import XLAPatchedLinear as XLAPatchedLinear
+from spmd._linear import xla_patched_nn_linear_forward as xla_patched_nn_linear_forward
+from spmd._manual import ManualTensor, _Cut, _Joined, _plain, as_manual
+from spmd._manual import disable_manual_sharding as disable_manual_sharding
+from spmd._manual import enable_manual_sharding as enable_manual_sharding
+from spmd._shard import XLAShard as XLAShard
+from spmd._spec import ShardingSpec as ShardingSpec
+from spmd._tensor import XLAShardedTensor as XLAShardedTensor
+from spmd._tensor import become_sharded
+from spmd.device._storage import Buffer, buffer_of, recording
+
+PartitionSpec = tuple  # torch_xla's name for a type; specs are written as tuples
+
+# Buffers whose first mark sent them from the host: torch_xla's device data, whose annotation it wants cleared before another.
+_device_data: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+
+class AnnotationError(SpmdError, RuntimeError):
+    """A tensor that is split in one way was marked in another."""
+
+
+def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Any) -> XLAShardedTensor:
+    """`spmd.mark_sharding`, except that data split in one way must be cleared before it is split in another, as in torch_xla.
+
+    Raises:
+        AnnotationError: it was not (a RuntimeError).
+        SpecError: the spec does not fit (an AssertionError too while the modules are installed).
+    """
+    if t.device.type != "jax" or recording.get() is not None:
+        return _annotate.mark_sharding(t, mesh, partition_spec)
+    buffer = buffer_of(t)
+    spec = _annotate.checked_spec(t, _annotate.as_mesh(mesh), partition_spec)
+    old = buffer.annotation
+    if old is not None and old != spec and not old.is_replicated and buffer in _device_data:
+        raise AnnotationError(
+            message(
+                "Existing annotation must be cleared first.",
+                f"it is {old.to_xla()}, the new one {spec.to_xla()}",
+                fix="xs.clear_sharding(t) first; spmd.mark_sharding moves the tensor without that",
+            )
+        )
+    if buffer.host is not None:
+        _device_data.add(buffer)
+    return _annotate.mark_sharding(t, mesh, partition_spec)
+
+
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """`spmd.clear_sharding`."""
+    if t.device.type == "jax":
+        _device_data.discard(buffer_of(t))
+    return _annotate.clear_sharding(t)
+
+
+def wrap_as_sharded_tensor(t: torch.Tensor) -> XLAShardedTensor:
+    """`t` on its own storage as an `XLAShardedTensor`."""
+    return t if isinstance(t, XLAShardedTensor) else t.as_subclass(XLAShardedTensor)
+
+
+def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
+    """The tensor itself: its class is all that wrapping changes."""
+    return t.global_tensor if isinstance(t, XLAShardedTensor) else t
+
+
+def manual_only(t: torch.Tensor) -> ManualTensor:
+    """torch_xla's `_mark_manual_sharding`: `t` itself if it is manual."""
+    if isinstance(t, ManualTensor):
+        return t
+    raise AnnotationError(message("a global tensor cannot be called manual", fix="xs.enable_manual_sharding(t, partition_spec)"))
+
+
+def convert_to_xla_mesh(dt_mesh: Any) -> Mesh:
+    """A torch `DeviceMesh` as a mesh."""
+    return _annotate.as_mesh(dt_mesh)
+
+
+def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Any) -> tuple[Any, ...]:
+    """Placements as a tuple of axis indices, one per dim."""
+    count = max(1, len(placements))
+    grid = mesh_.Mesh([0], (1,) * count)
+    spec = _distribute.spec_from_placements(tensor.to("jax") if tensor.device.type != "jax" else tensor, grid, placements)
+    return tuple(tuple(map(int, e)) if isinstance(e, tuple) else None if e is None else int(e) for e in spec.partition_spec)
+
+
+def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
+    """The module: `nn.Linear` is lowered as the patch would."""
+    return module
+
+
+def full_to_shard_shape(t: torch.Tensor) -> ManualTensor:
+    """`torch_xla._XLAC._spmd_full_to_shard_shape`."""
+    spec = buffer_of(t).annotation
+    if spec is None:
+        raise AnnotationError(message("a tensor without sharding has no shard shape", fix="xs.mark_sharding(t, mesh, spec) first"))
+    return as_manual(_Cut.apply(t, spec), spec.mesh)  # pyright: ignore[reportArgumentType]
+
+
+def shard_to_full_shape(t: torch.Tensor, op_sharding: mesh_.ShardingSpec, full_shape: Any, dtype: Any) -> XLAShardedTensor:
+    """`torch_xla._XLAC._spmd_shard_to_full_shape`; `op_sharding` is what `mesh.get_op_sharding(spec)` gave."""
+    if not isinstance(t, ManualTensor):
+        raise AnnotationError(message("the tensor is not manual", fix="xs.enable_manual_sharding(t, partition_spec) first"))
+    return become_sharded(_Joined.apply(_plain(t), op_sharding))  # pyright: ignore[reportArgumentType]
+
+
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "PartitionSpec",
+    "ShardingSpec",
+    "ShardingType",
+    "XLAPatchedLinear",
+    "XLAShard",
+    "XLAShardedTensor",
+    "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
+    "auto_policy",
+    "clear_sharding",
+    "convert_to_xla_mesh",
+    "convert_to_xla_partition_spec",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "shard_as",
+    "unwrap_sharded_tensor",
+    "wrap_as_sharded_tensor",
+    "wrap_if_sharded",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+    "xla_patched_nn_linear_forward",
+]

@@ -1,0 +1,176 @@
+"""`torch_xla.core.xla_model`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+import mesh as mesh_
+from spmd._barrier import optimization_barrier_ as optimization_barrier_
+from spmd._loader import placed
+from spmd.compat.torch_xla._collectives import REDUCE_AND as REDUCE_AND
+from spmd.compat.torch_xla._collectives import REDUCE_MAX as REDUCE_MAX
+from spmd.compat.torch_xla._collectives import REDUCE_MIN as REDUCE_MIN
+from spmd.compat.torch_xla._collectives import REDUCE_MUL as REDUCE_MUL
+from spmd.compat.torch_xla._collectives import REDUCE_OR as REDUCE_OR
+from spmd.compat.torch_xla._collectives import REDUCE_SUM as REDUCE_SUM
+from spmd.compat.torch_xla._collectives import all_gather as all_gather
+from spmd.compat.torch_xla._collectives import all_reduce as all_reduce
+from spmd.compat.torch_xla._collectives import all_to_all as all_to_all
+from spmd.compat.torch_xla._collectives import collective_permute as collective_permute
+from spmd.compat.torch_xla._collectives import reduce_scatter as reduce_scatter
+from spmd.compat.torch_xla._device import XLA
+from spmd.compat.torch_xla._steps import add_step_closure as add_step_closure
+from spmd.compat.torch_xla._steps import mark_step as mark_step
+from spmd.compat.torch_xla._steps import wait_device_ops as wait_device_ops
+from spmd.device._random import default_stream
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """The one device, "xla:0": it stands for all of them."""
+    return XLA
+
+
+def xla_device_hw(device: Any) -> str:
+    """Kind of hardware: "CPU", "TPU" or "CUDA"."""
+    platform = mesh_.devices()[0].platform.upper()
+    return "CUDA" if platform == "GPU" else platform
+
+
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "jax"
+
+
+def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
+    return ["xla:0"]
+
+
+def xla_real_devices(devices: Any = None) -> list[str]:
+    """The real devices: "CPU:0", "CPU:1", ..."""
+    return [str(attributes["name"]) for attributes in mesh_.device_attributes()]
+
+
+def parse_xla_device(device: str) -> tuple[str, int] | None:
+    match = re.match(r"([A-Z]+):(\d+)$", device)
+    return (match[1], int(match[2])) if match else None
+
+
+def xrt_world_size(defval: int = 1) -> int:
+    """Processes that hold a replica of their own: one, under SPMD."""
+    return 1
+
+
+def get_ordinal(defval: int = 0) -> int:
+    return 0
+
+
+get_local_ordinal = get_ordinal
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this is the first process."""
+    return local or jax.process_index() == 0
+
+
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    if is_master_ordinal(local):
+        stream = fd or sys.stdout
+        stream.write(" ".join(map(str, args)) + "\n")
+        if flush:
+            stream.flush()
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Wait for the other processes; each one's payload."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(tag)
+    return [payload]
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: dict[str, Any] | None = None,
+    groups: Any = None,
+    pin_layout: bool = True,
+) -> Any:
+    """`optimizer.step(**optimizer_args)`; gradients are global already, so there is nothing to reduce."""
+    loss = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return loss
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
+    """Nothing: gradients of global tensors are global."""
+
+
+def send_cpu_data_to_device(data: Any, device: Any, input_sharding: Any = None) -> Any:
+    """A container with its tensors on the device, laid out by `input_sharding` where that fits."""
+    return placed(data, input_sharding)
+
+
+def unlazy(tensors: Sequence[torch.Tensor]) -> None:
+    wait_device_ops()
+
+
+def set_rng_state(seed: int, device: Any = None) -> None:
+    torch.get_device_module("jax").manual_seed(int(seed))
+
+
+def get_rng_state(device: Any = None) -> int:
+    return default_stream.seed
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """`torch.save` of CPU copies, by the first process only unless `master_only` is false."""
+    on_host = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().as_subclass(torch.Tensor), data)
+    if not master_only or is_master_ordinal(local=not global_master):
+        torch.save(on_host, file_or_path)
+    rendezvous("torch_xla.core.xla_model.save")
+
+
+def get_memory_info(device: Any = None) -> dict[str, int]:
+    """Bytes in use and at most, of the first device; zeros where the platform does not tell."""
+    found: Any = mesh_.devices()[0]
+    stats = found.memory_stats() or {}
+    return {"bytes_used": stats.get("bytes_in_use", 0), "bytes_limit": stats.get("bytes_limit", 0)}
+
+
+class RateTracker:
+    """Counts per second, smoothed."""
+
+    def __init__(self, smooth_factor: float = 0.4) -> None:
+        self._smooth = smooth_factor
+        self._start = self._partial_start = time.time()
+        self._partial = self._count = 0.0
+        self._rate: float | None = None
+
+    def add(self, count: float) -> None:
+        self._count += count
+        self._partial += count
+
+    def rate(self) -> float:
+        elapsed = time.time() - self._partial_start
+        if elapsed > 0:
+            now = self._partial / elapsed
+            self._rate = now if self._rate is None else (1 - self._smooth) * now + self._smooth * self._rate
+            self._partial, self._partial_start = 0.0, time.time()
+        return self._rate or 0.0
+
+    def global_rate(self) -> float:
+        elapsed = time.time() - self._start
+        return self._count / elapsed if elapsed > 0 else 0.0
+
+
+def check_view_sharing(obj: Any) -> None:
+    """Nothing: views that share a storage are saved and restored as such."""

@@ -1,0 +1,31 @@
+"""`torch_xla._XLAC`: the queries of the C++ extension that torch_xla's documentation uses. Every other name is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mesh as mesh_
+from spmd._spec import ShardingSpec
+from spmd.compat.torch_xla import _spmd, _views
+
+
+def mark_by_op_sharding(t: Any, op_sharding: mesh_.ShardingSpec) -> None:
+    """`mark_sharding` by what `mesh.get_op_sharding(spec)` gave."""
+    _spmd.mark_sharding(t, op_sharding.mesh, op_sharding.partition_spec)
+
+
+QUERIES: dict[str, Callable[..., Any]] = {
+    "OpSharding": ShardingSpec,
+    "_get_xla_op_sharding": _views.layout,
+    "_get_xla_sharding_spec": _views.sharding_text,
+    "_get_xla_sharding_type": _views.sharding_type,
+    "_get_xla_tensor_debug_info": _views.debug_info,
+    "_mark_manual_sharding": _spmd.manual_only,
+    "_spmd_full_to_shard_shape": _spmd.full_to_shard_shape,
+    "_spmd_shard_to_full_shape": _spmd.shard_to_full_shape,
+    "_xla_clear_sharding": _spmd.clear_sharding,
+    "_xla_get_auto_sharding": lambda: False,
+    "_xla_mark_sharding": mark_by_op_sharding,
+    "_xla_num_runtime_devices": mesh_.device_count,
+}

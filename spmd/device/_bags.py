@@ -1,0 +1,49 @@
+"""`F.embedding_bag` of bags that all have one size, kept as look-up and sum over a dim.
+
+PyTorch flattens ids [B, N] to [B * N] with offsets 0, N, 2N, ..., which only values tell from any other bags: the batch dim
+that devices split is gone, and a table split over devices is gathered or scattered element by element. Looked up as they
+are, ids keep their batch dim, and a split table costs what it costs in JAX by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_torchs_embedding_bag = F.embedding_bag
+
+
+def register() -> None:
+    """Wrap the one function through which `nn.EmbeddingBag` goes."""
+    F.embedding_bag = embedding_bag
+
+
+@functools.wraps(_torchs_embedding_bag)
+def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    names = ("offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset")
+    given = dict(zip((*names, "padding_idx"), args, strict=False)) | kwargs
+    mode, special = given.get("mode", "mean"), ("offsets", "max_norm", "scale_grad_by_freq", "sparse", "include_last_offset")
+    on_device = weight.device.type == "jax" and input.device.type == "jax" and input.dim() == 2
+    if not on_device or mode not in ("sum", "mean") or input.is_floating_point() or any(given.get(name) for name in special):
+        return _torchs_embedding_bag(input, weight, *args, **kwargs)
+    factors: torch.Tensor | None = given.get("per_sample_weights")
+    if factors is not None and (mode != "sum" or factors.shape != input.shape or factors.dtype != weight.dtype):
+        return _torchs_embedding_bag(input, weight, *args, **kwargs)
+    return _fixed_bags(input, weight, mode, factors, given.get("padding_idx"))
+
+
+def _fixed_bags(
+    ids_BN: torch.Tensor, weight: torch.Tensor, mode: str, factors_BN: torch.Tensor | None, padding: int | None
+) -> torch.Tensor:
+    """Sums or means of rows of `weight` [rows, C]; a bag of nothing but padding is zero."""
+    rows_BNC = F.embedding(ids_BN, weight, padding)
+    if factors_BN is not None:
+        rows_BNC = rows_BNC * factors_BN.unsqueeze(-1)
+    if padding is None:
+        return rows_BNC.sum(1) if mode == "sum" or not ids_BN.shape[1] else rows_BNC.mean(1)
+    kept_BN1 = (ids_BN != padding % weight.shape[0]).unsqueeze(-1)
+    sums_BC = torch.where(kept_BN1, rows_BNC, rows_BNC.new_zeros(())).sum(1)
+    return sums_BC if mode == "sum" else sums_BC / kept_BN1.sum(1).clamp(min=1)

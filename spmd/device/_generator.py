@@ -1,0 +1,134 @@
+"""`torch.Generator(device="jax")`: a random stream of its own, passed to random operators as `generator=`.
+
+Its n-th draw after `manual_seed(s)` is the device stream's n-th draw after `torch.manual_seed(s)`. Seed and count of draws are a
+device tensor, so a compiled function that draws from a generator takes its state in and hands it on, like any other state.
+
+    rng = torch.Generator(device="jax").manual_seed(0)
+    x = torch.randn(4, device="jax", generator=rng)
+
+C++ can make no generator for a device written in Python. This one is a subclass whose C++ part, a CPU generator, serves to recognise
+it: operators get a new Python wrapper around that part, not the object itself. An operator on the CPU that is given it cannot be
+stopped; it draws from that part, which `manual_seed` seeds too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import torch
+
+from spmd._convert import exact_dtypes
+from spmd._errors import SpmdError, called_at, message
+from spmd.device import _random
+from spmd.device._storage import load, store, wrap_host
+
+
+class DeviceGenerator(torch.Generator):
+    """A generator of device 'jax'; what `torch.Generator(device="jax")` makes."""
+
+    def __init__(self) -> None:
+        self._seed = super().initial_seed()  # torch's default: the same for every new generator
+        self._words = wrap_host(_random.RandomStream(self._seed).words())
+        _by_address[_address(self)] = self
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.device("jax", 0)
+
+    def manual_seed(self, seed: int) -> DeviceGenerator:
+        """Start anew from `seed` (64 bits)."""
+        self._set(_random.RandomStream(seed))
+        return self
+
+    def seed(self) -> int:
+        """Start anew from a seed that the operating system draws; returns it."""
+        self.manual_seed(torch.Generator().seed())
+        return self._seed
+
+    def initial_seed(self) -> int:
+        return self._seed
+
+    def get_state(self) -> torch.Tensor:
+        """Seed and count of draws: a CPU byte tensor of 16 elements, the form of `torch.jax.get_rng_state`."""
+        return self._words.cpu().view(torch.uint8)
+
+    def set_state(self, _new_state: torch.Tensor) -> DeviceGenerator:
+        """Continue from a state that `get_state` returned.
+
+        Raises:
+            SpmdError: it is no such state.
+        """
+        stream = _random.RandomStream(0)
+        stream.set_state(_new_state)
+        self._set(stream)
+        return self
+
+    def clone_state(self) -> DeviceGenerator:
+        """A new generator that goes on from where this one is."""
+        return DeviceGenerator().set_state(self.get_state())
+
+    def __reduce__(self) -> Any:
+        return torch.Generator, (self.device,), self.get_state()
+
+    def __setstate__(self, state: Any) -> None:
+        self.set_state(state)
+
+    def __repr__(self) -> str:
+        return f"torch.Generator(device='{self.device}')"
+
+    def _set(self, stream: _random.RandomStream) -> None:
+        self._seed = stream.seed
+        super().manual_seed(stream.seed)
+        with exact_dtypes():
+            store(self._words, jax.numpy.asarray(stream.words()))
+
+    def _next_key(self) -> Any:
+        with exact_dtypes():
+            key, words = _drawn(load(self._words))
+            store(self._words, words)
+        return key
+
+
+def made(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+    """`__call__` of the metaclass that `torch.Generator` has: for device 'jax' a `DeviceGenerator`, else what it was."""
+    device = kwargs.get("device", args[0] if args else None)
+    if cls is torch.Generator and device is not None and torch.device(device).type == "jax":
+        return DeviceGenerator()
+    return type.__call__(cls, *args, **kwargs)
+
+
+def next_key(generator: Any = None) -> Any:
+    """Key data (uint32[2]) of the next draw from the generator, or from the device's own stream; advances it.
+
+    Raises:
+        SpmdError: the generator is another device's.
+    """
+    if generator is None:
+        return _random.next_key()
+    own = _by_address.get(_address(generator))
+    if own is None:
+        raise SpmdError(
+            message(
+                f"device 'jax' cannot draw from a generator on {generator.device}",
+                *called_at(),
+                fix=f"make it with torch.Generator(device='jax').manual_seed({generator.initial_seed()})",
+            )
+        )
+    return own._next_key()
+
+
+def _address(generator: torch.Generator) -> int:
+    """Of the C++ part, which all Python wrappers of one generator share."""
+    return generator._cdata  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+
+@jax.jit
+def _drawn(words: Any) -> tuple[Any, Any]:
+    return _random.key_of_words(words), _random.advanced(words, 1)
+
+
+_by_address: WeakValueDictionary[int, DeviceGenerator] = WeakValueDictionary()
+
+__all__ = ["DeviceGenerator", "made", "next_key"]

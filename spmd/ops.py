@@ -1,0 +1,205 @@
+"""Which of PyTorch's operators device 'jax' computes, and by what: the facts behind `spmd ops` and docs/ops.md.
+
+Nothing is typed by hand: the dispatcher is asked for ATen's overloads, the table of lowerings and the installed kernels for
+what computes each. Counted are functional forward overloads that take or return a tensor. In-place and `out=` overloads are
+counted with the functional one that they are variants of. Left out are the kinds of `OUT_OF_SCOPE`. Nothing here prints.
+
+    for operator in coverage("softmax"):
+        print(operator.name, operator.how, operator.where)
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch._decomp import decomposition_table
+
+from spmd.device._backend import installed
+from spmd.device._kernels import variants_of
+from spmd.lowering import Lowering, lookup
+
+How = Literal["rule", "device", "view", "composite", "decomposition", "unsupported"]
+MEANING: dict[How, str] = {
+    "rule": "a lowering: a jax function",
+    "device": "a kernel of the device itself: moves, copies, reads values",
+    "view": "PyTorch's own strides on the shared storage",
+    "composite": "PyTorch's C++ calls other operators of this table",
+    "decomposition": "PyTorch's Python decomposition into other operators of this table",
+    "unsupported": "raises UnsupportedOpError",
+}
+# reason -> names that it is the reason for
+OUT_OF_SCOPE: dict[str, str] = {
+    "sparse tensors": r"sparse|spsolve|spdiags|hspmm|_?coalesced?$|^_?(row_|c?col_|c?crow_|ccol_)?indices$|^_?values$|^_(nnz|dim[IV])$"
+    r"|coo|csr|csc|bsr|bsc|cslt|to_dense",
+    "quantized tensors": r"quantized|quantize_|_quant_|empty_affine|empty_per_channel|fbgemm|^q_|qscheme|qparams|int_repr|int[48]pack"
+    r"|_scaled_mm|_scaled_grouped_mm|_mixed_dtypes_linear|dequantize",
+    "nested tensors": r"nested|jagged|to_padded_tensor",
+    "operators of another backend": r"cudnn|miopen|mkldnn|mps|_triton|flash_attention|efficient_attention"
+    r"|thnn_fused|conv_depthwise|slow_conv|^batch_norm_(stats|elemt|gather|update)|_weight_norm_interface|_nnpack|_masked_scale|_compute_linear_combination",
+    "PyTorch's own machinery": r"^_test|_foobar|_fw_primal|_(make|unpack)_dual|_philox|_dep_token|assert|^sym_|_jvp$|^lift|_functional_sym"
+    r"|^_?is_|^_has_|^_use_|^from_file|_sdp_choice$|^_debug|^_cast_|^_version|_autocast_to|_sobol_engine",
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One functional overload.
+
+    Attributes:
+        name: `add.Tensor`; `relu` for `relu.default`.
+        how: what computes it on device 'jax'.
+        where: `file:line` of the rule, kernel or decomposition, relative to the project or to site-packages; empty for C++.
+        variants: its in-place and `out=` overloads, `add_.Tensor`.
+    """
+
+    name: str
+    how: How
+    where: str
+    variants: tuple[str, ...]
+
+
+def coverage(pattern: str = "") -> list[Operator]:
+    """Every overload that counts and whose name the regular expression `pattern` is found in, by name.
+
+    Raises:
+        ValueError: `pattern` is no regular expression.
+    """
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}\n  fix: quote it, as in spmd ops '^add'") from error
+    return [_operator(op) for op in _functional() if wanted.search(_short(op)) and reason_left_out(op) is None]
+
+
+def left_out() -> Counter[str]:
+    """Number of functional forward overloads that are out of scope, by reason."""
+    return Counter(reason for op in _functional() if (reason := reason_left_out(op)) is not None)
+
+
+def counts(operators: Sequence[Operator]) -> dict[How, tuple[int, int]]:
+    """For each way, in the order of `MEANING`: number of overloads, number of their in-place and `out=` variants."""
+    return {how: (sum(o.how == how for o in operators), sum(len(o.variants) for o in operators if o.how == how)) for how in get_args(How)}
+
+
+def markdown(operators: Sequence[Operator]) -> str:
+    """docs/ops.md: files without lines, which every edit would move."""
+    lines = [_HEAD.format(torch=torch.__version__.partition("+")[0]), "| computed by | overloads | in-place and `out=` |  |"]
+    lines.append("| --- | ---: | ---: | --- |")
+    lines += [f"| {how} | {count} | {variants} | {MEANING[how]} |" for how, (count, variants) in counts(operators).items()]
+    lines += ["", "Left out:", "", *(f"- {number}: {reason}" for reason, number in sorted(left_out().items())), ""]
+    for how in get_args(How):
+        chosen = [operator for operator in operators if operator.how == how]
+        lines += [f"## {how}", ""]
+        if how in ("view", "composite", "unsupported"):
+            lines.append(", ".join(f"`{operator.name}`" for operator in chosen) + ".")
+        else:
+            lines += ["| overload | file | in-place and `out=` |", "| --- | --- | --- |"]
+            lines += [f"| `{o.name}` | {o.where.rpartition(':')[0]} | {' '.join(f'`{v}`' for v in o.variants)} |" for o in chosen]
+        lines.append("")
+    return "\n".join(lines)
+
+
+_HEAD = """\
+# Operators
+
+Generated by `spmd ops --markdown` (`make docs`); do not edit. `spmd ops PATTERN` prints the same with line numbers.
+
+Counted are the functional forward overloads of ATen in torch {torch} that take or return a tensor; an in-place or `out=` overload is
+counted with the functional one whose arguments it has. Gradients are PyTorch's own formulas in terms of these operators, or, for a
+composite that has a rule, the derivative of that rule. What torch's operator database says of them is in `benchmarks/results/ops.json`.
+"""
+
+
+def reason_left_out(op: torch._ops.OpOverload) -> str | None:
+    """Why the overload does not count; None if it does."""
+    if any("Dimname" in str(a.type) or str(a.type) in ("Storage", "Stream") for a in op._schema.arguments):
+        return "named dims and raw storages"
+    name = op._schema.name.removeprefix("aten::")
+    return next((reason for reason, names in OUT_OF_SCOPE.items() if re.search(names, name)), None)
+
+
+def _functional() -> list[torch._ops.OpOverload]:
+    """Functional forward overloads that take or return a tensor, by name."""
+    found: list[torch._ops.OpOverload] = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if not name.startswith("aten::") or packet.endswith("backward") or "_backward_" in packet:
+            continue
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        schema = op._schema
+        if schema.is_mutable or torch.Tag.view_copy in op.tags or packet.endswith("_copy") or overload.endswith("functional"):
+            continue
+        if any("Tensor" in str(value.type) for value in (*schema.arguments, *schema.returns)):
+            found.append(op)
+    return found
+
+
+def _operator(op: torch._ops.OpOverload) -> Operator:
+    how, where = _computed_by(op)
+    return Operator(_short(op), how, where, tuple(_short(variant) for variant in variants_of(op)))
+
+
+def _computed_by(op: torch._ops.OpOverload) -> tuple[How, str]:
+    """The dispatcher's order: our kernel, C++'s composites, then the fallback."""
+    lowering = lookup(op)
+    kernel = installed().kernels.get(f"{_short(op)}PrivateUse1")
+    if lowering is not None:
+        return "rule", _rule_source(lowering)
+    if kernel is not None:
+        return ("view" if op.is_view else "device"), _source(kernel)
+    if op.is_view:
+        return "view", ""
+    if _has_kernel(op, "CompositeImplicitAutograd") or _has_kernel(op, _EXPLICIT):
+        return "composite", ""
+    met = op
+    if _has_kernel(op, f"{_EXPLICIT}NonFunctional"):  # a structured op, whose kernel calls its out= form, or a composite
+        met = next((variant for variant in variants_of(op) if variant._schema.arguments[-1].is_out), op)
+        if met is op or _has_kernel(met, _EXPLICIT):
+            return "composite", ""
+    decomposition = decomposition_table.get(met)
+    if decomposition is None:
+        return "unsupported", ""
+    return "decomposition", _source(decomposition)
+
+
+def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+_EXPLICIT = "CompositeExplicitAutograd"
+
+
+def _rule_source(lowering: Lowering) -> str:
+    """Where the rule stands; the line of the table where a table names the op."""
+    file, _, line = lowering.source.rpartition(":")
+    key = re.compile(rf'^\s*"(?:[^"]* )?{re.escape(_short(lowering.op))}(?: [^"]*)?":')
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    line = next((str(number) for number, text in enumerate(lines, 1) if key.match(text)), line)
+    return f"{_shortened(file)}:{line}"
+
+
+def _source(function: Callable[..., Any]) -> str:
+    code: Any = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"{_shortened(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _shortened(file: str) -> str:
+    """A path of this project or of PyTorch, from the folder that holds the package."""
+    for package in (Path(__file__).parents[1], Path(torch.__file__).parents[1]):
+        if Path(file).is_relative_to(package):
+            return Path(file).relative_to(package).as_posix()
+    return file
+
+
+def _short(op: torch._ops.OpOverload) -> str:
+    return op.name().removeprefix("aten::")
+
+
+__all__ = ["MEANING", "OUT_OF_SCOPE", "How", "Operator", "counts", "coverage", "left_out", "reason_left_out"]

@@ -1,0 +1,227 @@
+"""`shard_map`: a torch function that runs once per device, on the pieces of its arguments. A region without the compiler's
+choice of communication: what is sent is what the function sends.
+
+    def matmul(x, w):                                    # x [B, D / model], w [D / model, H]
+        return collectives.all_reduce(x @ w, "sum", "model")
+
+    y = spmd.shard_map(matmul, m, in_specs=((None, "model"), ("model", None)), out_specs=(None, None))(x, w)
+
+Gradients of the arguments come from jax, which differentiates the whole region. Eagerly or inside a compiled function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import mesh as mesh_
+from spmd._annotate import as_mesh
+from spmd._convert import exact_dtypes
+from spmd._errors import SpmdError, TraceError, called_at, message
+from spmd._jax import eval_jaxpr, is_tracing
+from spmd._tensor import become_sharded
+from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+
+
+def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` as a function of whole tensors that runs on every device with that device's pieces.
+
+    Args:
+        fn: a function of tensors; sees pieces, returns pieces; parameters too must be passed to it.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`; all its axes are manual inside.
+        in_specs: one spec per argument.
+        out_specs: the spec of the result, or a tuple or list of them if `fn` returns several; a dim without axes must be
+            equal on all devices of the axes that no dim names.
+
+    Returns:
+        A function of device tensors; its results are laid out by `out_specs`. Differentiable.
+
+    Raises:
+        SpecError: a spec does not fit the mesh.
+        SpmdError: on a call: another number of arguments or results, a dim that its axes do not divide, a tensor that was
+            not passed.
+    """
+    grid = as_mesh(mesh)
+    inputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in in_specs)
+    is_many = bool(out_specs) and all(isinstance(s, tuple | list | mesh_.PartitionSpec | jax.sharding.PartitionSpec) for s in out_specs)
+    many = is_many and not isinstance(out_specs, mesh_.PartitionSpec | jax.sharding.PartitionSpec) and not _is_one_spec(out_specs, grid)
+    listed: tuple[Any, ...] = tuple(out_specs)
+    outputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in listed) if many else (mesh_.ShardingSpec(grid, out_specs),)
+    region = _Region(fn, grid, inputs, outputs)
+
+    @functools.wraps(fn)
+    def mapped(*args: torch.Tensor) -> Any:
+        results = region(args)
+        if not many:
+            return results[0]
+        return results if isinstance(out_specs, list) else tuple(results)
+
+    return mapped
+
+
+def _is_one_spec(out_specs: Any, grid: mesh_.Mesh) -> bool:
+    """Whether a tuple of tuples is one spec whose dims are split over several axes each, e.g. (("data", "model"),)."""
+    flat = [axis for entry in out_specs for axis in (entry if isinstance(entry, tuple) else ())]
+    return all(isinstance(e, tuple) and len(e) > 1 and all(axis in grid.axis_names for axis in e) for e in out_specs) and bool(flat)
+
+
+class _Region:
+    """One mapped function."""
+
+    def __init__(
+        self, fn: Callable[..., Any], grid: mesh_.Mesh, inputs: tuple[mesh_.ShardingSpec, ...], outputs: tuple[mesh_.ShardingSpec, ...]
+    ) -> None:
+        self.fn, self.grid, self.inputs, self.outputs = fn, grid, inputs, outputs
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        self._check(args)
+        results: Any = _Mapped.apply(self, *args)
+        for tensor, sharding in zip(results, self.outputs, strict=True):
+            if not is_tracing():
+                buffer_of(tensor).annotation = sharding
+        return [become_sharded(tensor) for tensor in results]
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        if len(args) != len(self.inputs):
+            what = f"{self.name} is mapped with {len(self.inputs)} in_specs and called with {len(args)} arguments"
+            raise SpmdError(message(what, *called_at(), fix="give one spec per argument"))
+        for position, (arg, sharding) in enumerate(zip(args, self.inputs, strict=True)):
+            if not isinstance(arg, torch.Tensor) or arg.device.type != "jax":
+                kind = f"a tensor on {arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__
+                what = f"argument {position} of {self.name} is {kind}"
+                raise SpmdError(message(what, fix="pass tensors on device 'jax'; bind other values with functools.partial"))
+            sharding.validate(tuple(arg.shape), f"argument {position} of {self.name}", uneven="error")
+
+    def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The region on whole arrays. Eagerly it is traced on every call and compiled once per program that this gives."""
+        run = jax.shard_map(
+            self._on_pieces,
+            mesh=self.grid.to_jax(),
+            in_specs=tuple(s.partition_spec.to_jax() for s in self.inputs),
+            out_specs=tuple(s.partition_spec.to_jax() for s in self.outputs),
+            check_vma=False,
+        )
+        if is_tracing():
+            return run(*values)
+        closed = jax.make_jaxpr(run)(*values)
+        key = str(closed.jaxpr)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            jaxpr = closed.jaxpr
+            compiled = self.compiled[key] = jax.jit(lambda consts, *inputs: eval_jaxpr(jaxpr, consts, *inputs))
+        return tuple(compiled(closed.consts, *values))
+
+    def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
+        """Called by jax once per trace, with tracers for one device's pieces."""
+        inner = _Inside(recording.get(), self.name)
+        token = recording.set(inner)  # pyright: ignore[reportArgumentType]
+        try:
+            with exact_dtypes(), torch.no_grad():
+                result = self.fn(*(wrap(piece) for piece in pieces))
+                flat = list(result) if isinstance(result, tuple | list) else [result]
+                self._check_results(flat)
+                return tuple(load(tensor) for tensor in flat)
+        finally:
+            recording.reset(token)
+
+    def _check_results(self, flat: list[Any]) -> None:
+        if len(flat) != len(self.outputs) or not all(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in flat):
+            what = f"{self.name} returns {len(flat)} value{'s' * (len(flat) != 1)}, out_specs has {len(self.outputs)} spec(s)"
+            raise SpmdError(message(what, f"values: {', '.join(type(t).__name__ for t in flat)}", fix="return one device tensor per spec"))
+
+
+class _Mapped(torch.autograd.Function):
+    """A region on autograd's tape."""
+
+    @staticmethod
+    def forward(ctx: Any, region: _Region, *tensors: torch.Tensor) -> Any:
+        wanted = [i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 1] and t.is_floating_point()]
+        with exact_dtypes():
+            values = [load(t) for t in tensors]
+            if not wanted:
+                return tuple(wrap(value) for value in region.arrays(values))
+
+            def of_wanted(*chosen: Any) -> tuple[Any, ...]:
+                filled = list(values)
+                for position, value in zip(wanted, chosen, strict=True):
+                    filled[position] = value
+                return region.arrays(filled)
+
+            results, vjp = jax.vjp(of_wanted, *(values[i] for i in wanted))
+        leaves, ctx.tree = jax.tree.flatten(vjp)
+        ctx.wanted, ctx.count = wanted, len(tensors)
+        ctx.save_for_backward(*(wrap(jnp.asarray(leaf)) for leaf in leaves))
+        return tuple(wrap(value) for value in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with exact_dtypes():
+            vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in ctx.saved_tensors])
+            found = vjp(tuple(load(grad) for grad in grads))
+        result: list[Any] = [None] * (ctx.count + 1)
+        for position, value in zip(ctx.wanted, found, strict=True):
+            result[position + 1] = wrap(value)
+        return tuple(result)
+
+
+class _Inside:
+    """The recorder of a region: refuses what has no meaning per device, and lets the outer trace know of the rest."""
+
+    def __init__(self, outer: Any, name: str) -> None:
+        self.outer, self.name = outer, name
+        self.own: set[int] = set()
+        self.kept: list[Buffer] = []  # an id names nothing once its owner is gone
+        self.scalars: dict[Any, Any] = {}
+
+    def born(self, buffer: Buffer) -> None:
+        self.own.add(id(buffer))
+        self.kept.append(buffer)
+
+    def read(self, buffer: Buffer) -> None:
+        if id(buffer) not in self.own:
+            raise self._not_passed(buffer, "reads")
+
+    def will_write(self, buffer: Buffer) -> None:
+        if id(buffer) not in self.own:
+            raise self._not_passed(buffer, "writes")
+
+    def _not_passed(self, buffer: Buffer, verb: str) -> TraceError:
+        return TraceError(
+            message(
+                f"{self.name} {verb} a tensor of shape {buffer.shape} that is not an argument of it",
+                *called_at(),
+                "inside shard_map a tensor is one device's piece, and only arguments have a spec that says which",
+                fix="pass the tensor (a parameter too) as an argument, with a spec",
+            )
+        )
+
+    def host_argument(self, tensor: torch.Tensor) -> Any:
+        return None if self.outer is None else self.outer.host_argument(tensor)
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        if self.outer is not None:
+            self.outer.host_read(tensor)
+
+    def random_state(self) -> Any:
+        raise TraceError(
+            message(
+                f"{self.name} draws random numbers inside shard_map",
+                *called_at(),
+                "every device would draw the same ones",
+                fix="draw outside and pass the numbers, split as the device should see them",
+            )
+        )
+
+    def on_branch(self, evaluate: Any, outcome: bool) -> None:
+        if self.outer is not None:
+            self.outer.on_branch(evaluate, outcome)
+
+
+__all__ = ["shard_map"]

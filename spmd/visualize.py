@@ -1,0 +1,120 @@
+"""Seeing where things lie: tensors of any rank, sharding strings, meshes, modules and reports.
+
+rich.print(spmd.visualize(model.head.weight))       # coloured tiles; in a notebook the last line of a cell is enough
+spmd.visualize(m).to_svg()                           # the same for a file; .to_html() for a page
+spmd.visualize_sharding("{devices=[2,2]0,1,2,3}")
+rich.print(spmd.visualize(model))                    # a table of its parameters and buffers
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+import mesh as mesh_
+from spmd._errors import SpmdError, message
+from spmd._jax import is_tracer
+from spmd._names import name_of
+from spmd._picture import Picture
+from spmd._tiling import Tiling
+from spmd.device._layout import annotation_of
+from spmd.device._storage import buffer_of, is_whole, load
+from spmd.rules import sized_tensors
+
+
+def visualize(thing: Any) -> Picture | mesh_.RulesReport:
+    """A picture of where something lies.
+
+    Args:
+        thing: a tensor on device 'jax', or marked on the host or on 'meta'; a `mesh.ShardingSpec`, a `mesh.Mesh`, a
+            `jax.sharding.Mesh` or a torch `DeviceMesh`; a module; or a sharding as XLA writes it.
+
+    Returns:
+        A `Picture`, for a module a report that shows as a table. Both show themselves by `rich.print`.
+
+    Raises:
+        SpmdError: it lies nowhere that could be drawn.
+    """
+    if isinstance(thing, str):
+        return visualize_sharding(thing)
+    if isinstance(thing, nn.Module):
+        return module_report(thing)
+    if isinstance(thing, mesh_.RulesReport):
+        return thing
+    if isinstance(thing, mesh_.ShardingSpec):
+        return Picture(Tiling.of_spec(thing, None, str(thing)))
+    if isinstance(thing, mesh_.Mesh):
+        return Picture(Tiling.of_mesh(thing), f"{thing.size()} devices")
+    if isinstance(thing, jax.sharding.Mesh):
+        return visualize(mesh_.Mesh.from_jax(thing))
+    if isinstance(thing, torch.Tensor):
+        return _tensor_picture(thing)
+    raise SpmdError(message(f"{type(thing).__name__} cannot be drawn", fix="pass a tensor, a module, a mesh, a spec or a sharding string"))
+
+
+def visualize_sharding(sharding: str, num_devices: int | None = None) -> Picture:
+    """A picture of a sharding as XLA and torch_xla write it, e.g. "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}".
+
+    Args:
+        num_devices: for "{replicated}", which does not say how many.
+
+    Raises:
+        SpmdError: the text is no sharding.
+    """
+    tiling = Tiling.of_string(sharding, num_devices)
+    return Picture(tiling, f"{math.prod(tiling.tiles)} tiles, each on {tiling.copies} device{'s' * (tiling.copies > 1)}")
+
+
+def module_report(module: nn.Module) -> mesh_.RulesReport:
+    """Where the parameters and buffers of a module lie, as a report; unmarked ones count as whole on every device.
+
+    Raises:
+        SpmdError: nothing in it is marked, or marks name several meshes.
+    """
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    marks = {name: annotation_of(tensor) for name, tensor in tensors.items()}
+    meshes = list(dict.fromkeys(mark.mesh for mark in marks.values() if mark is not None))
+    if len(meshes) != 1:
+        what = "lies on no mesh" if not meshes else f"lies on {len(meshes)} meshes: {', '.join(map(str, meshes))}"
+        raise SpmdError(message(f"{type(module).__name__} {what}", fix="mark it first: spmd.shard_module(model, mesh, rules)"))
+    found: list[mesh_.Placement] = []
+    for name, sized in sized_tensors(module).items():
+        mark = marks[name]
+        sharding = mark or mesh_.ShardingSpec(meshes[0], (None,) * len(sized.shape))
+        piece = math.prod(sharding.shard_shape(sized.shape)) * sized.itemsize
+        word = "unmarked" if mark is None else "marked"
+        found.append(mesh_.Placement(name, sized.shape, sharding, word, math.prod(sized.shape) * sized.itemsize, piece))
+    return mesh_.RulesReport(meshes[0], tuple(found))
+
+
+def _tensor_picture(tensor: torch.Tensor) -> Picture:
+    sharding = _sharding_of(tensor)
+    shape = tuple(tensor.shape)
+    if sharding is None:
+        where = f"on device '{tensor.device}'" if tensor.device.type != "jax" else "on one device"
+        raise SpmdError(message(f"{name_of(tensor)} lies on no mesh: it is {where}", fix="mark it: spmd.mark_sharding(t, mesh, spec)"))
+    name, size = name_of(tensor), "×".join(map(str, shape)) or "scalar"
+    title = name if name.startswith("tensor ") else f"{name}  {size}"
+    tiling = Tiling.of_spec(sharding, shape, f"{title}  {sharding.partition_spec}")
+    piece = sharding.shard_shape(shape)
+    num_bytes = math.prod(piece) * tensor.element_size()
+    copies = f", {tiling.copies} copies" if tiling.copies > 1 else ""
+    return Picture(tiling, f"{sharding.mesh}: pieces of {'×'.join(map(str, piece)) or 'scalar'}, {num_bytes} bytes per device{copies}")
+
+
+def _sharding_of(tensor: torch.Tensor) -> mesh_.ShardingSpec | None:
+    """The annotation, else what the value's own layout says."""
+    marked = annotation_of(tensor)
+    if tensor.device.type != "jax" or (marked is not None and is_whole(tensor, buffer_of(tensor))):
+        return marked
+    value = load(tensor)
+    if is_tracer(value) or not isinstance(value.sharding, jax.sharding.NamedSharding):
+        return None
+    return mesh_.ShardingSpec.from_jax(value.sharding, tensor.dim())
+
+
+__all__ = ["module_report", "visualize", "visualize_sharding"]

@@ -1,0 +1,95 @@
+"""`spmd bench` from the command line to the document: processes, tables, JSON, chart. Times are not asserted."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from spmd.bench import BenchArgs, _chart, _document, _facts, _table, run
+from spmd.bench._command import job_of
+from spmd.bench._entrants import entrants_of
+from spmd.bench._measure import Effort, Entrant, measure, num_phases
+
+ROOT = Path(__file__).resolve().parents[2]
+ARGS = BenchArgs("megatron", preset="tiny", against="jax,torch,torchax", torchax_python=Path("/nowhere/python"))
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    told: list[str] = []
+    effort = Effort(rounds=2, losses=3, traces=1)
+    entrants = entrants_of(ARGS.against.split(","), job_of(ARGS), ARGS.torchax_python)
+    found = measure(job_of(ARGS), entrants, effort, told.append)
+    assert len(told) >= num_phases(entrants, effort)
+    return found
+
+
+def test_contenders_take_turns_and_are_compared(result: dict[str, Any]) -> None:
+    assert result["peers"]["ours"]["losses"] == pytest.approx(result["peers"]["jax"]["losses"], rel=1e-4)
+    assert result["peers"]["torch"]["losses"] == pytest.approx(result["peers"]["jax"]["losses"], rel=1e-4)
+    assert len(result["peers"]["ours"]["seconds"]) == 2
+    assert result["peers"]["jax"]["ratios"]["ready_s"] == 1.0
+    assert result["model_flops"] == 11 * 2 * 64 * 64 * 256  # two layers, three products each but for the first input's gradient
+
+
+def test_every_goal_is_reported(result: dict[str, Any]) -> None:
+    wanted = {"step, s", "trace + lower, warm, s", "FLOPs", "collective bytes", "peak bytes per chip"}
+    assert wanted <= {goal["what"] for goal in result["goals"]}
+    met = {goal["what"]: goal["met"] for goal in result["goals"]}
+    assert met["FLOPs"] and met["collective bytes"] and met["peak bytes per chip"]
+
+
+def test_peer_that_is_not_there_says_so(result: dict[str, Any]) -> None:
+    assert "torchax has no environment here: make torchax" in result["peers"]["torchax"]["absent"]
+    assert any("make torchax" in cell for row in _table.rows_of(result) for cell in row)
+
+
+def test_json_names_no_host_and_no_path(result: dict[str, Any]) -> None:
+    text = json.dumps(result)
+    assert str(ROOT) not in text
+    assert platform.node() not in text
+
+
+def test_result_is_shown(result: dict[str, Any], tmp_path: Path) -> None:
+    console = Console(width=200, record=True)
+    console.print(_table.table(result), _table.goals(result), _table.collectives(result), _chart.bars(result))
+    shown = console.export_text()
+    assert "all-reduce over model" in shown and "MFU n/a" in shown and "megatron plain tiny data=4,model=2" in shown
+    pytest.importorskip("matplotlib")
+    _chart.save([result], tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_document_has_every_figure(result: dict[str, Any]) -> None:
+    page = _document.document({"megatron": [result], "gpt2": []})
+    assert "### megatron plain tiny data=4,model=2" in page
+    for goal in result["goals"]:
+        assert goal["what"] in page
+    header = next(line for line in page.splitlines() if line.startswith("|  |"))
+    assert {line.count("|") for line in page.splitlines() if line.startswith(("|  |", "| ours |", "| jax |"))} == {header.count("|")}
+
+
+def test_failing_peer_is_left_out_and_the_rest_runs() -> None:
+    job = job_of(BenchArgs("megatron", mesh="data=3", preset="tiny"))  # 8 rows do not divide by 3
+    with pytest.raises(Exception, match="peer 'ours' failed at 'make'"):
+        measure(job, [Entrant("ours", "ours", _python())], Effort(0, 1, 0), lambda _: None)
+
+
+def _python() -> str:
+    import sys
+
+    return sys.executable
+
+
+def test_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(BenchArgs("megatron", against="jaxx")) == 2
+    assert "there is no peer 'jaxx'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "known"), [("NVIDIA H200", True), ("TPU v5 lite", True), ("cpu", False)])
+def test_share_of_peak_is_only_said_of_known_chips(kind: str, known: bool) -> None:
+    assert (_facts.mfu(10**12, 0.1, 2, _facts.peak_flops(kind)) is not None) == known
+    assert _facts.mfu(10**12, 0.1, 2, 1e13) == pytest.approx(0.5)

@@ -1,0 +1,40 @@
+"""Every Python block of the pages in docs/ runs as it stands after the page's preamble, and prints what the page shows."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
+
+
+def snippets() -> list[Any]:
+    """(preamble, code, what it prints) of each block, named after its page and the heading above it."""
+    found: list[Any] = []
+    for page in ("sharding.md",):
+        text = (DOCS / page).read_text(encoding="utf-8")
+        preamble = re.search(r"```python preamble\n(.*?)```", text, re.DOTALL)
+        assert preamble, f"{page} has no preamble"
+        for match in BLOCK.finditer(text):
+            heading = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(pytest.param(preamble[1], match[1], match[2], id=f"{page}:{line} {heading}"))
+    return found
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.filterwarnings("ignore::mesh.AcceleratorIdle")
+@pytest.mark.parametrize(("preamble", "code", "printed"), snippets())
+def test_a_snippet_runs_and_prints_what_the_page_shows(preamble: str, code: str, printed: str | None, num_devices: int) -> None:
+    if num_devices != 8:
+        pytest.skip("the pages' meshes have 8 devices")
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    exec(compile(preamble, "preamble", "exec"), namespace)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(code, "snippet", "exec"), namespace)
+    if printed is not None:
+        assert out.getvalue().rstrip() == printed.rstrip()

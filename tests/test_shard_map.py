@@ -1,0 +1,166 @@
+"""`shard_map`: values, layouts, gradients and communication of regions; what has no meaning in one is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import mesh
+import spmd
+from spmd.collectives import all_gather, all_reduce, all_to_all, axis_index, permute, reduce_scatter
+from tests.oracle import assert_same, batch
+
+pytestmark = pytest.mark.multidevice(num=8)
+D, M = "data", "model"
+ROTATE = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def by_jax(fn: Callable[..., Any], grid: mesh.Mesh, in_specs: Any, out_specs: Any, *args: torch.Tensor) -> torch.Tensor:
+    """The same region written in JAX."""
+    run = jax.shard_map(fn, mesh=grid.to_jax(), in_specs=tuple(P(*s) for s in in_specs), out_specs=P(*out_specs), check_vma=False)
+    return torch.tensor(jax.device_get(run(*(jnp.asarray(a.numpy()) for a in args))))
+
+
+CASES: dict[str, tuple[Any, Any, Any, Any]] = {
+    "all_reduce sum": (lambda x: all_reduce(x, "sum", D), lambda x: lax.psum(x, D), (D, M), (None, M)),
+    "all_reduce avg": (lambda x: all_reduce(x, "avg", (D, M)), lambda x: lax.pmean(x, (D, M)), (D, M), (None, None)),
+    "all_reduce max": (lambda x: all_reduce(x, "max", M), lambda x: lax.pmax(x, M), (D, M), (D, None)),
+    "all_reduce min": (lambda x: all_reduce(x, "min", M), lambda x: lax.pmin(x, M), (D, M), (D, None)),
+    "all_reduce product": (
+        lambda x: all_reduce(x, "product", M),
+        lambda x: jnp.prod(lax.all_gather(x, M), axis=0),
+        (D, M),
+        (D, None),
+    ),
+    "all_gather": (lambda x: all_gather(x, 0, D), lambda x: lax.all_gather(x, D, tiled=True), (D, M), (None, M)),
+    "all_gather last": (lambda x: all_gather(x, -1, M), lambda x: lax.all_gather(x, M, axis=1, tiled=True), (D, M), (D, None)),
+    "reduce_scatter": (
+        lambda x: reduce_scatter(x, "sum", 1, D),
+        lambda x: lax.psum_scatter(x, D, scatter_dimension=1, tiled=True),
+        (None, None),
+        (None, D),
+    ),
+    "reduce_scatter avg": (
+        lambda x: reduce_scatter(x, "avg", 0, D),
+        lambda x: lax.psum_scatter(x, D, tiled=True) / 4,
+        (None, M),
+        (D, M),
+    ),
+    "all_to_all": (lambda x: all_to_all(x, 1, 0, D), lambda x: lax.all_to_all(x, D, 1, 0, tiled=True), (D, None), (None, D)),
+    "permute": (lambda x: permute(x, ROTATE, D), lambda x: lax.ppermute(x, D, ROTATE), (D, None), (D, None)),
+    "permute, some": (lambda x: permute(x, [(0, 1)], M), lambda x: lax.ppermute(x, M, [(0, 1)]), (D, M), (D, M)),
+    "axis_index": (lambda x: x + axis_index(D), lambda x: x + lax.axis_index(D), (D, None), (D, None)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_collective_is_that_of_lax(case: str, compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    ours, theirs, in_spec, out_spec = CASES[case]
+    x = batch(8, 8)
+    mapped = spmd.shard_map(ours, mesh_4x2, (in_spec,), out_spec)
+    out = (spmd.compile(mapped) if compiled else mapped)(spmd.mark_sharding(x.to("jax"), mesh_4x2, (D, None)))
+    assert_same(out, by_jax(theirs, mesh_4x2, (in_spec,), out_spec, x))
+    assert out.jax.sharding.is_equivalent_to(mesh.ShardingSpec(mesh_4x2, out_spec).to_jax(), 2)
+
+
+def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return all_reduce(torch.tanh(x) @ w, "sum", M)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_are_those_of_the_whole_function(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    x, w = batch(8, 16), batch(16, 4, seed=2)
+    hosts = [t.clone().requires_grad_() for t in (x, w)]
+    (torch.tanh(hosts[0]) @ hosts[1]).square().sum().backward()
+    devices = [t.to("jax").requires_grad_() for t in (x, w)]
+    mapped = spmd.shard_map(matmul, mesh_4x2, ((D, M), (M, None)), (D, None))
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        loss = mapped(x, w).square().sum()
+        loss.backward()
+        return loss
+
+    loss = (spmd.compile(run, keep_grads=True) if compiled else run)(*devices)
+    assert_same(loss.detach(), (torch.tanh(x) @ w).square().sum())
+    for device, host in zip(devices, hosts, strict=True):
+        assert_same(device.grad, host.grad)
+
+
+def test_a_compiled_region_sends_what_it_says_and_nothing_else(mesh_4x2: mesh.Mesh) -> None:
+    mapped = spmd.shard_map(matmul, mesh_4x2, ((D, M), (M, None)), (D, None))
+    x = spmd.mark_sharding(batch(8, 16).to("jax"), mesh_4x2, (D, M))
+    w = spmd.mark_sharding(batch(16, 4).to("jax"), mesh_4x2, (M, None))
+    step = spmd.compile(lambda x, w: mapped(x, w))
+    step(x, w)
+    assert step.collectives().by_axis() == {("all-reduce", (M,)): 1}
+
+
+def test_several_results_and_specs_in_other_forms(mesh_4x2: mesh.Mesh) -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, all_reduce(x.sum(0), "sum", D)
+
+    x = batch(8, 8)
+    doubled, total = spmd.shard_map(both, mesh_4x2, ((D, None),), (mesh.PartitionSpec(D, None), (None,)))(x.to("jax"))
+    assert_same((doubled, total), (x * 2, x.sum(0)))
+    assert tuple(doubled.partition_spec) == (D, None)
+    flat = spmd.shard_map(lambda x: x + 1, mesh_4x2, (((D, M),),), ((D, M),))(batch(8).to("jax"))
+    assert_same(flat, batch(8) + 1)
+    assert flat.jax.sharding.shard_shape((8,)) == (1,)
+
+
+def test_layers_with_parameters_passed_run_on_pieces(mesh_4x2: mesh.Mesh) -> None:
+    def feed_forward(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        assert up.shape == (8, 8)
+        return all_reduce(F.linear(F.gelu(F.linear(x, up)), down), "sum", M)
+
+    x, up, down = batch(8, 8), batch(16, 8, seed=2), batch(8, 16, seed=3)
+    mapped = spmd.shard_map(feed_forward, mesh_4x2, ((D, None), (M, None), (None, M)), (D, None))
+    assert_same(mapped(x.to("jax"), up.to("jax"), down.to("jax")), F.linear(F.gelu(F.linear(x, up)), down))
+
+
+def test_a_region_is_compiled_once_per_program_and_never_stale(mesh_4x2: mesh.Mesh) -> None:
+    factor = [2.0]
+    mapped = spmd.shard_map(lambda x: x * factor[0], mesh_4x2, ((D, None),), (D, None))
+    x = batch(8, 8)
+    for value in (2.0, 2.0, 3.0, 2.0):
+        factor[0] = value
+        assert_same(mapped(x.to("jax")), x * value)
+
+
+def reads_outside(x: torch.Tensor) -> torch.Tensor:
+    return x + _OUTSIDE[0]
+
+
+_OUTSIDE: list[torch.Tensor] = []
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "a tensor that was not passed": (reads_outside, ((D, None),), "reads a tensor of shape (8, 8) that is not an argument"),
+    "random numbers": (lambda x: x + torch.rand_like(x), ((D, None),), "draws random numbers inside shard_map"),
+    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements"),
+    "too few specs": (lambda x: x, (), "0 in_specs and called with 1 arguments"),
+    "another result": (lambda x: (x, x), ((D, None),), "returns 2 values, out_specs has 1 spec(s)"),
+    "an unknown reduction": (lambda x: all_reduce(x, "median", D), ((D, None),), "'median' is no reduction"),
+    "a scatter of uneven dims": (lambda x: reduce_scatter(x, "sum", 0, D), ((D, None),), "dim 0 has 2 elements, the group 4 members"),
+    "a scatter of maxima": (lambda x: reduce_scatter(x, "max", 0, M), ((D, None),), "reduce_scatter cannot take 'max'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_meaning_per_device_is_refused(case: str, mesh_4x2: mesh.Mesh) -> None:
+    fn, in_specs, text = REFUSED[case]
+    _OUTSIDE[:] = [batch(8, 8).to("jax")]
+    x = torch.zeros(8, 12 if case == "an uneven dim" else 8).to("jax")
+    with pytest.raises((spmd.SpmdError, mesh.SpecError)) as raised:
+        spmd.shard_map(fn, mesh_4x2, in_specs, (D, None))(x)
+    assert text in str(raised.value) and "fix: " in str(raised.value)
+
+
+def test_a_collective_outside_a_region_is_refused() -> None:
+    with pytest.raises(spmd.SpmdError, match="outside a manual region(?s:.*)spmd.shard_map"):
+        all_reduce(batch(4).to("jax"), "sum", D)
