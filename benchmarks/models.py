@@ -17,6 +17,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import os
 import queue
 import re
 import subprocess
@@ -48,6 +49,10 @@ RTOL, ATOL = 1.3e-6, 1e-5
 NORM_RTOL, NORM_ATOL = 1e-3, 1e-6
 # Where float32 cannot hold RTOL and ATOL: this often the distance between CPU torch in float32 and in float64 is still as good as it.
 ROUNDING = 3.0
+# ... but no further from it than this, of the tensor's norm and of the largest norm beside it
+WORST_RTOL, WORST_ATOL = 1e-2, 1e-4
+# Compiling is what takes the time here, not running.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 Named = dict[str, torch.Tensor]
 
@@ -148,9 +153,9 @@ class Judge:
             if found.dtype != expected.dtype or found.shape != expected.shape:
                 raise Mismatch(f"{what}: {name} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}")
             if not is_close(found, expected, largest):
-                self._require_as_good(what, name, found, expected)
+                self._require_as_good(what, name, found, expected, largest)
 
-    def _require_as_good(self, what: str, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    def _require_as_good(self, what: str, name: str, found: torch.Tensor, expected: torch.Tensor, largest: float) -> None:
         error = float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
         text = f"{what}: {name} differs by {error:.1e} where values reach {float(expected.double().abs().max()):.1e}"
         if not found.is_floating_point() or not found.isfinite().all() or not expected.isfinite().all():
@@ -161,7 +166,7 @@ class Judge:
         if true is None or true.shape != found.shape:
             raise Mismatch(text)
         own, theirs = (float((t.double() - true.detach().double()).norm()) for t in (found, expected))
-        if own > ROUNDING * theirs:
+        if own > ROUNDING * theirs or own > WORST_RTOL * float(true.detach().double().norm()) + WORST_ATOL * largest:
             raise Mismatch(f"{text}; from float64 it is {own:.1e} away, CPU torch {theirs:.1e}")
         self.notes.append(f"{what}: {name}: {own:.1e} from float64's, CPU torch {theirs:.1e}")
 
@@ -217,12 +222,12 @@ class Subject:
     def gradients(self) -> None:
         import spmd
 
-        want = trained(copy.deepcopy(self.host), self.row.inputs())
-        judge = Judge(lambda: trained(self.double(), in_double(self.row.inputs())))
+        want = trained(self.row, copy.deepcopy(self.host), self.row.inputs())
+        judge = Judge(lambda: trained(self.row, self.double(), in_double(self.row.inputs())))
         eager = copy.deepcopy(self.device)
-        judge.require("eager step", trained(eager, on_device(self.row.inputs())), want)
+        judge.require("eager step", trained(self.row, eager, on_device(self.row.inputs())), want)
 
-        model = copy.deepcopy(self.device).train()
+        model = copy.deepcopy(self.device).train(not self.row.samples)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
         @spmd.compile(keep_grads=True)
@@ -269,9 +274,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Mappi
     return loss
 
 
-def trained(model: nn.Module, inputs: Mapping[str, Any]) -> Named:
+def trained(row: zoo.Architecture, model: nn.Module, inputs: Mapping[str, Any]) -> Named:
     """What one training step leaves."""
-    model.train()
+    model.train(not row.samples)
     return state(model, train_step(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), inputs))
 
 
@@ -344,8 +349,15 @@ class Worker:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks.models", "--worker"]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}".strip()
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": flags},
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -387,6 +399,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th model, starting with the I-th")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds per model")
     parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {RESULTS} for a whole run, else nowhere")
+    parser.add_argument(
+        "--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these results of shards together"
+    )
     parser.add_argument("--update", action="store_true", help="put the results of some models into those that are written down")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -396,6 +411,9 @@ def main() -> None:
     chosen = options()
     if chosen.worker:
         work()
+        return
+    if chosen.merge:
+        write({n: found for path in chosen.merge for n, found in json.loads(path.read_text()).items()}, RESULTS)
         return
     shard, num_shards = (int(part) for part in chosen.shard.split("/"))
     names = [n for n in zoo.ARCHITECTURES if re.search(chosen.models, n)][shard::num_shards]
@@ -407,6 +425,11 @@ def main() -> None:
         return
     if chosen.update:
         results = {**json.loads(out.read_text()), **results}
+    write(results, out)
+
+
+def write(results: dict[str, dict[str, str]], out: Path) -> None:
+    """Write the results down, in the table's order; those that are kept, also as docs/models.md."""
     results = {n: results[n] for n in zoo.ARCHITECTURES if n in results}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
@@ -423,7 +446,7 @@ def run(names: list[str], columns: tuple[str, ...], timeout_s: float) -> dict[st
         found = worker.ask({"model": name, "columns": columns}, timeout_s)
         is_lost = isinstance(found, str)
         results[name] = dict.fromkeys(columns, found) if is_lost else found
-        marks = "  ".join(f"{c} {'pass' if t == 'pass' else 'FAIL ' + t}" for c, t in results[name].items())
+        marks = "  ".join(f"{c} {t if t == 'pass' or c == 'notes' else 'FAIL ' + t}" for c, t in results[name].items())
         print(f"{number + 1}/{len(names)} {name} ({time.monotonic() - began:.0f} s): {marks}", flush=True)
         if is_lost or number % MODELS_PER_WORKER == MODELS_PER_WORKER - 1:
             worker.stop()
@@ -479,7 +502,8 @@ timm cannot be imported where this table was made, so no timm model is measured.
 NOTES_PREFACE = """## Where float32 itself is the measure
 
 In models marked \\* some values are beyond those tolerances because sums in float32 are: CPU torch in float64 is then the judge, and
-device `jax` passes if its distance from it is at most 3 times CPU torch's own in float32. The first such value:"""
+device `jax` passes if its distance from it is at most 3 times CPU torch's own in float32, and at most 1e-2 of the value's norm. The
+first such value of each model:"""
 
 
 if __name__ == "__main__":

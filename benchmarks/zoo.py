@@ -28,6 +28,7 @@ class Architecture:
         sizes: keyword arguments of its configuration; a nested dict is a nested configuration.
         inputs: makes the keyword arguments of a call, on the CPU, the same ones every time.
         then: makes the inputs of a second call, which also gets the first one's cache; None if the model returns none.
+        samples: it draws random numbers in training that no rate turns off, so its step is compared in eval mode.
         config: name of the configuration's class where it is not the one that the model names.
     """
 
@@ -37,6 +38,7 @@ class Architecture:
     sizes: dict[str, Any]
     inputs: Callable[[], Inputs]
     then: Callable[[], Inputs] | None = None
+    samples: bool = False
     config: str = ""
 
 
@@ -310,8 +312,14 @@ MIXTURES = (
                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
                 },
             ),
-            ("PhiMoE", "PhimoeForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
         )
+    ),
+    decoder(
+        "PhiMoE",
+        "PhimoeForCausalLM",
+        {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "mixture of experts",
+        samples=True,  # which expert, and how its gradient is weighted
     ),
     Architecture(
         "Switch Transformer",
