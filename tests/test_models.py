@@ -65,13 +65,13 @@ def wrong(want: models.Named, name: str, value: torch.Tensor) -> models.Named:
     ("name", "value", "said"),
     [
         ("large", torch.tensor([1.0, 2.001]), "large differs by 1.0e-03"),
-        ("small", torch.tensor([0.0, 1e-6]), "small differs by"),  # within atol, and wrong altogether
+        ("small", torch.tensor([0.0, 8e-6]), "small differs by"),  # within atol, and wrong altogether
         ("large", torch.tensor([1.0, 2.0], dtype=torch.float64), "not torch.float32"),
         ("more", torch.tensor(1.0), "only on one side"),
     ],
 )
 def test_a_wrong_value_is_a_mismatch(name: str, value: torch.Tensor, said: str) -> None:
-    want = {"large": torch.tensor([1.0, 2.0]), "small": torch.tensor([1e-6, 0.0])}
+    want = {"large": torch.tensor([1.0, 2.0]), "small": torch.tensor([8e-6, 0.0])}
     judge = models.Judge(lambda: want)
     judge.require("same", dict(want), want)
     with pytest.raises(models.Mismatch, match=said):
