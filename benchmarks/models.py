@@ -81,8 +81,8 @@ def without_dropout(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-        elif "drop" in name and isinstance(value, list):
-            setattr(config, name, [0.0] * len(value))
+        elif "drop" in name and isinstance(value, (list, tuple)):
+            setattr(config, name, type(value)(0.0 for _ in value))
         elif hasattr(value, "to_dict"):
             without_dropout(value)
 
@@ -474,12 +474,21 @@ def table(results: dict[str, dict[str, str]]) -> str:
         marks = " | ".join("pass" if found[c] == "pass" else "**fails**" for c in COLUMNS)
         star = r" \*" if "notes" in found else ""
         lines.append(f"| {name}{star} | `{row.model}` | {row.kind} | {marks} |")
-    failures = [f"- {n}, {c}: {found[c]}" for n, (_, found) in rows.items() for c in COLUMNS if found[c] != "pass"]
+    failures = [
+        f"- {n}, {' and '.join(columns)}: {row.remark or 'it fails with'}: {plain(found[columns[0]])}"
+        for n, (row, found) in rows.items()
+        if (columns := [c for c in COLUMNS if found[c] != "pass"])
+    ]
     lines += ["", "## What fails, and why", "", *(failures or ["Nothing."])]
     notes = [f"- {n}: {found['notes']}" for n, (_, found) in rows.items() if "notes" in found]
     if notes:
         lines += ["", NOTES_PREFACE, "", *notes]
     return "\n".join(lines) + "\n"
+
+
+def plain(reason: str) -> str:
+    """A reason without our own advice and this file's lines."""
+    return re.sub(r" called at models\.py:\d+ in \w+| fix: .*?(?= \(\w+\.py:\d+\)$)", "", reason)
 
 
 PREFACE = """# Unmodified models
