@@ -13,7 +13,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench torchax ops docs faults clean
+.PHONY: help setup demo check test bench torchax ops models docs faults clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ $(TORCHAX)/.installed:
 
 ops: setup ## which PyTorch ops the device covers
 	@$(PY) benchmarks/ops.py
+
+models: setup ## which Hugging Face models run unmodified (about an hour on two cores)
+	@$(PY) -m benchmarks.models
 
 docs: setup ## write the generated pages
 	@$(BIN)/spmd ops --markdown > docs/ops.md

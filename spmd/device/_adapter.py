@@ -137,6 +137,7 @@ class Adapter:
         self.is_host = [name in lowering.host for name in self.names]
         self.dynamic_scalar = [scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)]
         self.accepts = {name: i for i, name in enumerate(self.names)}
+        self.takes_indices = self.names[1:2] == ["indices"] and str(schema.arguments[1].type) == "List[Optional[Tensor]]"
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
         self.is_plain = not (lowering.random or lowering.data_dependent or lowering.updates)
         self.plans: dict[Any, Plan] = {}
@@ -157,6 +158,8 @@ class Adapter:
 
         `sharding`: where an eager result is computed; None: where jax likes.
         """
+        if self.takes_indices:  # as on other devices, an index may lie on the host
+            args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
         needs_values = self.lowering.data_dependent

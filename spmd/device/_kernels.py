@@ -17,7 +17,7 @@ from torch._decomp import decomposition_table
 
 from spmd._convert import exact_dtypes, to_torch_dtype
 from spmd._errors import UnsupportedOpError, called_at, message
-from spmd.device import _aliases, _autocast, _copy, _like, _linalg
+from spmd.device import _aliases, _autocast, _copy, _experts, _like, _linalg
 from spmd.device._adapter import Adapter
 from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
@@ -50,6 +50,7 @@ class Installed:
     def __init__(self) -> None:
         self.aten = torch.library.Library("aten", "IMPL")
         self.any = torch.library.Library("_", "IMPL")
+        self.experts = _experts.install()
         self.kernels: dict[str, Any] = {}
 
     def add(self, op_name: str, kernel: Any, key: str = "PrivateUse1") -> None:

@@ -91,11 +91,18 @@ class Window:
         if self._is_whole:
             return _reshaped(value, self.root_shape)
         fine = _reshaped(root, self.radix)
-        if all(s == 1 for s in self.steps):
-            fine = lax.dynamic_update_slice(fine, value, self.starts)
-        else:
+        if any(s != 1 for s in self.steps):
             fine = self._spread(fine, value)
+        elif is_tracing():  # See Note [Shifted writes]
+            fine = lax.platform_dependent(fine, value, cpu=self._spread, default=self._updated)
+        else:
+            fine = self._updated(fine, value)
         return _reshaped(fine, self.root_shape)
+
+    # Note [Shifted writes]: of `x[1:] = x[:-1].clone()` XLA:CPU may make one loop that writes in place and reads what it has
+    # written (openxla/xla#49176, silent; the decoder inputs of mBART). A select has no in-place form; other platforms are right.
+    def _updated(self, fine: Any, value: Any) -> Any:
+        return lax.dynamic_update_slice(fine, value, self.starts)
 
     def _spread(self, fine: Any, value: Any) -> Any:
         """`fine` with `value` at every step-th place: a pad and a select, which a partitioner splits where it would gather a scatter."""

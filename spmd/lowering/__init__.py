@@ -18,6 +18,7 @@ DOMAINS = (
     "distance",
     "embedding",
     "fft",
+    "grouped",
     "index",
     "linalg",
     "loss",

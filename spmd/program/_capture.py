@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd._convert import exact_dtypes, host_array
 from spmd._errors import DroppedValueError, TraceError, line_of, message
@@ -36,10 +35,11 @@ from spmd.program._guards import Guard, LeafState
 from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
+from spmd.program._objects import Unfilled, flatten, unflatten
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
 from spmd.program._remat import recomputing_for_real
-from spmd.program._watch import watching
+from spmd.program._watch import said_to_be_compiling, watching
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
@@ -54,12 +54,13 @@ class UnequalCounters(Exception):
 
 @dataclass
 class Leaf:
-    """One leaf of the function's result.
+    """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
 
     Attributes:
         kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
-            before: returned as it is), "static" (any other value, as the trace returned it).
-        value: the tensor or static value; for arrays the class the tensor is returned as.
+            before: returned as it is), "argument" (a tensor that an argument holds: the caller's own), "static" (any other
+            value, as the trace returned it).
+        value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Captured:
         effects: the changes it made to Python values, for every call to make.
         shared: arguments that the function also reaches without being passed them.
         copies: state whose new value is that of other state. See Note [Equal counters].
+        holders: classes of arguments that are containers even while they hold no tensor.
     """
 
     jaxpr: Any
@@ -96,6 +98,7 @@ class Captured:
     born: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[Buffer]
     copies: dict[Buffer, Buffer]
+    holders: frozenset[type]
 
     @property
     def is_ahead(self) -> bool:
@@ -207,11 +210,12 @@ def capture(
         share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
 
     Raises:
-        Unreached, StaleGradients, UnequalCounters: it must be traced again in another way, each says in which.
+        Unreached, StaleGradients, UnequalCounters, NewHolders: it must be traced again in another way, each says in which.
         TraceError: Python needed a value that only the program will have.
     """
-    flat, tree = pytree.tree_flatten((args, kwargs))
-    bound, arg_buffers, host_tensors = _bind(flat)
+    flat = flatten((args, kwargs), classes=found.holders)
+    unfilled = Unfilled(flat.leaves)
+    bound, arg_buffers, host_tensors = _bind(flat.leaves)
     numbers = LiftedNumbers(found.optimizers)
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
     python = PythonState(found.places(), found.all_modules())
@@ -229,10 +233,13 @@ def capture(
         TracedState(found.optimizers) as optim,
         Gradients(leaves, unmarked) as gradients,
     ):
-        state = _Running(fn, pytree.tree_unflatten(bound, tree), numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
+        call, objects = unflatten(bound, flat.tree)
+        held = {id(bound[i]): i for i in range(flat.tree.root.objects.count(None), len(bound))}
+        state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
         )
+        unfilled.require_unfilled()
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
 
 
@@ -263,6 +270,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         born=state.optim.born,
         shared=[b for b in arg_buffers if b in state_buffers],
         copies=copies,
+        holders=state.found.holders,
     )
 
 
@@ -341,6 +349,8 @@ class _Running:
 
     fn: Callable[..., Any]
     call: tuple[tuple[Any, ...], dict[str, Any]]
+    objects: list[Any]
+    held: dict[int, int]
     numbers: LiftedNumbers
     found: Reachable
     python: PythonState
@@ -376,6 +386,7 @@ class _Running:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(watching(recorder, self.found, self.debug_nans))
+                stack.enter_context(said_to_be_compiling())
                 stack.enter_context(recomputing_for_real())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
@@ -416,10 +427,12 @@ class _Running:
                 assigned.accept(assigned.tensor)
 
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
-        flat, self.tree = pytree.tree_flatten(result)
+        flat, self.tree, _ = flatten(result, self.objects, self.found.holders)
         arrays: list[Any] = []
         for value in flat:
-            if isinstance(value, torch.Tensor) and value.device.type == "jax":
+            if isinstance(value, torch.Tensor) and id(value) in self.held:
+                self.leaves.append(Leaf("argument", self.held[id(value)]))
+            elif isinstance(value, torch.Tensor) and value.device.type == "jax":
                 buffer = buffer_of(value)
                 if buffer not in recorder.newborn and buffer not in self.arguments and value.is_leaf:
                     self.leaves.append(Leaf("same", value))

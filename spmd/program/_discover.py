@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.program._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
+from spmd.program._objects import flatten
 
 _DEPTH = 4
 _LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
@@ -36,10 +36,12 @@ class Reachable:
         modules: root modules with the name they were found under.
         optimizers: all optimizers.
         tensors: tensors that no module holds.
+        holders: classes of arguments that are containers even while they hold no tensor.
     """
 
     modules: dict[int, tuple[str, torch.nn.Module]] = field(default_factory=dict[int, tuple[str, torch.nn.Module]])
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    holders: frozenset[type] = frozenset()
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
     _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
@@ -193,13 +195,13 @@ class Reachable:
         self.visit(fn.__defaults__, "", depth + 1)
 
 
-def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachable:
+def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], holders: frozenset[type] = frozenset()) -> Reachable:
     """Everything `fn(*args, **kwargs)` can name."""
-    found = Reachable()
+    found = Reachable(holders=holders)
     found.visit(fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)) else fn.__call__, "fn")
     names = fn.__code__.co_varnames if isinstance(fn, types.FunctionType) else ()
     for i, value in enumerate((*args, *kwargs.values())):
-        for leaf in pytree.tree_leaves(value):  # containers and tensors are part of the signature
+        for leaf in flatten(value, classes=holders).leaves:  # containers and tensors are part of the signature
             if not isinstance(leaf, torch.Tensor):
                 found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
     found._visit_named()

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import NamedSharding
-from torch.utils import _pytree as pytree
 
 import mesh
 from spmd._convert import exact_dtypes, host_array
@@ -30,6 +29,7 @@ from spmd.program import _hlo
 from spmd.program._capture import Captured
 from spmd.program._channels_last import has_convolution, run_channels_last
 from spmd.program._job import require_sound, watched
+from spmd.program._objects import Flat, flatten, unflatten
 from spmd.program._repeat import repeated
 
 
@@ -251,7 +251,7 @@ class Program:
         self._leave_gradients(grads, given)
         if self.watched is not None:
             self.watched.end()
-        return self._result(outputs)
+        return self._result(outputs, given)
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
         """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""
@@ -308,7 +308,7 @@ class Program:
         values = iter(grads)
         are_there = self.captured.leaf_state.has_left_gradients and not self.options.keep_grads
         for owner, grad in () if are_there else self.captured.gradients:
-            leaf = owner if isinstance(owner, torch.Tensor) else pytree.tree_leaves(given)[owner]
+            leaf = owner if isinstance(owner, torch.Tensor) else flatten(given, classes=self.captured.holders).leaves[owner]
             left = grad
             if grad is not None and self.options.keep_grads:
                 value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
@@ -320,8 +320,9 @@ class Program:
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
-    def _result(self, outputs: list[Any]) -> Any:
+    def _result(self, outputs: list[Any], given: Any) -> Any:
         values = iter(outputs)
+        arguments = flatten(given, classes=self.captured.holders) if self.captured.tree.objects else Flat([], self.captured.tree, [])
         flat: list[Any] = []
         for leaf in self.captured.leaves:
             if leaf.kind == "array":
@@ -330,9 +331,11 @@ class Program:
             elif leaf.kind == "number":
                 number = fetched(next(values))
                 flat.append(number.item() if number.ndim == 0 else number.tolist())
+            elif leaf.kind == "argument":
+                flat.append(arguments.leaves[leaf.value])
             else:
                 flat.append(leaf.value)
-        return pytree.tree_unflatten(flat, self.captured.tree)
+        return unflatten(flat, self.captured.tree, arguments.objects)[0]
 
     def _not_here(self) -> SpmdError:
         assert self.mesh is not None

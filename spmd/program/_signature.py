@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd._errors import TraceError, message
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program._capture import own_storage
+from spmd.program._objects import flatten, unflatten
 
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
@@ -35,16 +35,17 @@ class Signature(NamedTuple):
     copied: list[tuple[Buffer, int]]
 
 
-def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
+def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: frozenset[type] = frozenset()) -> Signature:
     """The signature of a call.
 
     Tensors enter the key by shape, dtype, requires_grad, sharding and by which of them are the same; other values by type
-    and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity.
+    and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity. Objects of the classes `holders`
+    are containers.
 
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat, tree = _flattened(args, kwargs)
+    flat, tree = _flattened(args, kwargs, holders)
     key: list[Any] = [tree, *_modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
@@ -67,14 +68,14 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer]) -> Signature:
         gradient = value.requires_grad and _gradient(value)
         key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
     if copied:
-        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else pytree.tree_unflatten(flat, tree)
+        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else unflatten(flat, tree)[0]
     return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied)
 
 
-def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
     """The leaves of a call's arguments and what stands for their tree: of a few tensors, the usual arguments of a step, their number."""
     if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
-        return pytree.tree_flatten((args, kwargs))
+        return flatten((args, kwargs), classes=holders)[:2]
     return list(args), len(args)
 
 

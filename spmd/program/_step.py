@@ -26,6 +26,7 @@ from spmd.program._check import require_same
 from spmd.program._discover import Reachable, reachable
 from spmd.program._gradients import StaleGradients
 from spmd.program._job import compiling
+from spmd.program._objects import Compiled, NewHolders
 from spmd.program._optim import OptimizerStates, prepare_state
 from spmd.program._program import Options, Program, Timings
 from spmd.program._repeat import first_of_stack
@@ -36,7 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Step(Generic[P, R]):
+class Step(Compiled, Generic[P, R]):
     """A function that runs as compiled programs. Made by `spmd.compile`.
 
     Attributes:
@@ -53,6 +54,7 @@ class Step(Generic[P, R]):
         self._latest: Program | None = None
         self._latest_key: Any = None
         self._state: dict[int, Buffer] = {}
+        self._holders: frozenset[type] = frozenset()
         self.retraces: list[str] = []
         self.num_traces = 0
 
@@ -60,7 +62,7 @@ class Step(Generic[P, R]):
         """Run the function; its first call with a new signature traces and compiles it."""
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
-        program, call = self._obtained(args, kwargs)
+        program, call = self._found(args, kwargs)
         return self._run(program, call, (args, kwargs))
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
@@ -71,11 +73,18 @@ class Step(Generic[P, R]):
         first use. Such a program can be read (`memory()`, `collectives()`, `flops()`, `hlo()`) and not run, and leaves nothing
         behind: no optimizer state, no trace that is counted.
         """
-        return self._obtained(args, kwargs)[0]
+        return self._found(args, kwargs)[0]
+
+    def _found(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
+        while True:
+            try:
+                return self._obtained(args, kwargs)
+            except NewHolders as new:
+                self._holders |= new.classes
 
     def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         """The program of a call, and the call as that program knows it."""
-        call = signature(args, kwargs, self._state)
+        call = signature(args, kwargs, self._state, self._holders)
         failed: str | None = None  # why the newest program of this signature does not hold any more
         for program in self._programs.get(call.key, ()):
             reason = _guards.first_reason(program.captured.guards)
@@ -98,7 +107,7 @@ class Step(Generic[P, R]):
             self._note_retrace(failed)
         self._state.update((id(b), b) for b in (*captured.shared, *captured.const_buffers) if b is not None)
         if captured.shared:  # known now to be state too: this program is for these very tensors
-            call = call._replace(key=signature(args, kwargs, self._state).key)
+            call = call._replace(key=signature(args, kwargs, self._state, self._holders).key)
         self._programs.setdefault(call.key, []).insert(0, program)
         return program, call
 
@@ -120,7 +129,7 @@ class Step(Generic[P, R]):
         prepare_s = 0.0
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
-        found = reachable(self._fn, args, kwargs)
+        found = reachable(self._fn, args, kwargs, self._holders)
         bring_counts(found.all_modules())
         with OptimizerStates() as states:
             while True:

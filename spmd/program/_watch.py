@@ -1,10 +1,11 @@
-"""Ears on modules and optimizers while a function is traced: which ran, under which name, and whether it was expected."""
+"""What a trace hears of modules and optimizers while it runs: which ran, in which scope of names, and with which outcome."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from spmd._convert import exact_dtypes
 from spmd.device._storage import buffer_of, load
 from spmd.program._discover import Reachable
 
+if TYPE_CHECKING:
+    from spmd.program._capture import Recorder
+
 
 class Unreached(Exception):
     """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
@@ -26,7 +30,7 @@ class Unreached(Exception):
 
 
 @contextmanager
-def watching(recorder: Any, found: Reachable, debug_nans: bool) -> Generator[None]:
+def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
     """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
     names = {id(module): name for name, module in found.all_modules()}
     scopes: list[tuple[str, Any]] = []
@@ -74,4 +78,24 @@ def _finite_flags(result: Any) -> list[Any]:
         return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
-__all__ = ["Unreached", "watching"]
+@contextmanager
+def said_to_be_compiling() -> Generator[None]:
+    """While active, `torch.compiler.is_compiling()` is true for all code but torch's own.
+
+    Libraries ask it before they look at values (transformers, whether a mask hides anything). torch's optimizers and modules ask
+    it too, and mean Dynamo, which does things for them that a trace of ours does not.
+    """
+    before = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        name: str = sys._getframe(1).f_globals.get("__name__", "")
+        return before() if name.partition(".")[0] == "torch" else True
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = before
+
+
+__all__ = ["Unreached", "said_to_be_compiling", "watching"]

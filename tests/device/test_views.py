@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import spmd  # noqa: F401
+import spmd
 from spmd._convert import exact_dtypes
 from spmd.device._views import GatherWindow, Window, contiguous_stride, plan_window
 
@@ -250,3 +250,13 @@ def test_common_views_have_neither_gather_nor_scatter(name: str) -> None:
 
 def test_contiguous_stride_counts_an_empty_dim_as_one() -> None:
     assert contiguous_stride((2, 0, 3)) == torch.empty(2, 0, 3).stride()
+
+
+def test_a_compiled_write_of_a_shifted_copy_reads_what_was_there_before() -> None:
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        base = x + 1
+        base[1:] = base[:-1].clone()
+        return base.reshape(1, *base.shape)
+
+    x = torch.arange(4, dtype=torch.int32).reshape(4, 1, 1)
+    torch.testing.assert_close(spmd.compile(shifted)(x.to("jax")).cpu(), shifted(x))

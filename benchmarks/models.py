@@ -1,0 +1,510 @@
+"""Which Hugging Face models run unmodified on device 'jax' and give what CPU torch gives: eager, compiled, and a training step.
+
+    python -m benchmarks.models                           # all of benchmarks/zoo.py; writes models.json and docs/models.md
+    python -m benchmarks.models --models '^(GPT-2|T5)$'   # some, printed only
+
+Every model is tiny and randomly initialised, so nothing is downloaded. Three columns, each compared with CPU torch:
+
+    eager      the forward pass: every tensor of the ModelOutput, caches included; decoders then get one more token and the cache
+    compiled   the same under spmd.compile, caches going out of one call and into the next; no value read back to the host
+    gradients  backward, eager; then a compiled step of SGD: loss, every gradient, every parameter and buffer after it; tied weights
+               are still tied
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from benchmarks import zoo
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "models.json"
+TABLE = ROOT / "docs" / "models.md"
+COLUMNS = ("eager", "compiled", "gradients")
+START_TIMEOUT_S = 180.0
+MODELS_PER_WORKER = 12  # compiled programs pile up in its memory
+LEARNING_RATE = 0.1
+
+# torch.testing's own for float32
+RTOL, ATOL = 1.3e-6, 1e-5
+# What ATOL would hide: a small tensor that is wrong altogether. Of the tensor's norm, and of the largest norm beside it.
+NORM_RTOL, NORM_ATOL = 1e-3, 1e-6
+# Where float32 cannot hold RTOL and ATOL: this often the distance between CPU torch in float32 and in float64 is still as good as it.
+ROUNDING = 3.0
+# ... but no further from it than this, of the tensor's norm and of the largest norm beside it
+WORST_RTOL, WORST_ATOL = 1e-2, 1e-4
+# Compiling is what takes the time here, not running.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+Named = dict[str, torch.Tensor]
+
+
+class Mismatch(AssertionError):
+    """A value differs from CPU torch's."""
+
+
+def build(row: zoo.Architecture) -> nn.Module:
+    """The model on the CPU, without dropout, with weights large enough that a wrong one would show in the result."""
+    import transformers
+
+    model_class = getattr(transformers, row.model)
+    config = (getattr(transformers, row.config) if row.config else model_class.config_class)(**row.sizes)
+    without_dropout(config)
+    torch.manual_seed(0)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            enlarge(parameter)
+    return model
+
+
+def without_dropout(config: Any) -> None:
+    """Set every dropout, drop-path and layer-drop rate of a configuration, and of those in it, to 0."""
+    for name, value in list(vars(config).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif "drop" in name and isinstance(value, list):
+            setattr(config, name, [0.0] * len(value))
+        elif hasattr(value, "to_dict"):
+            without_dropout(value)
+
+
+def enlarge(parameter: torch.Tensor) -> None:
+    """Weights that start near zero get the spread 0.18 (32 ** -0.5), constant ones some."""
+    if parameter.numel() < 2 or not parameter.is_floating_point():
+        return
+    spread = float(parameter.std())
+    if spread == 0.0:
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+    elif spread < 0.05:
+        parameter.mul_(0.18 / spread)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss; without one, the mean square of all that it returns and that has a gradient."""
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    return torch.stack([t.square().mean() for t in tensors(output).values() if t.requires_grad]).sum()
+
+
+def tensors(value: Any) -> Named:
+    """The tensors in a result by path: ModelOutputs, containers, and objects such as caches."""
+    return dict(_walk(value, "", set()))
+
+
+def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path or "result", value
+        return
+    if isinstance(value, Mapping):
+        parts = [(f"{path}.{k}" if path else str(k), v) for k, v in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+    elif type(value).__module__.startswith("transformers.") and not isinstance(value, (type, nn.Module)):
+        parts = [(f"{path}.{k}", v) for k, v in vars(value).items()]
+    else:
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for name, part in parts:
+        yield from _walk(part, name, seen)
+
+
+@dataclasses.dataclass
+class Judge:
+    """Compares named tensors with CPU torch's; knows what CPU torch computes in float64, if it must.
+
+    Attributes:
+        notes: where float32's own rounding, and not torch.testing's tolerance, was the measure.
+    """
+
+    exact: Callable[[], Named]
+    notes: list[str] = dataclasses.field(default_factory=list)
+    _exact: Named | None = None
+
+    def require(self, what: str, got: Named, want: Named) -> None:
+        """Raises Mismatch at the first tensor that is missing, or differs in shape, dtype or value."""
+        if got.keys() != want.keys():
+            raise Mismatch(f"{what}: only on one side: {sorted(got.keys() ^ want.keys())[:4]}")
+        largest = max((float(t.detach().double().norm()) for t in want.values() if t.is_floating_point()), default=0.0)
+        for name, expected in want.items():
+            found = got[name].detach().cpu()
+            expected = expected.detach()
+            if found.dtype != expected.dtype or found.shape != expected.shape:
+                raise Mismatch(f"{what}: {name} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}")
+            if not is_close(found, expected, largest):
+                self._require_as_good(what, name, found, expected, largest)
+
+    def _require_as_good(self, what: str, name: str, found: torch.Tensor, expected: torch.Tensor, largest: float) -> None:
+        error = float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
+        text = f"{what}: {name} differs by {error:.1e} where values reach {float(expected.double().abs().max()):.1e}"
+        if not found.is_floating_point() or not found.isfinite().all() or not expected.isfinite().all():
+            raise Mismatch(text)
+        if self._exact is None:
+            self._exact = self.exact()
+        true = self._exact.get(name)
+        if true is None or true.shape != found.shape:
+            raise Mismatch(text)
+        own, theirs = (float((t.double() - true.detach().double()).norm()) for t in (found, expected))
+        if own > ROUNDING * theirs or own > WORST_RTOL * float(true.detach().double().norm()) + WORST_ATOL * largest:
+            raise Mismatch(f"{text}; from float64 it is {own:.1e} away, CPU torch {theirs:.1e}")
+        self.notes.append(f"{what}: {name}: {own:.1e} from float64's, CPU torch {theirs:.1e}")
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor, largest: float) -> bool:
+    if not torch.allclose(found, expected, rtol=RTOL, atol=ATOL, equal_nan=True):
+        return False
+    if not expected.is_floating_point() or not expected.isfinite().all():
+        return True
+    distance = float((found.double() - expected.double()).norm())
+    return distance <= NORM_RTOL * float(expected.double().norm()) + NORM_ATOL * largest
+
+
+class Subject:
+    """One architecture: CPU torch's results, and the same model on the device."""
+
+    def __init__(self, row: zoo.Architecture) -> None:
+        self.row = row
+        self.host = build(row).eval()
+        self.device = copy.deepcopy(self.host).to("jax")
+        self.notes: list[str] = []
+
+    def column(self, name: str) -> None:
+        """Raises what goes wrong."""
+        getattr(self, name)()
+
+    def double(self) -> nn.Module:
+        """The model in float64 on the CPU, where grouped products are loops: torch has no grouped kernel for float64."""
+        model: Any = copy.deepcopy(self.host).double()
+        model.set_experts_implementation("eager")
+        return model
+
+    def eager(self) -> None:
+        with torch.no_grad():
+            self._judge_forward(lambda **inputs: self.device(**inputs))
+
+    def compiled(self) -> None:
+        import spmd
+
+        @spmd.compile
+        def forward(**inputs: Any) -> Any:
+            return self.device(**inputs)
+
+        with torch.no_grad():
+            self._judge_forward(forward)
+            inputs = on_device(self.row.inputs())
+            before = spmd.metrics.counters()["host_reads"]
+            forward(**inputs)
+            reads = spmd.metrics.counters()["host_reads"] - before
+        if reads:
+            raise Mismatch(f"the compiled forward read {reads} values back to the host")
+
+    def gradients(self) -> None:
+        import spmd
+
+        want = trained(self.row, copy.deepcopy(self.host), self.row.inputs())
+        judge = Judge(lambda: trained(self.row, self.double(), in_double(self.row.inputs())))
+        eager = copy.deepcopy(self.device)
+        judge.require("eager step", trained(self.row, eager, on_device(self.row.inputs())), want)
+
+        model = copy.deepcopy(self.device).train(not self.row.samples)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+        @spmd.compile(keep_grads=True)
+        def step(**inputs: Any) -> torch.Tensor:
+            return train_step(model, optimizer, inputs)
+
+        loss = step(**on_device(self.row.inputs()))
+        judge.require("compiled step", state(model, loss), want)
+        before = spmd.metrics.counters()["host_reads"]
+        step(**on_device(self.row.inputs()))
+        reads = spmd.metrics.counters()["host_reads"] - before
+        if reads:
+            raise Mismatch(f"the compiled step read {reads} values back to the host")
+        self.notes += judge.notes
+
+    def _judge_forward(self, forward: Callable[..., Any]) -> None:
+        want = self.host(**self.row.inputs())
+        got = forward(**on_device(self.row.inputs()))
+        if type(got) is not type(want):
+            raise Mismatch(f"the result is a {type(got).__name__}, not a {type(want).__name__}")
+        judge = Judge(lambda: tensors(self.double()(**in_double(self.row.inputs()))))
+        judge.require("forward", tensors(got), tensors(want))
+        self.notes += judge.notes
+        if self.row.then is None:
+            return
+        judge = Judge(lambda: tensors(continued(self.double(), self.row)))
+        judge.require("with the cache", tensors(continued(forward, self.row, on_device)), tensors(continued(self.host, self.row)))
+        self.notes += judge.notes
+
+
+def continued(model: Callable[..., Any], row: zoo.Architecture, place: Callable[[Any], Any] = lambda x: x) -> Any:
+    """The result for one more token, with the cache that the tokens before it left."""
+    assert row.then is not None
+    first = model(**place({"input_ids": row.inputs()["input_ids"], "use_cache": True}))
+    name, cache = next((k, first[k]) for k in ("past_key_values", "cache_params", "state") if k in first)
+    return model(**place(row.then()), **{name: cache}, use_cache=True)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any]) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model(**inputs))
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def trained(row: zoo.Architecture, model: nn.Module, inputs: Mapping[str, Any]) -> Named:
+    """What one training step leaves."""
+    model.train(not row.samples)
+    return state(model, train_step(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), inputs))
+
+
+def state(model: nn.Module, loss: torch.Tensor) -> Named:
+    """The loss, every parameter and buffer, and every gradient. A tied parameter is named once, so untying shows as one more name."""
+    gradients = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients, **dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def on_device(inputs: Any) -> Any:
+    return {k: v.to("jax") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def in_double(inputs: Mapping[str, Any]) -> Any:
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def check(row: zoo.Architecture, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
+    """For each column "pass" or why not; "notes" where float64 had to be asked."""
+    subject = Subject(row)
+    found: dict[str, str] = {}
+    for column in columns:
+        try:
+            subject.column(column)
+            found[column] = "pass"
+        except Exception as error:  # whatever a model raises is a finding about it
+            found[column] = reason(error)
+    if subject.notes:
+        found["notes"] = f"{len(subject.notes)} tensors: {subject.notes[0]}"
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """A failure in one or two lines, and the line of library code that it came from."""
+    where = traceback.extract_tb(error.__traceback__)
+    models = [f for f in where if "transformers" in f.filename] or where
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, Mismatch):
+        return text
+    return f"{type(error).__name__}: {text} ({Path(models[-1].filename).name}:{models[-1].lineno})"
+
+
+def work() -> None:
+    """Answer one JSON line per name on standard output until standard input ends."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    import transformers
+
+    import spmd  # noqa: F401  registers the device
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    answer, sys.stdout = sys.stdout, sys.stderr
+    answer.write(json.dumps({"ready": True}) + "\n")
+    answer.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        began = time.monotonic()
+        found = check(zoo.ARCHITECTURES[request["model"]], tuple(request["columns"]))
+        sys.stderr.write(f"{request['model']}: {time.monotonic() - began:.0f} s\n")
+        answer.write(json.dumps(found) + "\n")
+        answer.flush()
+        jax.clear_caches()
+
+
+class Worker:
+    """A worker process and the queue of lines that it answered."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.models", "--worker"]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}".strip()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": flags},
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        if self._next(START_TIMEOUT_S) is None:
+            raise SystemExit(f"the worker did not start (exit code {self.process.poll()}); try: {' '.join(command)}")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def _next(self, timeout_s: float) -> str | None:
+        try:
+            return self.lines.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, str] | str:
+        """The model's results, or why there are none."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self._next(timeout_s)
+        if line is not None:
+            return json.loads(line)
+        code = self.process.poll()
+        return f"timed out after {timeout_s:.0f} s" if code is None else f"the process died with exit code {code}"
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="", metavar="REGEX", help="only models whose name the pattern is found in")
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th model, starting with the I-th")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds per model")
+    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {RESULTS} for a whole run, else nowhere")
+    parser.add_argument(
+        "--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these results of shards together"
+    )
+    parser.add_argument("--update", action="store_true", help="put the results of some models into those that are written down")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.worker:
+        work()
+        return
+    if chosen.merge:
+        write({n: found for path in chosen.merge for n, found in json.loads(path.read_text()).items()}, RESULTS)
+        return
+    shard, num_shards = (int(part) for part in chosen.shard.split("/"))
+    names = [n for n in zoo.ARCHITECTURES if re.search(chosen.models, n)][shard::num_shards]
+    columns = tuple(chosen.columns.split(","))
+    results = run(names, columns, chosen.timeout)
+    whole = not chosen.models and num_shards == 1 and columns == COLUMNS
+    out = chosen.json or (RESULTS if whole or chosen.update else None)
+    if out is None:
+        return
+    if chosen.update:
+        results = {**json.loads(out.read_text()), **results}
+    write(results, out)
+
+
+def write(results: dict[str, dict[str, str]], out: Path) -> None:
+    """Write the results down, in the table's order; those that are kept, also as docs/models.md."""
+    results = {n: results[n] for n in zoo.ARCHITECTURES if n in results}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    if out == RESULTS:
+        TABLE.write_text(table(results))
+
+
+def run(names: list[str], columns: tuple[str, ...], timeout_s: float) -> dict[str, dict[str, str]]:
+    """The results of the named models, printed as they come."""
+    results: dict[str, dict[str, str]] = {}
+    worker = Worker()
+    for number, name in enumerate(names):
+        began = time.monotonic()
+        found = worker.ask({"model": name, "columns": columns}, timeout_s)
+        is_lost = isinstance(found, str)
+        results[name] = dict.fromkeys(columns, found) if is_lost else found
+        marks = "  ".join(f"{c} {t if t == 'pass' or c == 'notes' else 'FAIL ' + t}" for c, t in results[name].items())
+        print(f"{number + 1}/{len(names)} {name} ({time.monotonic() - began:.0f} s): {marks}", flush=True)
+        if is_lost or number % MODELS_PER_WORKER == MODELS_PER_WORKER - 1:
+            worker.stop()
+            worker = Worker()
+    worker.stop()
+    passed = sum(all(r[c] == "pass" for c in columns) for r in results.values())
+    print(f"{passed} of {len(results)} pass {', '.join(columns)}")
+    return results
+
+
+def table(results: dict[str, dict[str, str]]) -> str:
+    """docs/models.md: counts, the table, and the reason of everything that does not pass."""
+    from importlib.metadata import version
+
+    rows = {n: (zoo.ARCHITECTURES[n], found) for n, found in results.items()}
+    whole = sum(all(found[c] == "pass" for c in COLUMNS) for found in results.values())
+    lines = [
+        PREFACE.format(
+            version=version("transformers"), torch=version("torch").partition("+")[0], jax=version("jax"), whole=whole, total=len(results)
+        ),
+        "| model | class | kind | " + " | ".join(COLUMNS) + " |",
+        "| --- | --- | --- |" + " --- |" * len(COLUMNS),
+    ]
+    for name, (row, found) in rows.items():
+        marks = " | ".join("pass" if found[c] == "pass" else "**fails**" for c in COLUMNS)
+        star = r" \*" if "notes" in found else ""
+        lines.append(f"| {name}{star} | `{row.model}` | {row.kind} | {marks} |")
+    failures = [f"- {n}, {c}: {found[c]}" for n, (_, found) in rows.items() for c in COLUMNS if found[c] != "pass"]
+    lines += ["", "## What fails, and why", "", *(failures or ["Nothing."])]
+    notes = [f"- {n}: {found['notes']}" for n, (_, found) in rows.items() if "notes" in found]
+    if notes:
+        lines += ["", NOTES_PREFACE, "", *notes]
+    return "\n".join(lines) + "\n"
+
+
+PREFACE = """# Unmodified models
+
+Generated by `make models` (`benchmarks/models.py`, which says what each column compares); do not edit.
+
+Hugging Face transformers {version}, torch {torch}, jax {jax}: **{whole} of {total} architectures pass all three columns**. Every model is
+randomly initialised in a tiny configuration, runs as it is in the package, dropout off, and is compared with CPU torch in float32 at
+torch.testing's tolerances (rtol 1.3e-6, atol 1e-5); and no tensor may be off by more than 1e-3 of its own norm, so that the absolute
+tolerance hides no small wrong gradient.
+
+- **eager**: the forward pass on device `jax`: every tensor of the `ModelOutput`, caches included; decoders then get one more token with
+  the cache.
+- **compiled**: the same under `spmd.compile`, the cache going out of one call and into the next. No value is read back to the host.
+- **gradients**: one training step, eager, and as one compiled program: the loss, every gradient, and every parameter and buffer after
+  SGD; tied weights are still tied. The compiled step reads no value back to the host.
+
+timm cannot be imported where this table was made, so no timm model is measured.
+"""
+NOTES_PREFACE = """## Where float32 itself is the measure
+
+In models marked \\* some values are beyond those tolerances because sums in float32 are: CPU torch in float64 is then the judge, and
+device `jax` passes if its distance from it is at most 3 times CPU torch's own in float32, and at most 1e-2 of the value's norm. The
+first such value of each model:"""
+
+
+if __name__ == "__main__":
+    main()

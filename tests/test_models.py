@@ -1,0 +1,87 @@
+"""Unmodified Hugging Face models, one small one of each kind; `make models` runs all of benchmarks/zoo.py."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the models come from transformers, which the extras `hf` and `dev` install")
+
+import spmd
+from benchmarks import models, zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
+
+NAMES = ("GPT-2", "BERT", "T5", "ResNet", "Wav2Vec2", "Qwen3-MoE", "Mamba")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unmodified_model_gives_what_cpu_torch_gives_eager_compiled_and_trained(name: str) -> None:
+    found = models.check(zoo.ARCHITECTURES[name])
+    assert {column: found[column] for column in models.COLUMNS} == dict.fromkeys(models.COLUMNS, "pass")
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+def test_a_compiled_model_fills_the_callers_cache(kind: str) -> None:
+    import transformers
+
+    host = models.build(zoo.ARCHITECTURES["LLaMA"]).eval()
+    device = copy.deepcopy(host).to("jax")
+    forward = spmd.compile(lambda tokens, cache: device(input_ids=tokens, past_key_values=cache))
+    tokens = zoo.ids(8)
+    options = {"config": host.config, **({"max_cache_len": 16} if kind == "StaticCache" else {})}
+    cache, host_cache = (getattr(transformers, kind)(**options) for _ in range(2))
+    with torch.no_grad():
+        for part in (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:7], tokens[:, 7:]):
+            found = forward(part.to("jax"), cache)
+            wanted = host(input_ids=part, past_key_values=host_cache)
+            assert found.past_key_values is cache
+            torch.testing.assert_close(found.logits.cpu(), wanted.logits)
+    assert int(cache.get_seq_length()) == 8
+    if kind == "StaticCache":  # of fixed shapes: one program for the prompt, one for a token into a filled cache
+        assert forward.num_traces == 2
+
+
+def test_the_table_holds_at_least_sixty_architectures_of_every_kind() -> None:
+    kinds = {row.kind for row in zoo.ARCHITECTURES.values()}
+    assert len(zoo.ARCHITECTURES) >= 60
+    assert kinds >= {"decoder", "encoder", "encoder-decoder", "vision", "audio", "mixture of experts", "state space"}
+
+
+def wrong(want: models.Named, name: str, value: torch.Tensor) -> models.Named:
+    return {**want, name: value}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("large", torch.tensor([1.0, 2.001]), "large differs by 1.0e-03"),
+        ("small", torch.tensor([0.0, 8e-6]), "small differs by"),  # within atol, and wrong altogether
+        ("large", torch.tensor([1.0, 2.0], dtype=torch.float64), "not torch.float32"),
+        ("more", torch.tensor(1.0), "only on one side"),
+    ],
+)
+def test_a_wrong_value_is_a_mismatch(name: str, value: torch.Tensor, said: str) -> None:
+    want = {"large": torch.tensor([1.0, 2.0]), "small": torch.tensor([8e-6, 0.0])}
+    judge = models.Judge(lambda: want)
+    judge.require("same", dict(want), want)
+    with pytest.raises(models.Mismatch, match=said):
+        judge.require("step", wrong(want, name, value), want)
+    assert judge.notes == []
+
+
+def test_a_table_names_the_reason_of_each_failure() -> None:
+    passes = dict.fromkeys(models.COLUMNS, "pass")
+    text = models.table({"GPT-2": passes, "BERT": {**passes, "compiled": "TraceError: why"}})
+    assert "1 of 2 architectures" in text
+    assert "| GPT-2 | `GPT2LMHeadModel` | decoder | pass | pass | pass |" in text
+    assert "- BERT, compiled: TraceError: why" in text
