@@ -271,7 +271,6 @@ class PythonState:
         expected = [(held.read, values, held) for snapshot in kept for held, values in snapshot.expected()]
         others = [entry for entry in expected if entry[2].quick is None]
         quick = [(*held.quick, values) for _, values, held in expected if held.quick is not None]
-        apply: Any = call
         getters, holders = [getter for getter, _, _ in quick], [holder for _, holder, _ in quick]
         sizes, flat = [len(holder) for holder in holders], [value for _, _, values in quick for value in values]
 
