@@ -84,4 +84,4 @@ def test_a_table_names_the_reason_of_each_failure() -> None:
     text = models.table({"GPT-2": passes, "BERT": {**passes, "compiled": "TraceError: why"}})
     assert "1 of 2 architectures" in text
     assert "| GPT-2 | `GPT2LMHeadModel` | decoder | pass | pass | pass |" in text
-    assert "- BERT, compiled: TraceError: why" in text
+    assert "- BERT, compiled: it fails with: TraceError: why" in text
