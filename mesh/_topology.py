@@ -38,6 +38,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
     Raises:
         DeviceError: libtpu is not installed, is in use by another process, or knows no such topology.
     """
+    before = dict(os.environ)
     for variable, value in _FOR_LIBTPU.items():
         os.environ.setdefault(variable, value)
     try:
@@ -50,6 +51,9 @@ def topology_devices(name: str) -> tuple[Device, ...]:
                 "pip install 'spmd-mesh[tpu]' for libtpu, and write the topology as in 'v5e:2x4' or 'v5p:8x8x16'",
             )
         ) from error
+    finally:  # also what libtpu itself sets: a child that inherits it would take itself for a worker of a pod
+        for variable in os.environ.keys() - before.keys():
+            del os.environ[variable]
     return tuple(cast("list[Device]", found.devices))
 
 

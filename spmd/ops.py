@@ -192,7 +192,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 def _shortened(file: str) -> str:
     """A path of this project or of PyTorch, from the folder that holds the package."""
-    for package in (Path(__file__).parents[1], Path(torch.__file__).parents[1]):
+    for package in (Path(torch.__file__).parents[1], Path(__file__).parents[1]):  # an environment may lie inside the project
         if Path(file).is_relative_to(package):
             return Path(file).relative_to(package).as_posix()
     return file

@@ -4,6 +4,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn as nn
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 import mesh
 import spmd
 from benchmarks import megatron
+from spmd.program import _hlo
 
 WIDTH, HIDDEN, BATCH = 1024, 4096, 64
 
@@ -28,7 +31,7 @@ def shard(model: nn.Module, grid: mesh.Mesh) -> nn.Module:
 def pair(grid: mesh.Mesh) -> tuple[nn.Module, nn.Module, Any, Any]:
     """(on the CPU, on the mesh, CPU batch, sharded batch)."""
     torch.manual_seed(0)
-    host = megatron.MLP(WIDTH, HIDDEN)
+    host = megatron.MLP(megatron.Config(width=WIDTH, hidden=HIDDEN))
     batch = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
     sharded = [spmd.mark_sharding(t.to("jax"), grid, ("data", None)) for t in batch]
     return host, shard(copy.deepcopy(host).to("jax"), grid), batch, sharded
@@ -55,7 +58,7 @@ def test_outputs_and_gradients_equal_torch(mesh_4x2: mesh.Mesh) -> None:
 @pytest.mark.multidevice(num=8)
 def test_fifty_adamw_steps_equal_torch_in_one_executable(mesh_4x2: mesh.Mesh) -> None:
     host, device, batch, sharded = pair(mesh_4x2)
-    on_host, on_device = megatron.torch_step(host), spmd.compile(megatron.torch_step(device))
+    on_host, on_device = train_step_of(host), spmd.compile(train_step_of(device))
     losses = [on_device(*sharded) for _ in range(50)]
     expected = [on_host(*batch).item() for _ in range(50)]
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
@@ -66,13 +69,47 @@ def test_fifty_adamw_steps_equal_torch_in_one_executable(mesh_4x2: mesh.Mesh) ->
     assert (on_device.num_executables, on_device.retraces) == (1, [])
 
 
+def train_step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+    optimizer = megatron.optimizer(model.parameters())
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = megatron.loss(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step
+
+
+def step_by_hand(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    """Gradients and an update in JAX: the products and the collectives are those of the step, whatever the optimizer."""
+
+    def loss_of(params: Any) -> jax.Array:
+        hidden = jax.nn.gelu(x @ params["up"].T + params["up_bias"], approximate=False)
+        return jnp.mean(jnp.square(hidden @ params["down"].T + params["down_bias"] - y))
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), loss
+
+
 @pytest.mark.multidevice(num=8)
 def test_collectives_and_flops_are_those_of_jax_by_hand(mesh_4x2: mesh.Mesh) -> None:
-    found = megatron.contenders(mesh_4x2, WIDTH, HIDDEN, BATCH, 1)
-    found["ours"].step()
-    ours, hand = (found[name].facts() for name in ("ours", "jax") if found[name].facts is not None)
-    assert ours["collectives"] == hand["collectives"] == {"all-reduce over data": 1, "all-reduce over model": 1}
-    assert ours["flops"] == hand["flops"]
+    _, device, _, sharded = pair(mesh_4x2)
+    step = spmd.compile(train_step_of(device))
+    step(*sharded)
+    arrays = {"up": device.up.weight, "up_bias": device.up.bias, "down": device.down.weight, "down_bias": device.down.bias}
+    whole = mesh.ShardingSpec(mesh_4x2, (None,)).to_jax()
+    params = {
+        name: jax.device_put(p.detach().as_subclass(spmd.XLAShardedTensor).jax, whole if name == "down_bias" else None)
+        for name, p in arrays.items()
+    }
+    placed = {name: value.sharding for name, value in params.items()}
+    hand = jax.jit(step_by_hand, out_shardings=(placed, None)).lower(params, *(t.jax for t in sharded)).compile().as_text()
+    assert hand is not None
+    theirs = _hlo.collectives(hand, tuple(mesh_4x2.axis_names), tuple(mesh_4x2.mesh_shape)).by_axis()
+    assert step.collectives().by_axis() == theirs == {("all-reduce", ("data",)): 1, ("all-reduce", ("model",)): 1}
+    assert step.flops() == _hlo.flops(hand)
 
 
 def dropout_losses(grid: mesh.Mesh | None) -> list[float]:
