@@ -164,15 +164,11 @@ def in_module(name: str, module: torch.nn.Module) -> list[Held]:
     """A module's plain attributes and tensors, and the parameters, buffers and children it holds."""
     attributes = module.__dict__
     keys = tuple(k for k, v in attributes.items() if isinstance(v, (*PLAIN, torch.Tensor)))
-    count, some = len(attributes), itemgetter(*keys)
+    count, some, names = len(attributes), itemgetter(*keys), frozenset(keys)
 
     def read() -> Sequence[Any]:
-        if len(attributes) == count:
-            try:
-                return some(attributes)
-            except KeyError:
-                pass
-        return tuple(attributes.values())
+        is_whole = len(attributes) == count and names <= attributes.keys()
+        return some(attributes) if is_whole else (*keys, ABSENT)  # one more than the keys: entries came or went
 
     def remember() -> Action:
         kept = dict(attributes)

@@ -173,3 +173,15 @@ def test_a_tensor_hook_registered_later_retraces() -> None:
     step(x)
     assert device.down.bias.tolist() == before
     assert "got or lost a hook" in step.retraces[0]
+
+
+def test_an_attribute_of_a_module_that_gave_way_to_another_is_seen() -> None:
+    model = MLP().to("jax")
+    model.scale = 2.0
+    step = spmd.compile(lambda x: model(x) * getattr(model, "scale", 1.0))
+    x = batch(4, 8).to("jax")
+    scaled = step(x).cpu()
+    del model.scale
+    model.factor = 3.0  # as many attributes as before
+    assert_same(step(x), scaled / 2)
+    assert "got or lost entries" in step.retraces[0]
