@@ -58,7 +58,7 @@ $(TORCHAX)/.installed:
 	@touch $@
 
 ops: setup ## which PyTorch ops the device covers
-	@$(PY) benchmarks/ops.py
+	@$(PY) -m benchmarks.ops
 
 models: setup ## which Hugging Face models run unmodified (about an hour on two cores)
 	@$(PY) -m benchmarks.models

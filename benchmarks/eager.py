@@ -93,36 +93,24 @@ def traces(rounds: int, calls: int) -> tuple[list[Times], list[Times]]:
     x, w = (np.full((8, 8), 0.1, np.float32) for _ in range(2))
     tensors, arrays = [torch.from_numpy(v).to("jax") for v in (x, w)], [jnp.asarray(v) for v in (x, w)]
 
-    def ours() -> Times:
+    def inside(chain: Callable[[Any, Any], Any], trace: Callable[[Callable[[Any, Any], Any]], object]) -> Times:
         spent: deque[Times] = deque()  # not a list: what a trace does to a list is undone, and done by every call
 
-        def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def clocked(x: Any, w: Any) -> Any:
             starts = {name: clock() for name, clock in CLOCKS.items()}
-            out = torch_chain(x, w)
+            out = chain(x, w)
             spent.append({name: clock() - starts[name] for name, clock in CLOCKS.items()})
             return out
 
-        spmd.compile(chain).program(*tensors)
-        return spent[-1]
-
-    def jaxs() -> Times:
-        spent: list[Times] = []
-
-        def chain(x: jax.Array, w: jax.Array) -> jax.Array:
-            starts = {name: clock() for name, clock in CLOCKS.items()}
-            out = jnp_chain(x, w)
-            spent.append({name: clock() - starts[name] for name, clock in CLOCKS.items()})
-            return out
-
-        jax.jit(chain).trace(*arrays)
+        trace(clocked)
         return spent[-1]
 
     found: tuple[list[Times], ...] = ([], [])
     for number in range(rounds + 1):
         samples: tuple[list[Times], ...] = ([], [])
         for _ in range(calls):
-            samples[0].append(ours())
-            samples[1].append(jaxs())
+            samples[0].append(inside(torch_chain, lambda fn: spmd.compile(fn).program(*tensors)))
+            samples[1].append(inside(jnp_chain, lambda fn: jax.jit(fn).trace(*arrays)))
         if number:
             for side in (0, 1):
                 found[side].append(medians(samples[side]))

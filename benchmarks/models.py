@@ -18,11 +18,8 @@ import copy
 import dataclasses
 import json
 import os
-import queue
 import re
-import subprocess
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -34,12 +31,12 @@ import torch
 import torch.nn as nn
 
 from benchmarks import zoo
+from benchmarks.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 TABLE = ROOT / "docs" / "models.md"
 COLUMNS = ("eager", "compiled", "gradients")
-START_TIMEOUT_S = 180.0
 MODELS_PER_WORKER = 12  # compiled programs pile up in its memory
 LEARNING_RATE = 0.1
 
@@ -344,52 +341,10 @@ def work() -> None:
         jax.clear_caches()
 
 
-class Worker:
-    """A worker process and the queue of lines that it answered."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.models", "--worker"]
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}".strip()
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": flags},
-        )
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        if self._next(START_TIMEOUT_S) is None:
-            raise SystemExit(f"the worker did not start (exit code {self.process.poll()}); try: {' '.join(command)}")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
-
-    def _next(self, timeout_s: float) -> str | None:
-        try:
-            return self.lines.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, str] | str:
-        """The model's results, or why there are none."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        line = self._next(timeout_s)
-        if line is not None:
-            return json.loads(line)
-        code = self.process.poll()
-        return f"timed out after {timeout_s:.0f} s" if code is None else f"the process died with exit code {code}"
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def start() -> Worker:
+    """A worker for models."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}".strip()
+    return Worker([sys.executable, "-m", "benchmarks.models", "--worker"], {**os.environ, "XLA_FLAGS": flags})
 
 
 def options() -> argparse.Namespace:
@@ -440,7 +395,7 @@ def write(results: dict[str, dict[str, str]], out: Path) -> None:
 def run(names: list[str], columns: tuple[str, ...], timeout_s: float) -> dict[str, dict[str, str]]:
     """The results of the named models, printed as they come."""
     results: dict[str, dict[str, str]] = {}
-    worker = Worker()
+    worker = start()
     for number, name in enumerate(names):
         began = time.monotonic()
         found = worker.ask({"model": name, "columns": columns}, timeout_s)
@@ -450,7 +405,7 @@ def run(names: list[str], columns: tuple[str, ...], timeout_s: float) -> dict[st
         print(f"{number + 1}/{len(names)} {name} ({time.monotonic() - began:.0f} s): {marks}", flush=True)
         if is_lost or number % MODELS_PER_WORKER == MODELS_PER_WORKER - 1:
             worker.stop()
-            worker = Worker()
+            worker = start()
     worker.stop()
     passed = sum(all(r[c] == "pass" for c in columns) for r in results.values())
     print(f"{passed} of {len(results)} pass {', '.join(columns)}")

@@ -1,8 +1,8 @@
 """Which of torch's operators does device 'jax' compute as the CPU does? Every OpInfo, by dtype, gradient, in-place and out=.
 
-    python benchmarks/ops.py                                        # everything, float32 (minutes to hours: one core)
-    python benchmarks/ops.py --ops '^(add|nn.functional.conv)' --dtypes float32,bfloat16 --kinds forward,grad
-    python benchmarks/ops.py --shard 0/4 --json /tmp/part0.json
+    python -m benchmarks.ops                                        # everything, float32 (minutes to hours: one core)
+    python -m benchmarks.ops --ops '^(add|nn.functional.conv)' --dtypes float32,bfloat16 --kinds forward,grad
+    python -m benchmarks.ops --shard 0/4 --json /tmp/part0.json
 
 Ops run in a worker process, restarted when it crashes or an op exceeds its time-out. Results go to
 benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: why" | "first line of the failure"}}}; a summary is printed.
@@ -13,26 +13,23 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import queue
 import re
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
 DEFAULT_DTYPES = "float32"
 ALL_DTYPES = "float32,float64,bfloat16,float16,int64,int32,int16,int8,uint8,bool,complex64"
-START_TIMEOUT_S = 180.0
 OPS_PER_WORKER = 100  # compiled programs pile up in its memory
 
 
 def work() -> None:
     """Answer one JSON line per requested op on standard output until standard input ends."""
-    sys.path.insert(0, str(ROOT))
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -58,51 +55,9 @@ def work() -> None:
         jax.clear_caches()
 
 
-class Worker:
-    """A worker process and the queue of lines that it answered."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-        )
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        first = self._next(START_TIMEOUT_S)
-        if first is None:
-            raise SystemExit(f"the worker did not start (exit code {self.process.poll()}); try: {sys.executable} {__file__} --worker")
-        self.names: list[str] = json.loads(first)["names"]
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
-
-    def _next(self, timeout_s: float) -> str | None:
-        try:
-            return self.lines.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, dict[str, str]] | str:
-        """The op's results, or why there are none."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        line = self._next(timeout_s)
-        if line is not None:
-            return json.loads(line)
-        code = self.process.poll()
-        return f"timed out after {timeout_s:.0f} s" if code is None else f"the process died with exit code {code}"
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def start() -> Worker:
+    """A worker for operators; it says hello with their names."""
+    return Worker([sys.executable, "-m", "benchmarks.ops", "--worker"])
 
 
 def options() -> argparse.Namespace:
@@ -126,8 +81,8 @@ def main() -> None:
     dtypes = (ALL_DTYPES if chosen.dtypes == "all" else chosen.dtypes).split(",")
     kinds = chosen.kinds.split(",")
     shard, num_shards = (int(part) for part in chosen.shard.split("/"))
-    worker = Worker()
-    names = [name for name in worker.names if re.search(chosen.ops, name)][shard::num_shards]
+    worker = start()
+    names = [name for name in worker.hello["names"] if re.search(chosen.ops, name)][shard::num_shards]
     results: dict[str, Any] = {}
     began = time.monotonic()
     for number, name in enumerate(names):
@@ -136,7 +91,7 @@ def main() -> None:
         results[name] = {dtypes[0]: {kinds[0]: found}} if is_lost else found
         if is_lost or number % OPS_PER_WORKER == OPS_PER_WORKER - 1:
             worker.stop()
-            worker = Worker()
+            worker = start()
         if chosen.verbose or len(names) <= 60:
             show_failures(name, results[name])
         if sys.stderr.isatty() or number % 50 == 49:

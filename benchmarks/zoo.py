@@ -152,7 +152,22 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    **LLAMA,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 VIT = {**HIDDEN, "image_size": 32, "patch_size": 8}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
 WAV2VEC2 = {
     **HIDDEN,
     "vocab_size": 32,
@@ -266,41 +281,12 @@ MIXTURES = (
             (
                 "DeepSeek-V3",
                 "DeepseekV3ForCausalLM",
-                {
-                    **LLAMA,
-                    "num_key_value_heads": 4,
-                    "moe_intermediate_size": 16,
-                    "n_routed_experts": 8,
-                    "n_shared_experts": 1,
-                    "num_experts_per_tok": 2,
-                    "n_group": 2,
-                    "topk_group": 1,
-                    "first_k_dense_replace": 1,
-                    "kv_lora_rank": 16,
-                    "q_lora_rank": 16,
-                    "qk_rope_head_dim": 8,
-                    "qk_nope_head_dim": 8,
-                    "v_head_dim": 8,
-                },
+                {**DEEPSEEK, "n_group": 2, "topk_group": 1},
             ),
             (
                 "DeepSeek-V2",
                 "DeepseekV2ForCausalLM",
-                {
-                    **LLAMA,
-                    "num_key_value_heads": 4,
-                    "moe_intermediate_size": 16,
-                    "n_routed_experts": 8,
-                    "n_shared_experts": 1,
-                    "num_experts_per_tok": 2,
-                    "first_k_dense_replace": 1,
-                    "kv_lora_rank": 16,
-                    "q_lora_rank": 16,
-                    "qk_rope_head_dim": 8,
-                    "qk_nope_head_dim": 8,
-                    "v_head_dim": 8,
-                    "topk_method": "greedy",
-                },
+                {**DEEPSEEK, "topk_method": "greedy"},
             ),
             (
                 "GPT-OSS",
@@ -510,26 +496,12 @@ VISION = (
     vision(
         "Swin",
         "SwinForImageClassification",
-        {
-            "image_size": 32,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [2, 1],
-            "num_heads": [2, 4],
-            "window_size": 4,
-        },
+        SWIN,
     ),
     vision(
         "Swin v2",
         "Swinv2ForImageClassification",
-        {
-            "image_size": 32,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [2, 1],
-            "num_heads": [2, 4],
-            "window_size": 4,
-        },
+        SWIN,
     ),
     vision("ConvNeXt", "ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     vision("ConvNeXt V2", "ConvNextV2ForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),

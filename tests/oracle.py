@@ -59,6 +59,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
     return loss
 
 
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    """One training step towards outputs of zero; the loss before it."""
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def assert_same(got: Any, want: Any, tolerance: tuple[float, float] | None = None) -> None:
     """Containers of tensors and values agree: structure, dtype, shape, value."""
     got_flat, got_tree = pytree.tree_flatten(got)

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.func import functional_call
 
 import mesh
 import spmd
-from tests.oracle import assert_same, assert_same_model, batch
+from tests.oracle import assert_same, assert_same_model, batch, descend
 
 pytestmark = pytest.mark.multidevice(num=8)
 SPEC = ("model", None)
@@ -107,13 +108,7 @@ def test_gradients_and_optimizer_state_follow_the_parameter(place: str, optimize
     opt = optimizer(model.parameters())
     x = spmd.mark_sharding(batch(8, 16).to("jax"), mesh_4x2, ("data", None))
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        opt.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        opt.step()
-        return loss
-
+    step = partial(descend, model, opt)
     run = spmd.compile(step, keep_grads=True) if compiled else step
     for _ in range(2):
         run(x)

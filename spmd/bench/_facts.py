@@ -61,11 +61,13 @@ def model_flops(job: Job) -> int:
     import dataclasses
 
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
     job = dataclasses.replace(job, topology=job.topology or "none", dtype="float32")  # a topology: tensors on the meta device
     model, batch = job.model(), job.batches()[0]
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+    # Fake tensors made on the way, not only meta ones: a model that looks at values unless it is traced sees that it is.
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter, torch.device("meta"):
         job.script.loss(model, *batch).backward()
     return counter.get_total_flops()
 

@@ -139,6 +139,13 @@ class Joint:
         computed = iter(eval_jaxpr(self.backward.jaxpr, self.backward.consts, *residuals[:split], *cotangents))
         return [next(known) if is_known else next(computed) for is_known in self._gradient_known]
 
+    def results(self, ctx: Any, outputs: Sequence[Any], residuals: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Of a forward pass on autograd's tape: its results as tensors; the residuals are saved for the backward pass."""
+        ctx.save_for_backward(*map(wrap, residuals))
+        results = tuple(map(wrap, outputs))
+        ctx.mark_non_differentiable(*(t for t, takes in zip(results, self.has_gradient, strict=True) if not takes))
+        return results
+
 
 def captured_by(fn: TensorFunction) -> list[torch.Tensor]:
     """Tensors with a gradient that `fn` can reach without being given them."""

@@ -116,10 +116,7 @@ class _Passes(torch.autograd.Function):
         with exact_dtypes():
             outputs, residuals = program.forward(joint.outer_values(), [load(t) for t in tensors], words)
         ctx.program, ctx.count = program, len(tensors)
-        ctx.save_for_backward(*map(wrap, residuals))
-        results = tuple(map(wrap, outputs))
-        ctx.mark_non_differentiable(*(t for t, takes in zip(results, joint.has_gradient, strict=True) if not takes))
-        return results
+        return joint.results(ctx, outputs, residuals)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -208,10 +208,7 @@ class _Passes(torch.autograd.Function):
             split = count + len(scanned.flat_xs)
             outputs, residuals = scanned.forward(joint.outer_values(), arrays[:count], arrays[count:split], arrays[split:])
         ctx.scanned, ctx.tensors = scanned, tensors
-        ctx.save_for_backward(*map(wrap, residuals))
-        results = tuple(map(wrap, outputs))
-        ctx.mark_non_differentiable(*(t for t, takes in zip(results, joint.has_gradient, strict=True) if not takes))
-        return results
+        return joint.results(ctx, outputs, residuals)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spmd.bench._facts import program_facts
+from spmd.bench._facts import model_flops, program_facts
 from spmd.bench._job import Job
 from spmd.bench.peers import by_hand, ours
 
@@ -67,3 +67,11 @@ def test_loss_curves_overlap(pair: Any) -> None:
     _, (mine, _), (hand, _) = pair
     assert mine == pytest.approx(hand, rel=2e-3)
     assert mine[:2] == pytest.approx(hand[:2], rel=1e-5)
+
+
+def test_model_flops_are_counted_without_memory_or_values() -> None:
+    pytest.importorskip("transformers")
+    own, hf = (model_flops(job("gpt2", variant, "data=8")) for variant in ("own", "hf"))
+    batch, seq, width, layers, vocabulary = 8, 32, 64, 2, 256
+    products = layers * (12 * width * width + 2 * seq * width) + vocabulary * width  # per token; attention over all pairs
+    assert own == hf == 3 * 2 * batch * seq * products

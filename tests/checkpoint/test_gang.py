@@ -32,7 +32,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     found = checkpoint.steps(tmp_path / "run")[0].manifest
     assert found is not None and {file.name[:10] for file in found.files} == {"data-00000", "data-00001"}
     assert run(2, 2, tmp_path / "run", 2) == unbroken[1:2]
-    np.testing.assert_allclose(run(1, 4, tmp_path / "run", 3), unbroken[2:], rtol=1e-6)
+    np.testing.assert_allclose(run(1, 4, tmp_path / "run", 3), unbroken[2:], rtol=1e-6)  # sums over devices may be taken in another order
     whole = checkpoint.restore(tmp_path / "unbroken").state["model"]
     exported = safetensors.torch.load_file(tmp_path / "unbroken-safetensors-3" / "model.safetensors")
     assert {name: value.tolist() for name, value in exported.items()} == {name: value.cpu().tolist() for name, value in whole.items()}

@@ -90,7 +90,7 @@ def test_a_run_goes_on_on_another_mesh(unbroken: tuple[Path, list[float]], name:
     resumed = training.run(3, 6)
     if name == "4x2":
         assert resumed == losses
-    np.testing.assert_allclose(resumed, losses, rtol=1e-6)
+    np.testing.assert_allclose(resumed, losses, rtol=1e-6)  # on another mesh sums are taken in another order: seen 3e-7
 
 
 def test_a_running_program_goes_back_without_a_new_trace(unbroken: tuple[Path, list[float]]) -> None:

@@ -5,6 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import mesh
 import spmd
 from mesh import PartitionSpec
 from spmd import _counters
+from tests.oracle import descend
 
 
 class Tied(nn.Module):
@@ -210,13 +212,7 @@ def test_a_class_of_its_own_is_refused_with_a_way_out() -> None:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, num: int, *, is_compiled: bool) -> list[float]:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = partial(descend, model, optimizer)
     run = spmd.compile(step) if is_compiled else step
     return [run(x).item() for _ in range(num)]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesh
 import spmd
-from tests.oracle import assert_same, assert_same_model, batch
+from tests.oracle import assert_same, assert_same_model, batch, train
 
 pytestmark = pytest.mark.multidevice(num=8)
 WIDTH, DEPTH, ROWS = 256, 6, 8
@@ -53,14 +53,6 @@ def pair(grid: mesh.Mesh, make: Callable[[], nn.Module] = Stack, **options: Any)
     torch.manual_seed(0)
     host = make()
     return host, shard(copy.deepcopy(host).to("jax"), grid, **options)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def on_mesh(grid: mesh.Mesh, width: int = 16, rows: int = 16) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.lowering.against_cpu import assert_equal, check, normal, on_jax
+from tests.oracle import assert_same
 
 B, H, T, S, D = 2, 4, 5, 7, 8
 VISIBLE = torch.ones(T, S, dtype=torch.bool).tril(1)
@@ -99,4 +100,4 @@ def test_transformer_encoder_equals_cpu(call: dict[str, Any], norm_first: bool, 
     with torch.set_grad_enabled(training):
         expected, actual = cpu(x, **call), device(x.to("jax"), **on_jax(call))
     visible = ~PADDING if "src_key_padding_mask" in call else torch.ones(3, T, dtype=torch.bool)
-    torch.testing.assert_close(actual.cpu()[visible], expected[visible], rtol=2e-5, atol=2e-5)
+    assert_same(actual.cpu()[visible], expected[visible])

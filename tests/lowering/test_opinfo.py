@@ -1,4 +1,4 @@
-"""Every operator that the device computes as torch's CPU does must go on doing so; `benchmarks/ops.py` finds which those are.
+"""Every operator that the device computes as torch's CPU does must go on doing so; `benchmarks.ops` finds which those are.
 
 `benchmarks/results/ops.json` is the record. The quick slice runs two samples of each op's forward and gradient in float32;
 `-m slow` runs every recorded dtype, in-place and out= form with all samples.

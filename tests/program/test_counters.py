@@ -12,6 +12,7 @@ import torch.nn as nn
 
 import spmd
 from spmd.device._storage import buffer_of
+from tests.oracle import assert_same_model, descend
 
 ADAM: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -29,19 +30,7 @@ def pair() -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def assert_same(device: nn.Module, host: nn.Module) -> None:
-    for p, q in zip(device.parameters(), host.parameters(), strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)
+    return lambda x: descend(model, optimizer, x)
 
 
 def counters(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -55,7 +44,7 @@ def test_training_equals_torch_with_one_executable(name: str) -> None:
     on_device = spmd.compile(step_of(device, ADAM[name](device.parameters())))
     for _ in range(5):
         assert on_device(X.to("jax")).item() == pytest.approx(on_host(X).item(), rel=1e-5)
-    assert_same(device, host)
+    assert_same_model(device, host)
     assert (on_device.num_executables, on_device.retraces) == (1, [])
 
 
@@ -78,7 +67,7 @@ def test_counters_set_apart_between_steps_are_seen() -> None:
                 next(iter(optimizer.state.values()))["step"].fill_(40.0)
         on_host(X)
         on_device(X.to("jax"))
-    assert_same(device, host)
+    assert_same_model(device, host)
     assert on_device.num_executables == 2
     assert "step counters" in on_device.retraces[0]
 
@@ -100,7 +89,7 @@ def test_counters_of_parameters_that_take_turns() -> None:
     for number in (0, 1, 1, 0, 1, 0, 0):
         calls[0][number](X)
         calls[1][number](X.to("jax"))
-        assert_same(device, host)
+        assert_same_model(device, host)
 
 
 def test_eager_step_after_a_compiled_one() -> None:
@@ -111,5 +100,5 @@ def test_eager_step_after_a_compiled_one() -> None:
     for call in (compiled, eager, compiled, compiled, eager):
         on_host(X)
         call(X.to("jax"))
-    assert_same(device, host)
+    assert_same_model(device, host)
     assert compiled.num_executables == 1

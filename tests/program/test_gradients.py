@@ -9,21 +9,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import spmd
-from tests.oracle import assert_same, assert_same_model, batch, on_device, twins
-
-
-def zero_before(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
+from tests.oracle import assert_same, assert_same_model, batch, descend, on_device, twins
 
 
 def zero_after(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
+    loss = never_zero(model, optimizer, x)
     optimizer.zero_grad()
     return loss
 
@@ -64,7 +54,7 @@ def clipped_value(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Te
     return norm
 
 
-STEPS = [zero_before, zero_after, zero_in_place, micro_batches, clipped_value]
+STEPS = [descend, zero_after, zero_in_place, micro_batches, clipped_value]
 Between = Callable[[Any, int], None]
 
 
@@ -98,7 +88,7 @@ def test_one_program_whatever_way_gradients_are_zeroed(fn: Callable[..., torch.T
 def test_kept_gradients_are_new_tensors_each_call() -> None:
     _, device = twins()
     optimizer = torch.optim.SGD(device.parameters(), lr=0.1)
-    step = spmd.compile(lambda x: zero_before(device, optimizer, x), keep_grads=True)
+    step = spmd.compile(lambda x: descend(device, optimizer, x), keep_grads=True)
     step(batch(8, 8).to("jax"))
     first = device.up.weight.grad
     value = first.tolist()
@@ -160,10 +150,10 @@ def test_a_compiled_backward_with_an_eager_step(kept: bool) -> None:
 def test_parameters_that_no_optimizer_zeroes_do_not_stop_the_others() -> None:
     host, device = twins()
     optimizers = [torch.optim.SGD(m.down.parameters(), lr=0.05) for m in (host, device)]
-    step = spmd.compile(lambda x: zero_before(device, optimizers[1], x))
+    step = spmd.compile(lambda x: descend(device, optimizers[1], x))
     for i in range(3):
         x = batch(8, 8, seed=i)
-        assert_same(step(x.to("jax")), zero_before(host, optimizers[0], x))
+        assert_same(step(x.to("jax")), descend(host, optimizers[0], x))
     assert (step.num_executables, step.retraces) == (1, [])
     assert_same_model(device, host)
     with pytest.raises(spmd.DroppedValueError, match="not kept"):
@@ -225,10 +215,10 @@ def test_a_step_on_a_model_that_no_discovery_finds() -> None:
     box = Hidden()
     box.model, box.optimizer = device, torch.optim.Adam(device.parameters(), lr=0.01)
     optimizer = torch.optim.Adam(host.parameters(), lr=0.01)
-    step = spmd.compile(lambda x: zero_before(box.model, box.optimizer, x))
+    step = spmd.compile(lambda x: descend(box.model, box.optimizer, x))
     for i in range(4):
         x = batch(8, 8, seed=i)
-        assert_same(step(x.to("jax")), zero_before(host, optimizer, x))
+        assert_same(step(x.to("jax")), descend(host, optimizer, x))
         for o in (optimizer, box.optimizer):
             o.param_groups[0]["lr"] *= 0.5
     assert_same_model(device, host)

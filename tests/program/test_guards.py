@@ -9,19 +9,11 @@ import torch.nn as nn
 
 import mesh
 import spmd
-from tests.oracle import MLP, assert_same, assert_same_model, batch, train, twins
+from tests.oracle import MLP, assert_same, assert_same_model, batch, descend, train, twins
 
 
 def by_closure(model: nn.Module, optimizer: Any) -> Callable[..., torch.Tensor]:
     return lambda x, y: train(model, optimizer, x, y)
-
-
-def normalised(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def test_train_and_eval_have_a_program_each_and_return_to_it() -> None:
@@ -165,7 +157,7 @@ def test_marking_anew_between_calls_is_kept_and_retraces(mesh_4x2: mesh.Mesh) ->
 def test_a_tensor_hook_registered_later_retraces() -> None:
     _, device = twins()
     optimizer = torch.optim.SGD(device.parameters(), lr=0.1)
-    step = spmd.compile(lambda x: normalised(device, optimizer, x))
+    step = spmd.compile(lambda x: descend(device, optimizer, x))
     x = batch(4, 8).to("jax")
     step(x)
     before = device.down.bias.tolist()

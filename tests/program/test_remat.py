@@ -13,7 +13,7 @@ from torch import nn
 
 import mesh
 import spmd
-from tests.oracle import assert_same, batch, twins
+from tests.oracle import assert_same, batch, descend, twins
 
 POLICIES: list[Any] = ["nothing", "dots", "everything", "dots_saveable", lambda name: name == "gelu"]
 
@@ -131,14 +131,7 @@ def temporaries(policy: Any, grid: mesh.Mesh) -> tuple[int, int]:
         spmd.remat(policy)(block)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @spmd.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = spmd.compile(lambda x: descend(model, optimizer, x))
     program = step.program(spmd.mark_sharding(torch.empty(BATCH, DIM, device="jax"), grid, ("data", None)))
     theirs = by_hand(policy, grid).memory_analysis()
     assert theirs is not None

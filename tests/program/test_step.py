@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesh
 import spmd
-from tests.oracle import MLP, assert_same, assert_same_model, batch, on_device, train, twins
+from tests.oracle import MLP, assert_same, assert_same_model, batch, descend, on_device, train, twins
 
 
 class Trainer:
@@ -138,22 +138,14 @@ def test_tied_weights_stay_one_tensor() -> None:
     assert device.head.weight is device.table
 
 
-def normalised(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 @pytest.mark.multidevice(num=8)
 def test_batch_norm_statistics_are_global(mesh_4x2: mesh.Mesh) -> None:
     host, device = twins(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (host, device)]
-    step = spmd.compile(lambda x: normalised(device, optimizers[1], x))
+    step = spmd.compile(lambda x: descend(device, optimizers[1], x))
     for i in range(3):
         x = batch(16, 4, seed=i) * (i + 1)
-        normalised(host, optimizers[0], x)
+        descend(host, optimizers[0], x)
         step(spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", None)))
     assert_same_model(device, host)
     assert device[1].num_batches_tracked.item() == 3
