@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import torch
 
 from spmd._convert import exact_dtypes, host_array
@@ -237,7 +237,7 @@ def capture(
         held = {id(bound[i]): i for i in range(flat.tree.root.objects.count(None), len(bound))}
         state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
-            list(waiting.values()), arg_values, jnp.zeros(len(numbers.slots), jnp.float64), default_stream.words()
+            list(waiting.values()), arg_values, np.zeros(len(numbers.slots)), default_stream.words()
         )
         unfilled.require_unfilled()
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))

@@ -24,6 +24,7 @@ _DEPTH = 4
 _LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
     sys.stdlib_module_names - {"__main__", "types", "argparse", "dataclasses"}
 )
+_PROGRAMS = ("spmd.demo", "spmd.bench")  # are users of this package
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
 
@@ -209,7 +210,7 @@ def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], holders: f
 
 
 def _is_library(module_name: str) -> bool:
-    return module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith("spmd.demo")  # the demo is a user's program
+    return module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_PROGRAMS)
 
 
 def _globals_in(code: types.CodeType) -> list[str]:
