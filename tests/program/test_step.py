@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -393,3 +394,18 @@ def test_marking_inside_a_compiled_function_is_a_constraint(mesh_4x2: mesh.Mesh)
     assert isinstance(out, spmd.XLAShardedTensor)
     assert tuple(out.jax.sharding.spec) == ("data", "model")
     assert tuple(out.partition_spec) == ("data", "model")
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_a_trace_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError
+
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError):
+            spmd.compile(fails)(torch.ones(1).to("jax"))
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
