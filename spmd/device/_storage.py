@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -68,7 +68,10 @@ class Buffer:
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
+        marks: how often the annotation of any buffer changed; while it stands still, none did.
     """
+
+    marks: ClassVar[int] = 0
 
     __slots__ = ("__weakref__", "_annotation", "digest", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
 
@@ -92,6 +95,8 @@ class Buffer:
 
     @annotation.setter
     def annotation(self, spec: mesh.ShardingSpec | None) -> None:
+        if spec is not self._annotation:
+            Buffer.marks += 1
         self._annotation = spec
         self.stored = self.shape if spec is None else padded_shape(self.shape, spec.to_jax())
 

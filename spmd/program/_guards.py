@@ -24,7 +24,7 @@ Guard = Callable[[], str | None]
 class LeafState:
     """Of leaf tensors, what a step may not rely on without looking: whether they require gradients, their hooks, their `.grad`.
 
-    All of it is read in one pass over the tensors, since looking at them is what costs.
+    While all is well it reads one attribute of all tensors after the other, in C and without a tuple for each tensor.
 
     Attributes:
         has_left_gradients: at the last look each had the gradient that the program leaves there: none has to be put.
@@ -37,16 +37,20 @@ class LeafState:
         self._then = [(p.requires_grad, *map(_hook_keys, _hooks_of(p))) for p in self._tensors]
         self._left = left
         self._is_all = left.keys() <= {id(p) for p in self._tensors}
-        self._usual: list[Any] = []  # what was read when all was well, with the gradients that a call leaves
+        self._usual: list[list[Any]] = []  # per attribute what was read when all was well, with the gradients that a call leaves
         self.has_left_gradients = False
 
     def reason(self) -> str | None:
         """What changed, or None."""
-        now = list(map(_of_leaf, self._tensors))
-        flat = list(chain.from_iterable(now))
-        self.has_left_gradients = self._is_all and len(flat) == len(self._usual) and all(map(is_, flat, self._usual))
+        tensors = self._tensors
+        self.has_left_gradients = (
+            self._is_all
+            and bool(self._usual)
+            and all(all(map(is_, map(read, tensors), usual)) for read, usual in zip(_COLUMNS, self._usual, strict=True))
+        )
         if self.has_left_gradients:
             return None
+        now = list(map(_of_leaf, tensors))
         for (name, _), (flag, before, after), (requires_grad, *hooks, _) in zip(self._named, self._then, now, strict=True):
             if requires_grad is not flag:
                 return f"requires_grad of a parameter of {name} changed from {flag} to {not flag}"
@@ -54,7 +58,8 @@ class LeafState:
                 return f"a parameter of {name} got or lost a hook"
         if not any(keys for _, *both in self._then for keys in both):  # hooks in a dict may change without it
             grads = (self._left.get(id(p), grad) for p, (*_, grad) in zip(self._tensors, now, strict=True))
-            self._usual = [value for (*rest, _), grad in zip(now, grads, strict=True) for value in (*rest, grad)]
+            *columns, _ = map(list, zip(*now, strict=True)) if now else [[]] * len(_COLUMNS)
+            self._usual = [*columns, list(grads)]
         return None
 
 
@@ -81,10 +86,11 @@ def parameters_of(modules: list[tuple[str, torch.nn.Module]]) -> list[tuple[str,
     return [(name, p) for name, module in modules for p in module.__dict__["_parameters"].values() if p is not None]
 
 
-_of_leaf = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad")
+_LEAF = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad")
+_of_leaf, _COLUMNS = attrgetter(*_LEAF), tuple(map(attrgetter, _LEAF))
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _params = itemgetter("params")
-_value, _annotation = attrgetter("value"), attrgetter("annotation")
+_value = attrgetter("value")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -114,14 +120,16 @@ def storages_guard(tensors: list[tuple[str, torch.Tensor]]) -> Guard:
 
 def annotation_guard(buffers: list[Buffer]) -> Guard:
     """No state tensor was marked anew."""
-    kept = [b.annotation for b in buffers]
+    kept, marks = [b.annotation for b in buffers], Buffer.marks
 
     def check() -> str | None:
-        if all(map(is_, map(_annotation, buffers), kept)):
+        nonlocal marks
+        if marks == Buffer.marks:
             return None
         for buffer, annotation in zip(buffers, kept, strict=True):
             if buffer.annotation is not annotation and buffer.annotation != annotation:
                 return f"a state tensor of shape {list(buffer.shape)} was marked {buffer.annotation}, it was {annotation}"
+        marks = Buffer.marks
         return None
 
     return check

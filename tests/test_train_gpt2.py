@@ -1,0 +1,81 @@
+"""`examples/train_gpt2.py` on one process and on several: the same losses, resumed on any mesh, and whole after faults."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import faults
+from tests.launched import ROOT, environ, launch
+
+EXAMPLE = ROOT / "examples" / "train_gpt2.py"
+STEPS, HALF = 8, 4
+MESH = "data=4,model=2"
+
+
+def arguments(out: Path, steps: int, mesh: str) -> tuple[object, ...]:
+    size = np.prod([int(part.partition("=")[2]) for part in mesh.split(",")])
+    words = {"out": out, "steps": steps, "mesh": mesh, "devices": size, "save-every": HALF, "evaluate-every": STEPS, "sample": 2}
+    return tuple(word for name, value in words.items() for word in (f"--{name}", value))
+
+
+def alone(out: Path, steps: int, mesh: str = MESH) -> None:
+    """Run the example in one process, as a reader would."""
+    command = [sys.executable, str(EXAMPLE), *map(str, arguments(out, steps, mesh))]
+    done = subprocess.run(command, env=environ(), cwd=out.parent, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def losses(out: Path) -> list[float]:
+    """The training losses in the run's log, in the order in which they were logged."""
+    lines = map(json.loads, (out / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run of one process that nothing interrupts."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    alone(out, STEPS)
+    return losses(out)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that ended half-way."""
+    out = tmp_path_factory.mktemp("half") / "run"
+    alone(out, HALF)
+    return out
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_give_the_losses_of_one(processes: int, unbroken: list[float], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = launch("-n", processes, "--devices-per-process", 8 // processes, program=EXAMPLE, arguments=arguments(out, STEPS, MESH))
+    assert done.code == 0, done.err
+    np.testing.assert_allclose(losses(out), unbroken, rtol=1e-6)  # gloo sums in another order: seen 2e-7
+
+
+@pytest.mark.parametrize("mesh", [MESH, "data=2", "model=8"])
+def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, unbroken: list[float], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(half, out)
+    alone(out, STEPS, mesh)
+    assert losses(out)[:HALF] == unbroken[:HALF]
+    if mesh == MESH:
+        assert losses(out) == unbroken  # bit for bit
+    np.testing.assert_allclose(losses(out), unbroken, rtol=1e-5)
+
+
+def test_random_faults_are_survived_bit_for_bit() -> None:
+    """Of a small job, see `benchmarks/faults.py`: any process, any of five faults, at any moment of its life."""
+    row = faults.processes(12, random.Random(1))
+    assert row["survived bit-identical"] == row["trials"] == 12, row["failed"]
+    assert row["restarted"] >= 6  # else nothing was tried
