@@ -66,10 +66,10 @@ models: setup ## which Hugging Face models run unmodified (about an hour on two 
 docs: setup ## write the generated pages
 	@$(BIN)/spmd ops --markdown > docs/ops.md
 
-TRIALS ?= 20
+TRIALS ?=
 
-faults: setup ## what a job survives: faults thrown at it, TRIALS of each (network faults where root may make namespaces)
-	@$(PY) benchmarks/faults.py --trials $(TRIALS)
+faults: setup ## what a job survives: faults thrown at it, an hour; TRIALS of each if given (network faults where root may make namespaces)
+	@$(PY) benchmarks/faults.py $(if $(TRIALS),--trials $(TRIALS))
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) $(TORCHAX) build dist .pytest_cache .ruff_cache .hypothesis

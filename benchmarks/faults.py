@@ -1,7 +1,7 @@
 """What a job survives: faults of many kinds are thrown at benchmarks/faulty_job.py under `spmd launch`, and counted.
 
-    python benchmarks/faults.py --trials 20                     # all rows, 20 trials of each kind of row
-    python benchmarks/faults.py --rows processes --trials 300
+    python benchmarks/faults.py                                 # all rows, as often as docs/reliability.md asks: an hour
+    python benchmarks/faults.py --rows processes --trials 12
 
 Results go to benchmarks/results/faults.json, one row at a time, with the number of trials and the load of the machine.
 A survivor must end with weights that are bit for bit those of an undisturbed run. The network rows make two network
@@ -11,7 +11,9 @@ namespaces and need root and nft; where that is missing they are recorded as not
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+import math
 import os
 import random
 import shutil
@@ -22,9 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,6 +46,7 @@ SIGNALS = {
 }
 NETWORK_WATCHDOG_S = 12.0  # longer than the flap
 Row = dict[str, Any]
+Result = TypeVar("Result")
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -129,41 +133,53 @@ def undisturbed(**kwargs: Any) -> tuple[Path, float]:
     return kept, seconds
 
 
+def tried(trials: int, rng: random.Random, one: Callable[[int, random.Random], Result]) -> list[Result]:
+    """The results of `one(number, rng)` for every trial, as many at a time as there are cores, each with random numbers of its own."""
+    seeds = [rng.random() for _ in range(trials)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda number: one(number, random.Random(seeds[number])), range(trials)))
+
+
 def processes(trials: int, rng: random.Random) -> Row:
     """A random process gets a random fault at a random moment: import, joining, compiling, steps, saving."""
     reference, seconds = undisturbed(arguments=("--pause", 0.05))
-    survived, recoveries, failed, by_kind = 0, [], [], dict.fromkeys(SIGNALS, 0)
-    for number in range(trials):
-        kind = rng.choice(list(SIGNALS))
-        trial = Trial("--restarts", 3, arguments=("--pause", 0.05))
-        rank, after = rng.randrange(2), rng.uniform(0.05, 0.95)
-        pid = until(lambda trial=trial, rank=rank: trial.pids().get(rank))
-        time.sleep(max(0.0, after * seconds - (time.time() - trial.began)))
-        thrown = time.time()
-        if trial.process.poll() is None and pid:
-            try:
+
+    def one(number: int, rng: random.Random) -> tuple[str, float | None, str]:
+        """(kind, seconds to recover, why it failed)."""
+        kind, rank, after = rng.choice(list(SIGNALS)), rng.randrange(2), rng.uniform(0.05, 0.95) * seconds
+        while True:
+            trial = Trial("--restarts", 3, arguments=("--pause", 0.05))
+            pid = until(lambda trial=trial: trial.pids().get(rank))
+            time.sleep(max(0.0, after - (time.time() - trial.began)))
+            thrown = time.time()
+            with suppress(ProcessLookupError):
                 os.kill(pid, SIGNALS[kind])
-            except ProcessLookupError:
-                thrown = 0.0
+                break
+            trial.wait()  # it was faster than the undisturbed run and has ended: no fault was thrown
+            trial.forget()
+            after *= 0.8
         code = trial.wait()
-        good = code == 0 and trial.is_like(reference)
-        survived += good
-        by_kind[kind] += good
+        failed = "" if code == 0 and trial.is_like(reference) else f"trial {number}: {kind} to {rank} after {after:.1f} s: code {code}: "
         again = [step["time"] for step in trial.steps() if step["attempt"] > 0]
-        if again and thrown:
-            recoveries.append(again[0] - thrown)
-        if not good:
-            failed.append(f"trial {number}: {kind} to {rank} after {after * seconds:.1f} s: code {code}: {trial.text()[-600:]}")
+        found = (kind, again[0] - thrown if again else None, failed and failed + trial.text()[-600:])
         trial.forget()
+        return found
+
+    found = tried(trials, rng, one)
+    recoveries = sorted(recovery for _, recovery, _ in found if recovery is not None)
+    of_dead = [recovery for kind, recovery, _ in found if recovery is not None and kind != "SIGSTOP"]
+    good = collections.Counter(kind for kind, _, failed in found if not failed)
     return {
         "trials": trials,
-        "survived bit-identical": survived,
-        "by kind": by_kind,
+        "survived bit-identical": good.total(),
+        "by kind": {kind: good[kind] for kind in SIGNALS},
         "restarted": len(recoveries),
         "recovery median s": rounded(statistics.median(recoveries)) if recoveries else None,
+        "recovery 99th percentile s": rounded(recoveries[math.ceil(0.99 * len(recoveries)) - 1]) if recoveries else None,
         "recovery worst s": rounded(max(recoveries)) if recoveries else None,
+        "recovery median s, but for SIGSTOP": rounded(statistics.median(of_dead)) if of_dead else None,
         "watchdog s": WATCHDOG_S,
-        "failed": failed,
+        "failed": [failed for _, _, failed in found if failed],
     }
 
 
@@ -245,28 +261,31 @@ def by_hand(
 def mismatch(trials: int, rng: random.Random) -> Row:
     """One process runs something else: refused before the first collective, by name."""
     kinds = ["op", "shape", "dtype", "spec", "mesh", "constant", "seed", "flags", "versions", "count"]
-    refused, wrong = dict.fromkeys(kinds, 0), []
-    for number in range(trials):
+    said = {"flags": "flags", "versions": "versions of numpy", "count": "how many they are"}
+
+    def one(number: int, rng: random.Random) -> tuple[str, str]:
+        """(kind, why it failed)."""
         kind, rank = kinds[number % len(kinds)], rng.randrange(2)
-        if kind in ("flags", "versions", "count"):
+        if kind in said:
             with fake_version() as folder:
                 changed = {"flags": {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "versions": {"PYTHONPATH": str(folder)}, "count": {}}
                 codes, text, noted = by_hand({rank: changed[kind]}, {rank: 3} if kind == "count" else {})
-            good = (
-                all(codes)
-                and noted == 0
-                and {"flags": "flags", "versions": "versions of numpy", "count": "how many they are"}[kind] in text
-            )
+            good = all(codes) and noted == 0 and said[kind] in text
         else:
             trial = Trial(arguments=("--spoil", kind, "--rank", rank))
-            code = trial.wait()
-            text = trial.text()
+            code, text = trial.wait(), trial.text()
             good = code == 1 and not trial.steps() and "differs from the others at program" in text
             trial.forget()
-        refused[kind] += good
-        if not good:
-            wrong.append(f"{kind} in {rank}: {text[-500:]}")
-    return {"trials": trials, "refused before the first collective": sum(refused.values()), "by kind": refused, "failed": wrong}
+        return kind, "" if good else f"{kind} in {rank}: {text[-500:]}"
+
+    found = tried(trials, rng, one)
+    refused = collections.Counter(kind for kind, failed in found if not failed)
+    return {
+        "trials": trials,
+        "refused before the first collective": refused.total(),
+        "by kind": {kind: refused[kind] for kind in kinds},
+        "failed": [failed for _, failed in found if failed],
+    }
 
 
 @contextmanager
@@ -281,51 +300,57 @@ def fake_version() -> Iterator[Path]:
 
 def skew(trials: int, rng: random.Random) -> Row:
     """One process skips a step, runs one twice, feeds other data or another learning rate: caught within one step."""
-    kinds, caught, wrong = ["skip", "double", "data", "lr"], 0, []
-    for number in range(trials):
+    kinds = ["skip", "double", "data", "lr"]
+
+    def one(number: int, rng: random.Random) -> str:
+        """Why it failed."""
         kind, rank, at = kinds[number % len(kinds)], rng.randrange(2), rng.randrange(2, 8)
         trial = Trial(arguments=("--spoil", kind, "--rank", rank, "--at", at))
         code = trial.wait()
         noted = max((step["step"] for step in trial.steps()), default=-1)
         good = code == 1 and "differs from the others at step" in trial.text() and noted <= at + 1
-        caught += good
-        if not good:
-            wrong.append(f"{kind} in {rank} at {at}: code {code}, steps to {noted}: {trial.text()[-500:]}")
+        failed = "" if good else f"{kind} in {rank} at {at}: code {code}, steps to {noted}: {trial.text()[-500:]}"
         trial.forget()
-    return {"trials": trials, "caught within one step": caught, "failed": wrong}
+        return failed
+
+    failed = list(filter(None, tried(trials, rng, one)))
+    return {"trials": trials, "caught within one step": trials - len(failed), "failed": failed}
 
 
 def preemption(trials: int, rng: random.Random) -> Row:
-    """SIGTERM to one process, to process 0 or to all, at a random moment; resumed afterwards: no step is lost."""
-    reference, seconds = undisturbed(arguments=("--pause", 0.05, "--save-every", 100))
-    kept, wrong, codes = 0, [], {}
-    for number in range(trials):
+    """SIGTERM to one process, to process 0 or to all, at a random moment of a run that also evaluates and, every other one, saves;
+    resumed afterwards: no step is lost."""
+    runs = [("--pause", 0.05, "--evaluate-every", 3, "--save-every", every) for every in (100, 2)]
+    reference, seconds = undisturbed(arguments=runs[0])
+
+    def one(number: int, rng: random.Random) -> tuple[int, str]:
+        """(exit code, why it failed)."""
         whom = ("one", "process 0", "all")[number % 3]
-        trial = Trial(arguments=("--pause", 0.05, "--save-every", 100))
-        pids = until(lambda trial=trial: trial.pids() if len(trial.pids()) == 2 else None)
+        trial = Trial(arguments=runs[number % 2])
+        pids = until(lambda: trial.pids() if len(trial.pids()) == 2 else None)
         time.sleep(max(0.0, rng.uniform(0.1, 0.95) * seconds - (time.time() - trial.began)))
         targets = {"one": [pids[1]], "process 0": [pids[0]], "all": [trial.process.pid]}[whom]
         joined = (trial.job / "programs").exists()
         for pid in targets:
             if trial.process.poll() is None:
-                os.kill(pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         code = trial.wait()
-        codes[str(code)] = codes.get(str(code), 0) + 1
         done = [step["step"] for step in trial.steps()]
         again = subprocess.run(
             trial.process.args, env=environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
         )
         every = [step["step"] for step in trial.steps()]
-        lost = len(every) - len(set(every))
         expected = (0, 75) if joined else (0, 75, 128 + signal.SIGTERM)
-        good = code in expected and again.returncode == 0 and lost == 0 and trial.is_like(reference)
-        kept += good
-        if not good:
-            wrong.append(
-                f"{whom}: code {code}, then {again.returncode}, steps {done} then {every}: {trial.text()[-400:]}{again.stderr[-300:]}"
-            )
+        good = code in expected and again.returncode == 0 and len(every) == len(set(every)) and trial.is_like(reference)
+        text = f"{whom}: code {code}, then {again.returncode}, steps {done} then {every}: {trial.text()[-400:]}{again.stderr[-300:]}"
         trial.forget()
-    return {"trials": trials, "no step lost": kept, "exit codes": codes, "failed": wrong}
+        return code, "" if good else text
+
+    found = tried(trials, rng, one)
+    failed = [text for _, text in found if text]
+    codes = collections.Counter(str(code) for code, _ in found)
+    return {"trials": trials, "no step lost": trials - len(failed), "exit codes": dict(codes), "failed": failed}
 
 
 def network(trials: int, rng: random.Random) -> Row:
@@ -418,25 +443,27 @@ def rounded(seconds: float) -> float:
     return round(seconds, 2)
 
 
-ROWS: dict[str, Callable[[int, random.Random], Row]] = {
-    "processes": processes,
-    "detection": detection,
-    "mismatch": mismatch,
-    "skew": skew,
-    "preemption": preemption,
-    "network": network,
+# name -> what runs it, and how often if nobody says
+ROWS: dict[str, tuple[Callable[[int, random.Random], Row], int]] = {
+    "processes": (processes, 300),
+    "detection": (detection, 20),
+    "mismatch": (mismatch, 100),
+    "skew": (skew, 30),
+    "preemption": (preemption, 50),
+    "network": (network, 1),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--trials", type=int, help="of every row; default: as many as docs/reliability.md asks")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name in args.rows.split(","):
         began = time.time()
-        row = ROWS[name](args.trials, random.Random(args.seed))
+        throw, usual = ROWS[name]
+        row = throw(args.trials or usual, random.Random(args.seed))
         row["seconds"] = round(time.time() - began)
         row["load of the machine"] = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         held = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}

@@ -50,6 +50,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--evaluate-every", type=int, default=1000)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps")
     parser.add_argument("--spoil", choices=SPOILS)
     parser.add_argument("--rank", type=int, default=-1)
@@ -92,6 +93,7 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
         self.scale = 2.0 if self.spoil == "constant" else 1.0
         self.train_step = spmd.compile(self._train_step)
+        self.test_loss = spmd.compile(torch.no_grad()(lambda x: F.mse_loss(self.model(x), x)))
 
     def _train_step(self, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -101,7 +103,7 @@ class Run:
         return loss
 
     def batch(self, step: int) -> torch.Tensor:
-        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step % 2**32))
         x = x + 1 if self.spoil == "data" and step == self.args.at else x
         x = x.double() if self.spoil == "dtype" else x
         return spmd.mark_sharding(x.to("jax"), self.grid, ("data", None))
@@ -117,6 +119,15 @@ class Run:
             self.schedule.step()
         if self.is_first:
             self.note(step, loss.item())
+
+    def evaluate(self) -> None:
+        """The loss of some batches without dropout; nothing of the run depends on it."""
+        self.model.eval()
+        with mesh.long("evaluating"):
+            for number in range(5):
+                self.test_loss(self.batch(-1 - number)).item()
+                time.sleep(self.args.pause)
+        self.model.train()
 
     def misbehave(self, step: int) -> None:
         if self.spoil in ("raise", "exit", "hang", "stop"):
@@ -193,6 +204,8 @@ def main() -> None:
             run.save(step)
             sys.exit(mesh.PREEMPTED)
         run.step(step)
+        if (step + 1) % args.evaluate_every == 0:
+            run.evaluate()
         if (step + 1) % args.save_every == 0:
             run.save(step + 1)
         time.sleep(args.pause)
