@@ -37,7 +37,7 @@ import tyro
 
 import spmd.checkpoint as checkpoint
 from spmd._errors import CheckpointError
-from spmd.checkpoint import _files
+from spmd.checkpoint import _direct, _files
 
 ROOT = Path(__file__).resolve().parents[1]
 POINTS = 12
@@ -117,17 +117,18 @@ class Trigger:
         """Around every function that touches the disk: an event before and one after it; a write has one in its middle."""
         for name in ("make_folder", "write_small", "read_small", "sync_folder", "commit", "retire"):
             setattr(_files, name, self._around(getattr(_files, name), name))
-        write_all = _files.write_all
+        write = _direct.write
 
-        def half(descriptor: int, parts: Sequence[memoryview]) -> None:
+        def half(descriptor: int, parts: Sequence[memoryview]) -> list[int]:
             self.event("before write")
             middle = len(parts) // 2
-            write_all(descriptor, parts[:middle] or [parts[0][: len(parts[0]) // 2]])
+            checksums = write(descriptor, parts[:middle])
             self.event("in write")
-            write_all(descriptor, parts[middle:] if middle else [parts[0][len(parts[0]) // 2 :], *parts[1:]])
+            checksums += write(descriptor, parts[middle:])
             self.event("after write")
+            return checksums
 
-        _files.write_all = half
+        _direct.write = half
 
     def _around(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:

@@ -7,7 +7,7 @@
 A step appears under its name by one rename, when everything in it is on disk; nothing under such a name is written again.
 A folder or file that is a symbolic link is not one of ours. This module knows no manifest and no array.
 
-Note [Plain files]. Bytes go from an array's memory to the file and back without a copy. Through tensorstore's key-value store
+Note [Plain files]. Bytes go from an array's memory to the file by way of one block (`_direct`). Through tensorstore's key-value store
 they were copied two or three times into fresh memory, which made a save of 1 GB six times as long; as zarr arrays there was
 a file, or two, for each shard of each tensor.
 """
@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd._errors import CheckpointError, message
+from spmd.checkpoint import _direct
 
 _STEP = re.compile(r"step_(\d{8,18})(?:\.([1-9]\d{0,5}))?")
-_BLOCK = 2**20  # bytes read at a time
-_MAX_PARTS = 512  # in one call of the system; Linux takes 1024
 WRITING = ".writing_"
 DELETING = ".deleting_"
 
@@ -146,21 +145,28 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        """A new file of these bytes, one after the other; on disk when this returns.
+    def write(self, name: str, parts: Sequence[memoryview]) -> list[int]:
+        """A new file of these bytes, one after the other; on disk, and read back from there, when this returns.
+
+        Returns:
+            The CRC-32 of each part.
 
         Raises:
-            CheckpointError: the disk is full, read-only, gone, ...
+            CheckpointError: the disk is full, read-only, gone, ..., or does not give back what was written.
         """
         try:
             descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                write_all(descriptor, parts)
+                checksums = _direct.write(descriptor, parts)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise failed(f"{self._folder / name} cannot be written", error) from error
+        with self._opened(name) as descriptor:
+            if _direct.read_checksums(descriptor, [len(part) for part in parts]) != checksums:
+                raise CheckpointError(message(f"{name} reads back differently from what was written", fix="look at the disk"))
+        return checksums
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
         """Fill `target` with a file's bytes from `offset`; their CRC-32.
@@ -168,25 +174,12 @@ class Store:
         Raises:
             CheckpointError: the file is missing, a link, too short, or cannot be read.
         """
-        return self._read(name, offset, (target[at : at + _BLOCK] for at in range(0, len(target), _BLOCK)))
+        return self._read(name, offset, (target[at : at + _direct.BLOCK] for at in range(0, len(target), _direct.BLOCK)))
 
     def checksum(self, name: str, offset: int, nbytes: int) -> int:
         """The CRC-32 of a part of a file; errors as of `read`."""
-        block = memoryview(bytearray(min(nbytes, _BLOCK)))
-        return self._read(name, offset, (block[: min(_BLOCK, nbytes - at)] for at in range(0, nbytes, _BLOCK)))
-
-    def holds(self, name: str, offset: int, data: memoryview) -> bool:
-        """True if a file has these bytes from `offset`; errors as of `read`. A second checksum would take twice as long."""
-        block = bytearray(min(len(data), _BLOCK))
-        with self._opened(name) as descriptor:
-            for at in range(0, len(data), _BLOCK):
-                part = data[at : at + _BLOCK]
-                if len(part) < len(block):
-                    block = bytearray(len(part))
-                _read_all(descriptor, memoryview(block), offset + at)
-                if not block.__eq__(part):  # of a bytearray and a view: one comparison of memory
-                    return False
-        return True
+        block = memoryview(bytearray(min(nbytes, _direct.BLOCK)))
+        return self._read(name, offset, (block[: min(_direct.BLOCK, nbytes - at)] for at in range(0, nbytes, _direct.BLOCK)))
 
     def _read(self, name: str, offset: int, targets: Iterator[memoryview]) -> int:
         crc32 = 0
@@ -207,17 +200,6 @@ class Store:
                 os.close(descriptor)
         except OSError as error:
             raise failed(f"{self._folder / name} cannot be read", error) from error
-
-
-def write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
-    """All bytes of all parts, in order; OSError if not all could be written."""
-    waiting = [part for part in parts if part]
-    while waiting:
-        count = os.writev(descriptor, waiting[:_MAX_PARTS])
-        while waiting and count >= len(waiting[0]):
-            count -= len(waiting.pop(0))
-        if count:
-            waiting[0] = waiting[0][count:]
 
 
 def _read_all(descriptor: int, target: memoryview, offset: int) -> int:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -173,7 +172,7 @@ class _Writer:
             _log.error("%s", error)
 
     def _write_file(self, file: DataFile, group: Sequence[HostPiece]) -> list[int]:
-        return _write_file(self._store.result(), file, group)
+        return self._store.result().write(file.name, [piece.data for piece in group])
 
     def _together(self, name: str, action: Callable[[], Any]) -> list[Any]:
         """Do it on every process; the results of all, or the error of the first that failed, everywhere."""
@@ -274,18 +273,6 @@ class _Writer:
                     _files.retire(self.root / name.folder)
                 except OSError as error:
                     _log.warning("step %d was saved, but %s cannot be deleted: %s", self.step, name.folder, error)
-
-
-def _write_file(store: _files.Store, file: DataFile, group: Sequence[HostPiece]) -> list[int]:
-    """Write one file and compare what is read back; the checksum of each piece, from memory."""
-    checksums = [zlib.crc32(piece.data) for piece in group]
-    store.write(file.name, [piece.data for piece in group])
-    at = 0
-    for piece in group:
-        if not store.holds(file.name, at, piece.data):
-            raise CheckpointError(message(f"{file.name} reads back differently from what was written", fix="look at the disk"))
-        at += len(piece.data)
-    return checksums
 
 
 def _require_same(ours: Sequence[ArrayEntry], theirs: Sequence[ArrayEntry], index: int) -> None:

@@ -7,7 +7,8 @@ for the next save: to get a gigabyte of fresh memory from the system takes longe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from spmd.checkpoint._boxes import Box
 from spmd.checkpoint._collect import Leaf
 
+_COPIERS = 4
 PACK_BYTES = 32 * 2**20  # of a data file, about; a larger shard becomes several pieces
 
 
@@ -34,17 +36,25 @@ class Staging:
     blocks: list[np.ndarray[Any, Any]]
     _at: int = 0
     _used: int = 0
+    _waiting: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(default_factory=list[Any])
 
-    def copy(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The same bytes in memory of ours."""
+    def place_for(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Memory of ours that will hold the same bytes after `copy`."""
         while self._at < len(self.blocks) and len(self.blocks[self._at]) - self._used < len(data):
             self._at, self._used = self._at + 1, 0
         if self._at == len(self.blocks):
             self.blocks.append(np.empty(max(len(data), PACK_BYTES), np.uint8))
         place = self.blocks[self._at][self._used : self._used + len(data)]
         self._used += len(data)
-        place[...] = data
+        self._waiting.append((place, data))
         return place
+
+    def copy(self) -> None:
+        """Copy all for which there is a place, on several threads: one does not fill the memory bus."""
+        with ThreadPoolExecutor(_COPIERS, "checkpoint-copy") as pool:
+            for done in [pool.submit(np.copyto, *pair) for pair in self._waiting]:
+                done.result()
+        self._waiting.clear()
 
     def rewind(self) -> None:
         """Forget the copies; blocks that the last save did not need are given back."""
@@ -62,14 +72,17 @@ def pieces_of(leaves: Sequence[Leaf], index: int, size: int, staging: Staging | 
     for _, _, data in shards:
         if isinstance(data, jax.Array):
             data.copy_to_host_async()
-    return [piece for number, box, data in shards for piece in _cut(number, box, data, staging)]
+    pieces = [piece for number, box, data in shards for piece in _cut(number, box, data, staging)]
+    if staging is not None:
+        staging.copy()
+    return pieces
 
 
 def _cut(number: int, box: Box, data: Any, staging: Staging | None) -> Iterator[HostPiece]:
     host = np.asarray(data)
     octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
     if staging is not None and isinstance(data, jax.Array) and _is_shared(data):
-        octets = staging.copy(octets)
+        octets = staging.place_for(octets)
     at = 0
     for piece in box.pieces(max(1, PACK_BYTES // host.dtype.itemsize)):
         end = at + piece.size * host.dtype.itemsize
