@@ -2,13 +2,15 @@
 
     failure = check(by_name("add"), torch.float32, "forward")      # None, or the first line of what went wrong
 
-Kinds: "forward" (value, dtype, shape), "grad" (gradients of every differentiable input), "inplace" and "out". A sample that
-torch's CPU itself refuses is left out. Tolerances are `torch.testing.assert_close`'s own, but for the table `TOLERANCE`.
+Kinds: "forward" (value, dtype, shape), "grad" (gradients of every differentiable input), "inplace" and "out"; "sharded" and
+"sharded_grad": the same with every input split at random over 8 devices; "error": what torch says must raise, does. A sample
+that torch's CPU itself refuses is left out. Tolerances are `torch.testing.assert_close`'s own, but for `TOLERANCE`.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +21,10 @@ import torch.utils._pytree as pytree
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-import spmd  # noqa: F401  (registers the device)
+import mesh
+import spmd
 
-KINDS = ("forward", "grad", "inplace", "out")
+KINDS = ("forward", "grad", "inplace", "out", "sharded", "sharded_grad", "error")
 MAX_SAMPLES = 8
 _HALF = (torch.bfloat16, torch.float16)
 # Not equal by value, whatever the device: drawn at random, or memory nobody wrote.
@@ -132,11 +135,13 @@ def check(op: OpInfo, dtype: torch.dtype, kind: str, limit: int = MAX_SAMPLES) -
     reason = _inapplicable(op, dtype, kind)
     if reason:
         return Skipped(reason)
-    run = {"forward": _forward, "grad": _gradient, "inplace": _in_place, "out": _out}[kind]
+    if kind == "error":
+        return _must_raise(op)
+    run = _RUNS[kind]
     num_run = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, sample in enumerate(samples(op, dtype, requires_grad=kind == "grad", limit=limit)):
+        for number, sample in enumerate(samples(op, dtype, requires_grad=kind.endswith("grad"), limit=limit)):
             try:
                 expected = run(op, sample, "cpu")
             except Exception:  # torch's own CPU refuses this sample
@@ -206,7 +211,9 @@ def compare(name: str, actual: Any, expected: Any, tolerance: dict[str, float] |
 
 
 def _inapplicable(op: OpInfo, dtype: torch.dtype, kind: str) -> str:
-    if kind == "grad" and not (op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")):
+    if kind == "error" and (op.error_inputs_func is None or dtype != torch.float32):
+        return "no inputs that must raise" if op.error_inputs_func is None else "inputs that must raise have their own dtypes"
+    if kind.endswith("grad") and not (op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")):
         return "no gradient"
     if kind == "inplace" and op.inplace_variant is None:
         return "no in-place form"
@@ -215,8 +222,36 @@ def _inapplicable(op: OpInfo, dtype: torch.dtype, kind: str) -> str:
     return ""
 
 
-def _arguments(sample: SampleInput, device: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    return mapped((sample.input, tuple(sample.args), dict(sample.kwargs)), device)
+def _arguments(sample: SampleInput, device: str, split: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    arguments = mapped((sample.input, tuple(sample.args), dict(sample.kwargs)), device)
+    return spread(arguments) if split and device == "jax" else arguments
+
+
+def spread(tree: Any) -> Any:
+    """The tree with every device tensor split at random over 8 devices: a contiguous one as it is, of a view the base."""
+    rng, done = random.Random(0), dict[int, torch.Tensor]()
+
+    def marked(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "jax" or leaf.layout != torch.strided:
+            return leaf
+        if id(leaf) not in done:
+            whole = leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
+            done[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if whole else leaf
+            base = done[id(leaf)] if whole or leaf._base is None else leaf._base
+            spmd.mark_sharding(base.detach(), mesh.Mesh(range(8), (4, 2), ("data", "model")), _any_spec(base.dim(), rng))
+        return done[id(leaf)]
+
+    return pytree.tree_map(marked, tree)
+
+
+def _any_spec(num_dims: int, rng: random.Random) -> tuple[Any, ...]:
+    """Each axis splits one dim or none."""
+    entries: list[list[str]] = [[] for _ in range(num_dims)]
+    for axis in ("data", "model"):
+        chosen = rng.randrange(-1, num_dims)
+        if chosen >= 0:
+            entries[chosen].append(axis)
+    return tuple(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in entries)
 
 
 def _call(op: OpInfo, device: str, arguments: tuple[Any, tuple[Any, ...], dict[str, Any]], fn: Callable[..., Any] | None = None) -> Any:
@@ -226,8 +261,26 @@ def _call(op: OpInfo, device: str, arguments: tuple[Any, tuple[Any, ...], dict[s
         return (fn or op.get_op())(first, *args, **kwargs)
 
 
-def _forward(op: OpInfo, sample: SampleInput, device: str) -> Any:
-    out = _call(op, device, _arguments(sample, device))
+def _must_raise(op: OpInfo) -> str | None:
+    """The first input that torch's CPU refuses, as torch says it must, and the device does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, error_input in enumerate(op.error_inputs("cpu")):
+            sample = error_input.sample_input
+            try:
+                _call(op, "cpu", _arguments(sample, "cpu"))
+            except Exception:
+                try:
+                    out = _call(op, "jax", _arguments(sample, "jax"))
+                except Exception:
+                    continue
+                shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+                return f"error input {number}: gave {shapes}, expected {error_input.error_type.__name__}: {error_input.error_regex}"[:300]
+    return None
+
+
+def _forward(op: OpInfo, sample: SampleInput, device: str, split: bool = False) -> Any:
+    out = _call(op, device, _arguments(sample, device, split))
     _assert_on(device, out)
     return _unique(op, sample, out)
 
@@ -254,8 +307,8 @@ def _assert_on(device: str, out: Any) -> None:
             assert leaf.device.type == device, f"a result is on {leaf.device}, expected {device}"
 
 
-def _gradient(op: OpInfo, sample: SampleInput, device: str) -> Any:
-    arguments = _arguments(sample, device)
+def _gradient(op: OpInfo, sample: SampleInput, device: str, split: bool = False) -> Any:
+    arguments = _arguments(sample, device, split)
     inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     wrapper = op.gradcheck_wrapper
     out = _call(op, device, arguments, fn=lambda *args, **kwargs: wrapper(op.get_op(), *args, **kwargs))
@@ -301,3 +354,13 @@ def applicable(op: OpInfo, dtypes: tuple[torch.dtype, ...], kinds: tuple[str, ..
         for kind in kinds:
             if dtype in op.supported_dtypes("cpu") and not _inapplicable(op, dtype, kind):
                 yield dtype, kind
+
+
+_RUNS: dict[str, Callable[..., Any]] = {
+    "forward": _forward,
+    "grad": _gradient,
+    "inplace": _in_place,
+    "out": _out,
+    "sharded": functools.partial(_forward, split=True),
+    "sharded_grad": functools.partial(_gradient, split=True),
+}
