@@ -38,11 +38,17 @@ check: setup ## lint, format, types and the house rules
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(PY)
 	@$(PY) -m pytest --quiet tests/test_structure.py
 
+# Tests whose meshes take all devices, whatever their number: see tests/grids.py.
+ANY_NUMBER := tests/test_functional.py tests/test_shard.py tests/test_manual.py tests/test_distribute.py tests/test_loader.py \
+	tests/test_call_jax.py tests/test_fsdp_v2.py tests/program/test_scan.py tests/compat
+
 # The operator tests run in processes of their own: in a process that had run them, torch.func.jacfwd and per-sample gradients of
 # tests/program failed with "Cannot access storage of BatchedTensorImpl". Why is not found; without them in the process they pass.
-test: setup check ## check, then all tests on virtual devices
+test: setup check ## check, then all tests on 8 virtual devices, and what torch_xla's users rely on also on 1 and 4
 	@$(PY) -m pytest -n $(WORKERS) tests --ignore tests/lowering
 	@$(PY) -m pytest -n $(WORKERS) tests/lowering
+	@$(PY) -m pytest -n $(WORKERS) --devices 1 $(ANY_NUMBER)
+	@$(PY) -m pytest -n $(WORKERS) --devices 4 $(ANY_NUMBER)
 
 # GROUND=tpu compiles for TPU topologies ahead of time, GROUND=gpu runs on this machine's GPU. Peers that are missing are left out.
 bench: setup ## the small benchmarks beside their peers; rewrites benchmarks/results and docs/benchmarks.md
