@@ -23,6 +23,7 @@ from spmd._errors import SpmdError, message
 from spmd.device._random import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program._joint import captured_by, trace_joint
+from spmd.program._round import words_now
 
 
 def scan(
@@ -147,9 +148,7 @@ class _Scanned:
         captured = captured_by(fn) if torch.is_grad_enabled() else []
         with exact_dtypes():
             examples = [*self.flat_init, *(wrap(load(x)[0]) for x in flat_xs)]
-        self.words, _ = recording.get().random_state()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        _, start = recording.get().random_state()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        self.words = advanced(self.words, default_stream.draws - start)
+        self.words = words_now()
         self.joint = trace_joint(one, examples, wanted, captured, self.words)
 
     def __call__(self) -> tuple[Any, Any]:

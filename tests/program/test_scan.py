@@ -130,6 +130,13 @@ def test_a_program_of_scanned_layers_does_not_grow_with_their_number() -> None:
     assert program(3) == program(6) > 0
 
 
+def test_layers_are_scanned_while_module_outputs_are_checked() -> None:
+    layers = nn.ModuleList([Layer() for _ in range(3)]).to("jax")
+    x = batch(8, 8).to("jax")
+    run = spmd.compile(lambda x: spmd.scan_layers(layers, x), debug_nans=True)
+    assert_same(run(x).detach(), nn.Sequential(*layers)(x).detach().cpu())
+
+
 def test_every_round_draws_its_own_numbers() -> None:
     def draw(carry: torch.Tensor, x: torch.Tensor) -> Any:
         return carry, torch.rand(4, device="jax")
