@@ -120,8 +120,9 @@ class _Region:
 
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
         """Called by jax once per trace, with tracers for one device's pieces."""
-        inner = _Inside(recording.get(), self.name)
-        token = recording.set(inner)  # pyright: ignore[reportArgumentType]
+        outer: Any = recording.get()
+        token = recording.set(_Inside(outer, self.name))  # pyright: ignore[reportArgumentType]
+        num_flags = 0 if outer is None else len(outer.finite)
         try:
             with exact_dtypes(), torch.no_grad():
                 result = self.fn(*(wrap(piece) for piece in pieces))
@@ -130,6 +131,8 @@ class _Region:
                 return tuple(load(tensor) for tensor in flat)
         finally:
             recording.reset(token)
+            if outer is not None:
+                del outer.finite[num_flags:]  # flags of modules that ran inside cannot leave it
 
     def _check_results(self, flat: list[Any]) -> None:
         if len(flat) != len(self.outputs) or not all(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in flat):
@@ -202,6 +205,9 @@ class _Inside:
             )
         )
 
+    def is_state(self, array: Any) -> bool:
+        return self.outer is not None and self.outer.is_state(array)
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         return None if self.outer is None else self.outer.host_argument(tensor)
 
@@ -218,10 +224,6 @@ class _Inside:
                 fix="draw outside and pass the numbers, split as the device should see them",
             )
         )
-
-    def on_branch(self, evaluate: Any, outcome: bool) -> None:
-        if self.outer is not None:
-            self.outer.on_branch(evaluate, outcome)
 
 
 __all__ = ["shard_map"]
