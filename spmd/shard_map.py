@@ -121,7 +121,7 @@ class _Region:
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
         """Called by jax once per trace, with tracers for one device's pieces."""
         outer: Any = recording.get()
-        token = recording.set(_Inside(outer, self.name))  # pyright: ignore[reportArgumentType]
+        token = recording.set(_Inside(outer, self.name))
         num_flags = 0 if outer is None else len(outer.finite)
         try:
             with exact_dtypes(), torch.no_grad():

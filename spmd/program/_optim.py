@@ -56,7 +56,6 @@ class LiftedNumbers:
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
         """While tracing: every slot holds a lifted number read from `vector` (float64[len(slots)])."""
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
-        placed: list[tuple[dict[str, Any], str, Any]] = []
         for index, (group, key, position) in enumerate(self.slots):
             number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
             if position is None:
@@ -327,7 +326,7 @@ def _as_before(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], bir
     for group in groups:
         if "capturable" in group:
             group["capturable"] = True
-    token = recording.set(births)  # pyright: ignore[reportArgumentType]
+    token = recording.set(births)
     try:
         yield
     finally:
