@@ -66,6 +66,7 @@ def _layers(
     key: Any,
     cell: Cell,
     x: Any,
+    mask: Any,
     start: State,
     params: Any,
     has_biases: bool,
@@ -73,7 +74,6 @@ def _layers(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    mask: Any,
 ) -> tuple[Any, State]:
     """All layers over x [T, B, I]; `start` holds [layers * directions, B, H] each; returns outputs and last states."""
     directions = 2 if bidirectional else 1
@@ -100,44 +100,22 @@ def _named(weights: Any, has_biases: bool) -> list[Any]:
     return [weights[0], weights[1], *biases, projection[0] if projection else None]
 
 
-def _padded(
-    key: Any,
-    cell: Cell,
-    input: Any,
-    start: State,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Any, ...]:
+def _padded(key: Any, cell: Cell, input: Any, start: State, params: Any, *settings: Any) -> tuple[Any, ...]:
+    """`settings`: those of `_layers`, then whether the batch is the first dim."""
+    *of_layers, batch_first = settings
     x = jnp.swapaxes(input, 0, 1) if batch_first else input
-    out, last = _layers(key, cell, x, start, params, has_biases, num_layers, dropout, train, bidirectional, None)
+    out, last = _layers(key, cell, x, None, start, params, *of_layers)
     return (jnp.swapaxes(out, 0, 1) if batch_first else out), *last
 
 
-def _packed(
-    key: Any,
-    cell: Cell,
-    data: Any,
-    batch_sizes: Any,
-    start: State,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Any, ...]:
+def _packed(key: Any, cell: Cell, data: Any, batch_sizes: Any, start: State, params: Any, *settings: Any) -> tuple[Any, ...]:
     """`data` [all steps, I] holds step after step, each of the `batch_sizes` samples that still go on."""
     samples = np.arange(batch_sizes[0])
     inside = samples < batch_sizes[:, None]
     at = np.where(inside, np.cumsum(batch_sizes)[:, None] - batch_sizes[:, None] + samples, 0)
     mask = None if inside.all() else jnp.asarray(inside[:, :, None])
     x = jnp.take(data, at, axis=0, mode="clip")
-    out, last = _layers(key, cell, x, start, params, has_biases, num_layers, dropout, train, bidirectional, mask)
+    out, last = _layers(key, cell, x, mask, start, params, *settings)
     rows = np.flatnonzero(inside)
     return jnp.take(out.reshape(-1, out.shape[-1]), rows, axis=0, mode="clip"), *last
 
