@@ -205,6 +205,10 @@ class _Inside:
             )
         )
 
+    def ran(self, module: torch.nn.Module) -> None:
+        if self.outer is not None:
+            self.outer.ran(module)
+
     def is_state(self, array: Any) -> bool:
         return self.outer is not None and self.outer.is_state(array)
 

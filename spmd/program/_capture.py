@@ -126,6 +126,7 @@ class Recorder:
     branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
+    ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     reduce_dtype: Any = None
 

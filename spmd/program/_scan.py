@@ -77,10 +77,13 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any 
         return input_data
     state = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed]
     _require_alike(state)
-    if recording.get() is None or len(listed) == 1:
+    recorder: Any = recording.get()
+    if recorder is None or len(listed) == 1 or not state[0]:
         for layer in listed:
             input_data = layer(input_data)
         return input_data
+    for module in (m for layer in listed for m in layer.modules()):
+        recorder.ran(module)
     stacked = {name: torch.stack([values[name] for values in state]) for name in state[0]}
     example = _shell(listed[0])
 

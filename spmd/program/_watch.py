@@ -35,10 +35,13 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
     names = {id(module): name for name, module in found.all_modules()}
     scopes: list[tuple[str, Any]] = []
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
+    def ran(module: torch.nn.Module) -> None:
         if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
             raise Unreached(module)
         recorder.modules[id(module)] = module
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        ran(module)
         name = names.get(id(module)) or type(module).__name__
         inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
         scope = jax.named_scope(inner.replace(".", "/"))
@@ -57,6 +60,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
             raise Unreached(optimizer)
         recorder.stepped.append(optimizer)
 
+    recorder.ran = ran
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
