@@ -25,7 +25,7 @@ from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, TraceError, called_at, message
 from spmd._jax import eval_jaxpr, is_tracing
 from spmd._tensor import become_sharded
-from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
 
 
 def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class _Region:
                 del outer.finite[num_flags:]  # flags of modules that ran inside cannot leave it
 
     def _check_results(self, flat: list[Any]) -> None:
-        if len(flat) != len(self.outputs) or not all(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in flat):
+        if len(flat) != len(self.outputs) or not all(is_device_tensor(t) for t in flat):
             what = f"{self.name} returns {len(flat)} value{'s' * (len(flat) != 1)}, out_specs has {len(self.outputs)} spec(s)"
             raise SpmdError(message(what, f"values: {', '.join(type(t).__name__ for t in flat)}", fix="return one device tensor per spec"))
 

@@ -229,6 +229,11 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
         ) from None
 
 
+def is_device_tensor(value: Any) -> bool:
+    """True for a tensor on device 'jax'."""
+    return isinstance(value, torch.Tensor) and value.device.type == "jax"
+
+
 def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
     """True if the tensor shows the whole root as it is: its shape and dtype, no pending conjugation or negation."""
     return (
@@ -363,6 +368,7 @@ __all__ = [
     "Buffer",
     "Recorder",
     "buffer_of",
+    "is_device_tensor",
     "contiguous_stride",
     "is_unset",
     "is_whole",

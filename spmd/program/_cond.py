@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 from spmd._convert import exact_dtypes
 from spmd._errors import TraceError, called_at, message
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, load, wrap
+from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program._closure import Closure, gradients
-from spmd.program._held import is_device_tensor
 from spmd.program._round import one_round, words_now
 
 Fn = Callable[..., Any]

@@ -23,9 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from spmd.device._numbers import NumberNode, carried
-from spmd.device._storage import recording, wrap
+from spmd.device._storage import is_device_tensor, recording, wrap
 from spmd.program._cond import conditional
-from spmd.program._held import is_device_tensor
 from spmd.program._loops import looped, scanned
 
 Fn = Callable[..., Any]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from spmd._convert import exact_dtypes
-from spmd.device._storage import buffer_of, load
+from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.program._discover import Reachable
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
 
 def _finite_flags(result: Any) -> list[Any]:
     """For each floating tensor in a module's result, whether all its elements are finite."""
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "jax"]
+    tensors = [t for t in pytree.tree_leaves(result) if is_device_tensor(t)]
     with exact_dtypes():
         return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
 
