@@ -1,7 +1,7 @@
 """A value, and its gradient, laid out in a given way at one point of a program: what activations and gathered parameters need.
 
 `mark_sharding` says how a tensor lies, in place; this makes a new tensor on autograd's tape, whose gradient may be laid out in
-another way than its value. In a compiled function both are constraints; eagerly the arrays are moved.
+another way than its value. In a compiled function both are constraints; eagerly the new tensor is marked.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import mesh as mesh_
 from spmd._convert import exact_dtypes
 from spmd._jax import is_tracer
-from spmd._tensor import become_sharded
-from spmd.device._storage import load, recording, wrap
+from spmd._tensor import XLAShardedTensor, become_sharded
+from spmd.device._storage import buffer_of, load, recording, wrap
 
 
-def constrain(tensor: torch.Tensor, value: mesh_.ShardingSpec | None, gradient: mesh_.ShardingSpec | None) -> torch.Tensor:
-    """`tensor` with its value laid out by `value` and its gradient by `gradient` (None: as the compiler likes)."""
+def constrain(tensor: torch.Tensor, value: mesh_.ShardingSpec, gradient: mesh_.ShardingSpec | None) -> XLAShardedTensor:
+    """A new tensor with the values of `tensor`, laid out by `value`; its gradient by `gradient` (None: as it comes)."""
     return become_sharded(_Constrained.apply(tensor, value, gradient))  # pyright: ignore[reportArgumentType]
 
 
@@ -38,13 +38,17 @@ class _Constrained(torch.autograd.Function):
     """Identity with a layout on the way there and one on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, value: Any, gradient: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, value: mesh_.ShardingSpec, gradient: Any) -> torch.Tensor:
         ctx.gradient = gradient
-        return wrap(placed(load(tensor), value))
+        if recording.get() is not None or is_tracer(buffer_of(tensor).value):
+            return wrap(placed(load(tensor), value))
+        copy = tensor.as_subclass(torch.Tensor).clone(memory_format=torch.contiguous_format)
+        buffer_of(copy).annotate(value)
+        return copy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return constrain(grads[0], ctx.gradient, None), None, None
+        return grads[0] if ctx.gradient is None else constrain(grads[0], ctx.gradient, None), None, None
 
 
 __all__ = ["constrain", "placed"]

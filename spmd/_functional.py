@@ -13,8 +13,9 @@ from jax.experimental.shard_alike import shard_alike
 from torch.utils import _pytree as pytree
 
 import mesh as mesh_
-from spmd._annotate import as_mesh, checked_spec, mark_sharding
+from spmd._annotate import as_mesh, checked_spec
 from spmd._call_jax import call_jax
+from spmd._constraint import constrain
 from spmd._errors import SpmdError, message
 from spmd._tensor import XLAShardedTensor, become_sharded
 
@@ -34,7 +35,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Any, partition_spec: mes
         SpecError, SpmdError: as `mark_sharding`.
     """
     spec = checked_spec(t, as_mesh(mesh), partition_spec)
-    return become_sharded(_Marked.apply(t, spec, spec))  # pyright: ignore[reportArgumentType]
+    return constrain(t, spec, spec)
 
 
 def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> XLAShardedTensor:
@@ -51,26 +52,7 @@ def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: mesh_.S
     Raises:
         SpecError, SpmdError: as `mark_sharding`.
     """
-    return become_sharded(_Marked.apply(t, checked_spec(t, as_mesh(mesh), partition_spec), None))  # pyright: ignore[reportArgumentType]
-
-
-def relaid(t: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
-    """A new tensor with the values of `t`, laid out by `spec`: a constraint inside a compiled function, else a transfer."""
-    return mark_sharding(t.detach().clone(), spec.mesh, spec.partition_spec).global_tensor
-
-
-class _Marked(torch.autograd.Function):
-    """`relaid` on autograd's tape: by `spec` forward, by `spec_of_grad` (None: as it comes) backward."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, spec: mesh_.ShardingSpec, spec_of_grad: mesh_.ShardingSpec | None) -> torch.Tensor:
-        ctx.spec = spec_of_grad
-        return relaid(t, spec)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad = grads[0]
-        return grad if ctx.spec is None else _Marked.apply(grad, ctx.spec, ctx.spec), None, None
+    return constrain(t, checked_spec(t, as_mesh(mesh), partition_spec), None)
 
 
 def shard_as(a: A, b: B) -> tuple[A, B]:

@@ -25,7 +25,7 @@ from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, TraceError, called_at, message
 from spmd._jax import eval_jaxpr, is_tracing
 from spmd._tensor import become_sharded
-from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
 
 
 def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -120,8 +120,9 @@ class _Region:
 
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
         """Called by jax once per trace, with tracers for one device's pieces."""
-        inner = _Inside(recording.get(), self.name)
-        token = recording.set(inner)  # pyright: ignore[reportArgumentType]
+        outer: Any = recording.get()
+        token = recording.set(_Inside(outer, self.name))
+        num_flags = 0 if outer is None else len(outer.finite)
         try:
             with exact_dtypes(), torch.no_grad():
                 result = self.fn(*(wrap(piece) for piece in pieces))
@@ -130,9 +131,11 @@ class _Region:
                 return tuple(load(tensor) for tensor in flat)
         finally:
             recording.reset(token)
+            if outer is not None:
+                del outer.finite[num_flags:]  # flags of modules that ran inside cannot leave it
 
     def _check_results(self, flat: list[Any]) -> None:
-        if len(flat) != len(self.outputs) or not all(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in flat):
+        if len(flat) != len(self.outputs) or not all(is_device_tensor(t) for t in flat):
             what = f"{self.name} returns {len(flat)} value{'s' * (len(flat) != 1)}, out_specs has {len(self.outputs)} spec(s)"
             raise SpmdError(message(what, f"values: {', '.join(type(t).__name__ for t in flat)}", fix="return one device tensor per spec"))
 
@@ -202,6 +205,13 @@ class _Inside:
             )
         )
 
+    def ran(self, module: torch.nn.Module) -> None:
+        if self.outer is not None:
+            self.outer.ran(module)
+
+    def is_state(self, array: Any) -> bool:
+        return self.outer is not None and self.outer.is_state(array)
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         return None if self.outer is None else self.outer.host_argument(tensor)
 
@@ -218,10 +228,6 @@ class _Inside:
                 fix="draw outside and pass the numbers, split as the device should see them",
             )
         )
-
-    def on_branch(self, evaluate: Any, outcome: bool) -> None:
-        if self.outer is not None:
-            self.outer.on_branch(evaluate, outcome)
 
 
 __all__ = ["shard_map"]

@@ -32,6 +32,16 @@ def test_a_new_tensor_and_its_gradient_are_laid_out(spec: Any) -> None:
     assert mesh.ShardingSpec(grid(), spec).is_replicated or wrapped.partition_spec == marked.partition_spec
 
 
+def test_a_view_gets_a_layout_of_its_own() -> None:
+    host = batch(16, 8).requires_grad_()
+    x = host.detach().to("jax").requires_grad_()
+    marked = spmd.mark_sharding_with_gradients(x.t(), grid(), ("data", "model"))
+    assert marked.partition_spec == ("data", "model")
+    marked.square().sum().backward()
+    host.square().sum().backward()
+    assert_same((marked.detach(), x.grad), (host.detach().t().contiguous(), host.grad))
+
+
 @each_spec
 def test_a_custom_annotation_leaves_where_the_tensor_lies(spec: Any) -> None:
     weight = nn.Parameter(batch(8, 16).to("jax"))

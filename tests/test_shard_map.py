@@ -134,6 +134,21 @@ def test_a_region_is_compiled_once_per_program_and_never_stale(mesh_4x2: mesh.Me
         assert_same(mapped(x.to("jax")), x * value)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_number_of_one_piece_stays_on_its_device(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    mapped = spmd.shard_map(lambda x: x * x.sum().item(), mesh_4x2, ((D, None),), (D, None))
+    x = batch(8, 8)
+    want = torch.cat([piece * piece.sum() for piece in x.chunk(4)])
+    assert_same((spmd.compile(lambda x: mapped(x)) if compiled else mapped)(x.to("jax")), want)
+
+
+def test_a_module_runs_in_a_region_while_outputs_are_checked(mesh_4x2: mesh.Mesh) -> None:
+    gelu = torch.nn.GELU()
+    mapped = spmd.shard_map(lambda x: gelu(x), mesh_4x2, ((D, None),), (D, None))
+    x = batch(8, 8)
+    assert_same(spmd.compile(lambda x: mapped(x), debug_nans=True)(x.to("jax")), gelu(x))
+
+
 def reads_outside(x: torch.Tensor) -> torch.Tensor:
     return x + _OUTSIDE[0]
 

@@ -246,13 +246,13 @@ def host_value(tensor: torch.Tensor) -> Any:
 def _argument(tensor: torch.Tensor) -> Any:
     """The traced input that a CPU tensor stands for, or None."""
     recorder = recording.get()
-    return None if recorder is None else recorder.host_argument(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if recorder is None else recorder.host_argument(tensor)
 
 
 def _note_host_read(tensor: torch.Tensor) -> None:
     recorder = recording.get()
     if recorder is not None:
-        recorder.host_read(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        recorder.host_read(tensor)
 
 
 def _converted(value: Any, dtype: Any) -> Any:

@@ -7,7 +7,7 @@ count advances by the number of draws in the program.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,12 +18,6 @@ from spmd._errors import SpmdError, message
 from spmd.device._storage import recording
 
 _WORDS = 4  # (seed high, seed low, count high, count low), 32 bits each
-
-
-class RandomRecorder(Protocol):
-    """The part of a recorder that hands a traced program its random state."""
-
-    def random_state(self) -> Any: ...
 
 
 class RandomStream:
@@ -75,7 +69,7 @@ def next_key() -> Any:
         words: Any = default_stream.words()
         key = key_of_words(words)
     else:
-        words, start = recorder.random_state()  # pyright: ignore[reportAttributeAccessIssue]
+        words, start = recorder.random_state()
         key = _key(words[:2], words[2:], default_stream.draws - start)
     default_stream.draws += 1
     return key

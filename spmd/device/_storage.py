@@ -37,7 +37,7 @@ META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
 class Recorder(Protocol):
-    """Told of every buffer that is born, read or written while a program is traced."""
+    """Told of what a program that is traced reads and writes, and asked for what it gets from the host."""
 
     def born(self, buffer: Buffer) -> None: ...
 
@@ -46,6 +46,16 @@ class Recorder(Protocol):
     def will_write(self, buffer: Buffer) -> None: ...
 
     def is_state(self, array: Any) -> bool: ...
+
+    def host_argument(self, tensor: torch.Tensor) -> Any:
+        """The input that a CPU tensor stands for, or None."""
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        """The values of a CPU tensor become a constant of the program."""
+
+    def random_state(self) -> tuple[Any, int]:
+        """Words of the random state, and the count of the default stream's draws that belongs to them."""
+        ...
 
     @property
     def scalars(self) -> dict[Any, Any]: ...
@@ -219,6 +229,11 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
         ) from None
 
 
+def is_device_tensor(value: Any) -> bool:
+    """True for a tensor on device 'jax'."""
+    return isinstance(value, torch.Tensor) and value.device.type == "jax"
+
+
 def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
     """True if the tensor shows the whole root as it is: its shape and dtype, no pending conjugation or negation."""
     return (
@@ -353,6 +368,7 @@ __all__ = [
     "Buffer",
     "Recorder",
     "buffer_of",
+    "is_device_tensor",
     "contiguous_stride",
     "is_unset",
     "is_whole",

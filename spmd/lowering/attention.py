@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.lowering._registry import lower
+from spmd.lowering.matmul import linear
 from spmd.lowering.norm import layer_norm, wide
+from spmd.lowering.random import thinned
 from spmd.lowering.softmax import safe_softmax
 
 
@@ -94,9 +96,7 @@ def _attention(rng: Any, query: Any, key: Any, value: Any, mask: Any, dropout_p:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask
     weights = jax.nn.softmax(scores, axis=-1) if mask is None else safe_softmax(scores, -1)
     if dropout_p > 0.0:
-        keep = jax.random.bernoulli(rng, jnp.float32(1.0 - dropout_p), weights.shape)
-        dropped = weights / (1.0 - dropout_p) if dropout_p < 1.0 else jnp.zeros_like(weights)
-        weights = jnp.where(keep, dropped, jnp.zeros((), weights.dtype))
+        weights = thinned(rng, weights, dropout_p, weights.shape)
     out = jnp.matmul(weights.astype(value.dtype), value)
     if groups > 1:
         out = out.reshape(*out.shape[:-4], -1, *out.shape[-2:])
@@ -122,11 +122,6 @@ def _scaled_dot_product_attention_math(
     return out, weights.reshape(*query.shape[:-1], key.shape[-2]).astype(query.dtype)
 
 
-def _linear(x: Any, weight: Any, bias: Any) -> Any:
-    out = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
-    return out if bias is None else out + bias
-
-
 def _key_mask(mask: Any, mask_type: int | None) -> Any:
     """torch's masks, True where a key is hidden: [T, S] (type 0), [B, S] (type 1) or [B, H, T, S]; as what may be seen."""
     if mask is None:
@@ -143,7 +138,7 @@ def _multi_head(
     """(heads' outputs side by side [B, T, D], weights [B, H, T, S]); the three projections are stacked in one weight."""
     projections = jnp.split(qkv_weight, 3), jnp.split(qkv_bias, 3)
     q, k, v = (
-        _linear(x, w, b).reshape(*x.shape[:-1], num_head, -1).swapaxes(-2, -3)
+        linear(x, w, b).reshape(*x.shape[:-1], num_head, -1).swapaxes(-2, -3)
         for x, w, b in zip((query, key, value), *projections, strict=True)
     )
     out, weights = _attention(None, q, k, v, _key_mask(mask, mask_type), 0.0, False, 1.0 / math.sqrt(q.shape[-1]))
@@ -168,7 +163,7 @@ def _native_multi_head_attention(
 ) -> Any:
     """What `nn.MultiheadAttention` calls in evaluation: (out [B, T, D], weights or None)."""
     heads, weights = _multi_head(query, key, value, num_head, qkv_weight, qkv_bias, mask, mask_type)
-    out = _linear(heads, proj_weight, proj_bias)
+    out = linear(heads, proj_weight, proj_bias)
     if not need_weights:
         return out, None
     return out, (jnp.mean(weights, 1) if average_attn_weights else weights).astype(query.dtype)
@@ -200,12 +195,12 @@ def _transformer_encoder_layer_fwd(
     """What `nn.TransformerEncoderLayer` calls in evaluation: attention and feed-forward, each with its residual and norm."""
 
     def attended(x: Any) -> Any:
-        return _linear(_multi_head(x, x, x, num_heads, qkv_weight, qkv_bias, mask, mask_type)[0], proj_weight, proj_bias)
+        return linear(_multi_head(x, x, x, num_heads, qkv_weight, qkv_bias, mask, mask_type)[0], proj_weight, proj_bias)
 
     def fed_forward(x: Any) -> Any:
-        hidden = _linear(x, ffn_weight_1, ffn_bias_1)
+        hidden = linear(x, ffn_weight_1, ffn_bias_1)
         hidden = jax.nn.gelu(hidden, approximate=False) if use_gelu else jax.nn.relu(hidden)
-        return _linear(hidden, ffn_weight_2, ffn_bias_2)
+        return linear(hidden, ffn_weight_2, ffn_bias_2)
 
     def first(x: Any) -> Any:
         return layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)

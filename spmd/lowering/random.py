@@ -169,11 +169,14 @@ def multinomial(key: Any, self: Any, num_samples: int, replacement: bool = False
 
 @lower("dropout", whole=True, random=True)
 def dropout(key: Any, input: Any, p: float, train: bool) -> Any:
-    if not train or p == 0.0:
-        return input
+    return input if not train or p == 0.0 else thinned(key, input, p, input.shape)
+
+
+def thinned(key: Any, input: Any, p: float, drawn: tuple[int, ...]) -> Any:
+    """Zero with chance `p`, else scaled up by what is lost; one draw per element of `drawn`, which broadcasts to the input."""
     if p == 1.0:
         return jnp.zeros_like(input)
-    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), input.shape)
+    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), drawn)
     return jnp.where(keep, input * (1.0 / (1.0 - p)), jnp.zeros((), input.dtype))
 
 
@@ -195,10 +198,7 @@ def feature_dropout(key: Any, input: Any, p: float, train: bool) -> Any:
     """Whole channels at a time: one draw per [N, C]."""
     if not train or p == 0.0 or input.size == 0:
         return input
-    if p == 1.0:
-        return jnp.zeros_like(input)
-    keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), input.shape[:2] + (1,) * (input.ndim - 2))
-    return jnp.where(keep, input * (1.0 / (1.0 - p)), jnp.zeros((), input.dtype))
+    return thinned(key, input, p, input.shape[:2] + (1,) * (input.ndim - 2))
 
 
 @lower("alpha_dropout", whole=True, random=True)

@@ -14,47 +14,43 @@ import numpy as np
 from jax import lax
 
 from spmd.lowering._registry import lower
+from spmd.lowering.matmul import linear
+from spmd.lowering.random import thinned
 
 State = tuple[Any, ...]
 Cell = Callable[[Any, State, list[Any]], State]
 
 
-def _linear(x: Any, weight: Any, bias: Any) -> Any:
-    """x W^T + b over the last dim."""
-    out = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
-    return out if bias is None else out + bias
-
-
 def _lstm_cell(gates: Any, state: State, weights: list[Any]) -> State:
     """One step from the input's share of the gates, in order input, forget, cell, output."""
     h, c = state
-    i, f, g, o = jnp.split(gates + _linear(h, weights[1], weights[3]), 4, axis=-1)
+    i, f, g, o = jnp.split(gates + linear(h, weights[1], weights[3]), 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(c)
-    return (h if weights[4] is None else _linear(h, weights[4], None)), c
+    return (h if weights[4] is None else linear(h, weights[4])), c
 
 
 def _gru_cell(gates: Any, state: State, weights: list[Any]) -> State:
     """Gates in order reset, update, new; the reset applies after the hidden product."""
     (h,) = state
     r_x, z_x, n_x = jnp.split(gates, 3, axis=-1)
-    r_h, z_h, n_h = jnp.split(_linear(h, weights[1], weights[3]), 3, axis=-1)
+    r_h, z_h, n_h = jnp.split(linear(h, weights[1], weights[3]), 3, axis=-1)
     r, z = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
     n = jnp.tanh(n_x + r * n_h)
     return ((h - n) * z + n,)
 
 
 def _tanh_cell(gates: Any, state: State, weights: list[Any]) -> State:
-    return (jnp.tanh(gates + _linear(state[0], weights[1], weights[3])),)
+    return (jnp.tanh(gates + linear(state[0], weights[1], weights[3])),)
 
 
 def _relu_cell(gates: Any, state: State, weights: list[Any]) -> State:
-    return (jax.nn.relu(gates + _linear(state[0], weights[1], weights[3])),)
+    return (jax.nn.relu(gates + linear(state[0], weights[1], weights[3])),)
 
 
 def _direction(cell: Cell, x: Any, start: State, weights: list[Any], mask: Any, reverse: bool) -> tuple[Any, State]:
     """One layer in one direction over x [T, B, I]; mask [T, B, 1] tells which steps count."""
-    gates = _linear(x, weights[0], weights[2])
+    gates = linear(x, weights[0], weights[2])
 
     def step(state: State, now: Any) -> tuple[State, Any]:
         new = cell(now[0], state, weights)
@@ -70,6 +66,7 @@ def _layers(
     key: Any,
     cell: Cell,
     x: Any,
+    mask: Any,
     start: State,
     params: Any,
     has_biases: bool,
@@ -77,7 +74,6 @@ def _layers(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    mask: Any,
 ) -> tuple[Any, State]:
     """All layers over x [T, B, I]; `start` holds [layers * directions, B, H] each; returns outputs and last states."""
     directions = 2 if bidirectional else 1
@@ -93,8 +89,7 @@ def _layers(
             lasts.append(last)
         x = jnp.concatenate(outs, -1) if bidirectional else outs[0]
         if train and dropout > 0 and layer < num_layers - 1:
-            keep = jax.random.bernoulli(jax.random.fold_in(key, layer), jnp.float32(1 - dropout), x.shape)
-            x = jnp.where(keep, x / (1 - dropout), jnp.zeros((), x.dtype)) if dropout < 1 else jnp.zeros_like(x)
+            x = thinned(jax.random.fold_in(key, layer), x, dropout, x.shape)
     return x, tuple(jnp.stack(states) for states in zip(*lasts, strict=True))
 
 
@@ -105,44 +100,22 @@ def _named(weights: Any, has_biases: bool) -> list[Any]:
     return [weights[0], weights[1], *biases, projection[0] if projection else None]
 
 
-def _padded(
-    key: Any,
-    cell: Cell,
-    input: Any,
-    start: State,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Any, ...]:
+def _padded(key: Any, cell: Cell, input: Any, start: State, params: Any, *settings: Any) -> tuple[Any, ...]:
+    """`settings`: those of `_layers`, then whether the batch is the first dim."""
+    *of_layers, batch_first = settings
     x = jnp.swapaxes(input, 0, 1) if batch_first else input
-    out, last = _layers(key, cell, x, start, params, has_biases, num_layers, dropout, train, bidirectional, None)
+    out, last = _layers(key, cell, x, None, start, params, *of_layers)
     return (jnp.swapaxes(out, 0, 1) if batch_first else out), *last
 
 
-def _packed(
-    key: Any,
-    cell: Cell,
-    data: Any,
-    batch_sizes: Any,
-    start: State,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Any, ...]:
+def _packed(key: Any, cell: Cell, data: Any, batch_sizes: Any, start: State, params: Any, *settings: Any) -> tuple[Any, ...]:
     """`data` [all steps, I] holds step after step, each of the `batch_sizes` samples that still go on."""
     samples = np.arange(batch_sizes[0])
     inside = samples < batch_sizes[:, None]
     at = np.where(inside, np.cumsum(batch_sizes)[:, None] - batch_sizes[:, None] + samples, 0)
     mask = None if inside.all() else jnp.asarray(inside[:, :, None])
     x = jnp.take(data, at, axis=0, mode="clip")
-    out, last = _layers(key, cell, x, start, params, has_biases, num_layers, dropout, train, bidirectional, mask)
+    out, last = _layers(key, cell, x, mask, start, params, *settings)
     rows = np.flatnonzero(inside)
     return jnp.take(out.reshape(-1, out.shape[-1]), rows, axis=0, mode="clip"), *last
 
@@ -176,7 +149,7 @@ _lower_simple("rnn_relu", _relu_cell)
 
 
 def _cell(cell: Cell, input: Any, start: State, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> State:
-    return cell(_linear(input, w_ih, b_ih), start, [w_ih, w_hh, b_ih, b_hh, None])
+    return cell(linear(input, w_ih, b_ih), start, [w_ih, w_hh, b_ih, b_hh, None])
 
 
 @lower("lstm_cell", whole=True)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from spmd.device._copy import from_host
-from spmd.program._held import is_device_tensor
+from spmd.device._storage import is_device_tensor
 
 
 def bring_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:

@@ -25,14 +25,14 @@ from spmd.device._arrays import padded
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import carried, needs_value
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, recording, wrap
 from spmd.program import _guards
 from spmd.program._ahead import on_topology, waiting_for_topology
 from spmd.program._averages import counting_on_device
 from spmd.program._discover import Reachable
 from spmd.program._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program._guards import Guard, LeafState
-from spmd.program._held import Action, Assigned, PythonState, is_device_tensor, lost_update
+from spmd.program._held import Action, Assigned, PythonState, lost_update
 from spmd.program._host import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
 from spmd.program._objects import Unfilled, flatten, unflatten
@@ -126,6 +126,7 @@ class Recorder:
     branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
+    ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     reduce_dtype: Any = None
 
@@ -314,7 +315,7 @@ def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]
     buffers: list[Buffer] = []
     hosts: list[torch.Tensor] = []
     for value in flat:
-        if isinstance(value, torch.Tensor) and value.device.type == "jax":
+        if is_device_tensor(value):
             bound.append(own_storage(value))
             buffers.append(buffer_of(bound[-1]))
         else:
@@ -432,7 +433,7 @@ class _Running:
         for value in flat:
             if isinstance(value, torch.Tensor) and id(value) in self.held:
                 self.leaves.append(Leaf("argument", self.held[id(value)]))
-            elif isinstance(value, torch.Tensor) and value.device.type == "jax":
+            elif is_device_tensor(value):
                 buffer = buffer_of(value)
                 if buffer not in recorder.newborn and buffer not in self.arguments and value.is_leaf:
                     self.leaves.append(Leaf("same", value))

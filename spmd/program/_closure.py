@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from spmd._errors import TraceError, message
-from spmd.device._storage import Buffer, buffer_of
-from spmd.program._held import is_device_tensor
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 
 
 def graph_mark() -> int:

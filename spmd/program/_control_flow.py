@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from spmd.device._numbers import NumberNode, carried
-from spmd.device._storage import recording, wrap
+from spmd.device._storage import is_device_tensor, recording, wrap
+from spmd.program._body import Fn
 from spmd.program._cond import conditional
-from spmd.program._held import is_device_tensor
 from spmd.program._loops import looped, scanned
 
-Fn = Callable[..., Any]
 _DEVICE_KEYS = (DispatchKey.PrivateUse1, DispatchKey.AutogradPrivateUse1)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from spmd.device._storage import is_device_tensor
 from spmd.program._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
 from spmd.program._objects import flatten
 
@@ -96,7 +97,7 @@ class Reachable:
     def optimizer_tensors(self) -> list[torch.Tensor]:
         """The optimizers' state that is on device 'jax'."""
         states = (s for o in self.optimizers for s in o.state.values() if isinstance(s, dict))
-        return [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and v.device.type == "jax"]
+        return [v for s in states for v in s.values() if is_device_tensor(v)]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor in reach that is on device 'jax', once, with a name for messages."""

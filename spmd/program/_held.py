@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from spmd._errors import TraceError, message
-from spmd.device._storage import Buffer, buffer_of
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
@@ -301,11 +301,6 @@ def lost_update(name: str) -> TraceError:
             fix=f"update it in place: {name}.copy_(new)",
         )
     )
-
-
-def is_device_tensor(value: Any) -> bool:
-    """True for a tensor on device 'jax'."""
-    return isinstance(value, torch.Tensor) and value.device.type == "jax"
 
 
 def _is_equal(new: Any, old: Any) -> bool:

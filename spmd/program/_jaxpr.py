@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spmd._jax import is_literal
+
 
 def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
     """For each output, whether it depends on no input and on no array that existed before.
@@ -14,9 +16,9 @@ def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
     """
     depends = {v for v, new in zip(jaxpr.constvars, is_new, strict=True) if not new} | set(jaxpr.invars)
     for eqn in jaxpr.eqns:
-        if any(not hasattr(v, "val") and v in depends for v in eqn.invars):
+        if any(not is_literal(v) and v in depends for v in eqn.invars):
             depends.update(eqn.outvars)
-    return [hasattr(v, "val") or v not in depends for v in jaxpr.outvars]
+    return [is_literal(v) or v not in depends for v in jaxpr.outvars]
 
 
 def with_constants_first(closed: Any, count: int) -> Any:
@@ -33,11 +35,11 @@ def with_constants_first(closed: Any, count: int) -> Any:
 def pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
     """The jaxpr with only the given outputs, and the equations and inputs they need."""
     outvars = [jaxpr.outvars[i] for i in outputs]
-    needed = {v for v in outvars if not hasattr(v, "val")}
+    needed = {v for v in outvars if not is_literal(v)}
     kept: list[Any] = []
     for eqn in reversed(jaxpr.eqns):
         if any(v in needed for v in eqn.outvars):
             kept.append(eqn)
-            needed.update(v for v in eqn.invars if not hasattr(v, "val"))
+            needed.update(v for v in eqn.invars if not is_literal(v))
     invars = [v for v in jaxpr.invars if v in needed]
     return jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())

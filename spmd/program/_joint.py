@@ -7,10 +7,8 @@ first. So `detach`, `no_grad` and `autograd.Function` mean what they mean in tor
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,33 +20,21 @@ from spmd._convert import exact_dtypes
 from spmd._errors import TraceError, called_at, message
 from spmd._jax import eval_jaxpr, split_by_dependence, with_constants_as_inputs
 from spmd.device._random import default_stream
-from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
-from spmd.program._capture import DROPPED_VALUE, Recorder
+from spmd.device._storage import Buffer, buffer_of, load, wrap
 from spmd.program._discover import reachable
+from spmd.program._round import Round, one_round
 
 TensorFunction = Callable[..., Any]
 
 
-@dataclass
-class _Part:
-    """Recorder of a traced function: what it makes has no value outside. Everything is told to the recorder around it too."""
+class _Pure(Round):
+    """A round that may not write to what lies around it."""
 
-    outer: Any
-    words: Any
-    start_draws: int
-    newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
-    seen: dict[Buffer, Any] = field(default_factory=dict[Buffer, Any])
-    scalars: dict[Any, Any] = field(default_factory=dict[Any, Any])
-
-    def born(self, buffer: Buffer) -> None:
-        self.newborn.add(buffer)
-        self.outer.born(buffer)
-
-    def read(self, buffer: Buffer) -> None:
-        if buffer not in self.newborn and buffer not in self.seen:
-            self.outer.read(buffer)
-            self.seen[buffer] = buffer.value
-            buffer.reads.clear()
+    def replace(self, tensor: torch.Tensor, value: Any) -> None:
+        """Let a tensor from outside have this value inside."""
+        buffer = buffer_of(tensor)
+        buffer.get()
+        self.hold({buffer: value})
 
     def will_write(self, buffer: Buffer) -> None:
         if buffer not in self.newborn:
@@ -60,38 +46,6 @@ class _Part:
                     fix="return the new value instead; for running statistics, call the layers one after the other",
                 )
             )
-
-    def random_state(self) -> tuple[Any, int]:
-        return self.words, self.start_draws
-
-    def hold(self, tensor: torch.Tensor, value: Any) -> None:
-        """Let a tensor from outside have this value inside."""
-        buffer = buffer_of(tensor)
-        buffer.get()
-        self.read(buffer)
-        buffer.value = value
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.outer, name)
-
-
-@contextmanager
-def _part(words: Any) -> Generator[_Part]:
-    outer = recording.get() or Recorder(words, {}, default_stream.draws, {})
-    start = default_stream.draws
-    part = _Part(outer, words, start)
-    token = recording.set(part)  # pyright: ignore[reportArgumentType]
-    try:
-        with torch.autograd.set_multithreading_enabled(False):  # jax's trace is this thread's
-            yield part
-    finally:
-        recording.reset(token)
-        default_stream.draws = start
-        for buffer, value in part.seen.items():
-            buffer.value = value
-            buffer.reads.clear()
-        for buffer in part.newborn:
-            buffer.value, buffer.dropped = None, DROPPED_VALUE
 
 
 @dataclass
@@ -163,13 +117,13 @@ def trace_joint(
     def call(
         arrays: Sequence[Any], now: Any, cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> tuple[list[Any], list[Any]]:
-        with _part(now) as part, torch.enable_grad():
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace is this thread's
+        with one_round(now, _Pure) as part, one_thread, torch.enable_grad():
             inputs = [wrap(a) for a in arrays[: len(args)]]
             for tensor, is_wanted in zip(inputs, wanted, strict=True):
                 tensor.requires_grad_(is_wanted)
             for tensor, value in zip(captured, arrays[len(args) :], strict=True):
-                part.hold(tensor, value)
-            start = default_stream.draws
+                part.replace(tensor, value)
             leaves, tree = pytree.tree_flatten(fn(*inputs))
             found.update(tree=tree, leaves=[None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves])
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -179,7 +133,7 @@ def trace_joint(
             grads: list[Any] = [None] * len(sources)
             if flowing and sources:
                 grads = list(torch.autograd.grad(flowing, sources, cotangents(flowing), allow_unused=True))
-            found["draws"] = default_stream.draws - start
+            found["draws"] = default_stream.draws - part.start_draws
             found["reads"] = {id(value): buffer for buffer, value in part.seen.items()}
             arrays_out = [load(o.detach()) for o in outputs]
             return arrays_out, [jnp.zeros(t.shape, load(t).dtype) if g is None else load(g) for g, t in zip(grads, sources, strict=True)]

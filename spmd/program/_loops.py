@@ -6,7 +6,7 @@ again. A `while_loop` has none: how often it runs, so how much would be kept, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,11 @@ from spmd._convert import exact_dtypes
 from spmd._errors import TraceError, called_at, message
 from spmd.device._numbers import carried, lifted
 from spmd.device._random import advanced, default_stream
-from spmd.device._storage import Buffer, load, wrap
+from spmd.device._storage import Buffer, is_device_tensor, load, wrap
+from spmd.program._body import Body, Fn
 from spmd.program._closure import Closure
-from spmd.program._cond import Body, as_predicate
-from spmd.program._held import is_device_tensor
+from spmd.program._cond import as_predicate
 from spmd.program._round import one_round, words_now
-
-Fn = Callable[..., Any]
 
 
 def scanned(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], more: Sequence[Any]) -> Any:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from spmd.program._held import PLAIN, is_device_tensor
+from spmd.device._storage import is_device_tensor
+from spmd.program._held import PLAIN
 
 _DEPTH = 6
 _NOT_HOLDERS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)

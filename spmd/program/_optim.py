@@ -24,7 +24,7 @@ from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import lifted
-from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_stored, wrap_unset
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
 from spmd.program._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
@@ -56,7 +56,6 @@ class LiftedNumbers:
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
         """While tracing: every slot holds a lifted number read from `vector` (float64[len(slots)])."""
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
-        placed: list[tuple[dict[str, Any], str, Any]] = []
         for index, (group, key, position) in enumerate(self.slots):
             number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
             if position is None:
@@ -231,7 +230,7 @@ def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor) and value.device.type == "jax" and value.dim() == 0:
+                    if is_device_tensor(value) and value.dim() == 0:
                         found[buffer_of(value)] = (id(optimizer), number, key, value.dtype)
     values = jax.device_get([buffer.get() for buffer in found])
     return {buffer: (*key, value.tobytes()) for (buffer, key), value in zip(found.items(), values, strict=True)}
@@ -304,7 +303,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
         with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_AllBorn):
             optimizer.step()
         for p in missing:
-            made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and v.device.type == "jax")
+            made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
         return [births.first[buffer_of(v)] for _, _, v in made]
 
     with _as_before(optimizer, [*missing, *others], births, made):
@@ -327,7 +326,7 @@ def _as_before(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], bir
     for group in groups:
         if "capturable" in group:
             group["capturable"] = True
-    token = recording.set(births)  # pyright: ignore[reportArgumentType]
+    token = recording.set(births)
     try:
         yield
     finally:

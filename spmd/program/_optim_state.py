@@ -15,8 +15,8 @@ import torch
 
 from spmd._errors import TraceError, message
 from spmd.device._numbers import NumberNode
-from spmd.device._storage import Buffer, buffer_of
-from spmd.program._held import Action, is_device_tensor, lost_update
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.program._held import Action, lost_update
 
 
 class TracedState:

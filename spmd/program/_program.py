@@ -89,6 +89,7 @@ class Program:
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
         self._vector: Any = None
+        self._words: Any = None
         self.watched = watched()
         self._lower(arg_buffers, name, spent)
 
@@ -200,8 +201,6 @@ class Program:
         words = self._on_device(default_stream.words()) if self.captured.draws or self._words is None else self._words
         self._words = words
         return kept, [self._on_device(h) for h in hosts], self._vector, words
-
-    _words: Any = None
 
     def _on_device(self, host: np.ndarray[Any, Any]) -> Any:
         if self.is_ahead:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -21,18 +22,22 @@ from spmd._errors import SpmdError, message
 from spmd._jax import is_tracing
 from spmd.device._random import default_stream
 from spmd.device._storage import load, recording, wrap
+from spmd.program._discover import reachable
 from spmd.program._joint import Joint, captured_by, trace_joint
+from spmd.program._signature import modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_is_training = attrgetter("training")
 
 
 def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes what `fn` computes, traced once for each structure, shapes, dtypes and other arguments.
+    """A function that computes what `fn` computes, traced once for each structure, shapes, dtypes and other arguments, under autocast
+    or not, and for modules in training or in evaluation.
 
     Args:
         fn: reads only its arguments and tensors that stay the same objects (parameters), and changes nothing: what else it
-            reads is as it was when traced.
+            reads, a module's `p` or `eps`, is as it was when traced.
 
     Returns:
         The function; its results carry gradients to arguments and parameters.
@@ -43,6 +48,10 @@ def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
     """
     programs: dict[Any, _Program] = {}
 
+    @functools.cache
+    def modules() -> list[torch.nn.Module]:
+        return [module for _, module in reachable(fn, (), {}).all_modules()]
+
     @functools.wraps(fn)
     def pure(*args: P.args, **kwargs: P.kwargs) -> R:
         if recording.get() is not None or is_tracing():
@@ -51,7 +60,7 @@ def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         with_gradient = torch.is_grad_enabled()
         wanted = [with_gradient and t.requires_grad for t in tensors]
-        key = (str(tree), *(_described(leaf) for leaf in flat), tuple(wanted), with_gradient)
+        key = (str(tree), *map(_described, flat), tuple(wanted), modes(), *map(_is_training, modules()))
         program = programs.get(key)
         if program is None:
             program = programs[key] = _Program(fn, flat, tree, wanted, with_gradient)

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd.device._kept import Kept
-from spmd.device._storage import load, recording, wrap
+from spmd.device._storage import is_device_tensor, load, recording, wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = str | Callable[[str], bool]
@@ -145,7 +145,7 @@ def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _behind_barrier(values: Any, after: Sequence[torch.Tensor] = ()) -> list[Any]:
     """The same values; tensors on the device as new leaves that XLA cannot trace back to the old ones, nor compute before `after`."""
     held = list(values)
-    places = [i for i, v in enumerate(held) if isinstance(v, torch.Tensor) and v.device.type == "jax"]
+    places = [i for i, v in enumerate(held) if is_device_tensor(v)]
     with exact_dtypes():
         fenced, _ = jax.lax.optimization_barrier(([load(held[i]) for i in places], [load(t) for t in after]))
     for i, array in zip(places, fenced, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 
 from spmd.device._random import advanced, default_stream
 from spmd.device._storage import Buffer, recording
-from spmd.program._capture import DROPPED_VALUE
+from spmd.program._capture import DROPPED_VALUE, Recorder
 
 
 @dataclass
@@ -80,11 +80,11 @@ class Round:
 
 
 @contextmanager
-def one_round(words: Any) -> Generator[Round]:
-    """Record one round whose random state is `words`; the trace, and the count of draws, is as before afterwards."""
-    trace: Any = recording.get()
+def one_round(words: Any, kind: type[Round] = Round) -> Generator[Round]:
+    """Record one round whose random state is `words`; afterwards the count of draws, and the trace around it, if any, is as before."""
     start = default_stream.draws
-    round_ = Round(trace, words, start)
+    trace: Any = recording.get() or Recorder(words, {}, start, {})
+    round_ = kind(trace, words, start)
     token = recording.set(round_)  # pyright: ignore[reportArgumentType]
     num_flags = len(trace.finite)
     try:

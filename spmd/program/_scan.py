@@ -23,6 +23,7 @@ from spmd._errors import SpmdError, message
 from spmd.device._random import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program._joint import captured_by, trace_joint
+from spmd.program._round import words_now
 
 
 def scan(
@@ -76,10 +77,13 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any 
         return input_data
     state = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed]
     _require_alike(state)
-    if recording.get() is None or len(listed) == 1:
+    recorder: Any = recording.get()
+    if recorder is None or len(listed) == 1 or not state[0]:
         for layer in listed:
             input_data = layer(input_data)
         return input_data
+    for module in (m for layer in listed for m in layer.modules()):
+        recorder.ran(module)
     stacked = {name: torch.stack([values[name] for values in state]) for name in state[0]}
     example = _shell(listed[0])
 
@@ -147,9 +151,7 @@ class _Scanned:
         captured = captured_by(fn) if torch.is_grad_enabled() else []
         with exact_dtypes():
             examples = [*self.flat_init, *(wrap(load(x)[0]) for x in flat_xs)]
-        self.words, _ = recording.get().random_state()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        _, start = recording.get().random_state()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        self.words = advanced(self.words, default_stream.draws - start)
+        self.words = words_now()
         self.joint = trace_joint(one, examples, wanted, captured, self.words)
 
     def __call__(self) -> tuple[Any, Any]:

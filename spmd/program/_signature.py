@@ -46,7 +46,7 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: froz
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
     flat, tree = _flattened(args, kwargs, holders)
-    key: list[Any] = [tree, *_modes()]
+    key: list[Any] = [tree, *modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
     copied: list[tuple[Buffer, int]] = []
@@ -125,6 +125,7 @@ def _static(value: Any) -> tuple[Any, Any]:
     return type(value), value
 
 
-def _modes() -> tuple[Any, ...]:
+def modes() -> tuple[Any, ...]:
+    """What of torch's own state decides what a function computes."""
     autocast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else False
     return torch.is_grad_enabled(), torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from spmd._convert import exact_dtypes
-from spmd.device._storage import buffer_of, load
+from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.program._discover import Reachable
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
     names = {id(module): name for name, module in found.all_modules()}
     scopes: list[tuple[str, Any]] = []
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
+    def ran(module: torch.nn.Module) -> None:
         if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
             raise Unreached(module)
         recorder.modules[id(module)] = module
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        ran(module)
         name = names.get(id(module)) or type(module).__name__
         inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
         scope = jax.named_scope(inner.replace(".", "/"))
@@ -57,6 +60,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
             raise Unreached(optimizer)
         recorder.stepped.append(optimizer)
 
+    recorder.ran = ran
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
@@ -73,7 +77,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
 
 def _finite_flags(result: Any) -> list[Any]:
     """For each floating tensor in a module's result, whether all its elements are finite."""
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "jax"]
+    tensors = [t for t in pytree.tree_leaves(result) if is_device_tensor(t)]
     with exact_dtypes():
         return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
 

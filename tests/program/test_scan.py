@@ -130,6 +130,40 @@ def test_a_program_of_scanned_layers_does_not_grow_with_their_number() -> None:
     assert program(3) == program(6) > 0
 
 
+def test_layers_are_scanned_while_module_outputs_are_checked() -> None:
+    layers = nn.ModuleList([Layer() for _ in range(3)]).to("jax")
+    x = batch(8, 8).to("jax")
+    run = spmd.compile(lambda x: spmd.scan_layers(layers, x), debug_nans=True)
+    assert_same(run(x).detach(), nn.Sequential(*layers)(x).detach().cpu())
+
+
+def test_a_change_within_scanned_layers_is_seen() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(p=0.5) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return spmd.scan_layers(self.layers, x)
+
+    model, x = Model().to("jax"), batch(8, 8).to("jax")
+    run = spmd.compile(lambda x: model(x).detach())
+    assert not torch.equal(run(x), run(x))
+    model.layers.eval()
+    assert_same(run(x), nn.Sequential(*model.layers)(x).detach().cpu())
+    model.layers.train()
+    for layer in model.layers:
+        layer.mlp.drop.p = 0.0
+    assert torch.equal(run(x), run(x))
+    assert [reason.partition(" ")[0] for reason in run.retraces] == ["layers.0.training"] * 2
+
+
+def test_layers_without_parameters_are_called_one_by_one() -> None:
+    x = batch(8, 8)
+    run = spmd.compile(lambda x: spmd.scan_layers([nn.GELU(), nn.GELU()], x))
+    assert_same(run(x.to("jax")), nn.Sequential(nn.GELU(), nn.GELU())(x))
+
+
 def test_every_round_draws_its_own_numbers() -> None:
     def draw(carry: torch.Tensor, x: torch.Tensor) -> Any:
         return carry, torch.rand(4, device="jax")
@@ -222,12 +256,19 @@ def test_a_pure_function_is_traced_once_and_gives_the_same() -> None:
 
 
 def test_a_pure_function_draws_anew_and_joins_programs() -> None:
-    drop = spmd.assume_pure(nn.Dropout(0.5))
+    module = nn.Dropout(0.5)
+    drop = spmd.assume_pure(module)
     x = torch.ones(64, device="jax")
     first, second = drop(x), drop(x)
     assert not torch.equal(first, second)
+    module.eval()
+    assert torch.equal(drop(x), x)
     double = spmd.assume_pure(lambda x: x * 2)
     assert_same(spmd.compile(lambda x: double(x) + 1)(x), torch.full((64,), 3.0))
+    product, square = spmd.assume_pure(lambda x: x @ x), torch.ones(4, 4, device="jax")
+    assert product(square).dtype == torch.float32
+    with torch.autocast("jax", dtype=torch.bfloat16):
+        assert product(square).dtype == torch.bfloat16
     with pytest.raises(spmd.SpmdError, match="was given a set"):
         double({1})
     assert mesh.device_count() >= 1
