@@ -16,6 +16,7 @@ from spmd._annotate import mark_sharding as mark_sharding
 from spmd._annotate import wrap_if_sharded as wrap_if_sharded
 from spmd._barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
 from spmd._call_jax import call_jax as call_jax
+from spmd._captured import register as _register_in_graphs
 from spmd._distribute import auto_policy as auto_policy
 from spmd._distribute import xla_distribute_module as xla_distribute_module
 from spmd._distribute import xla_distribute_tensor as xla_distribute_tensor
@@ -69,6 +70,7 @@ from spmd.visualize import visualize_sharding as visualize_sharding
 _register()
 _register_control_flow()
 _register_precision()
+_register_in_graphs()
 _show_layouts()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd._constraint",),
     ("spmd._annotate", "spmd._precision"),
     ("spmd._functional", "spmd._spec", "spmd._loader", "spmd._manual", "spmd._fsdp_v2"),
-    ("spmd._distribute",),
+    ("spmd._distribute", "spmd._captured"),
     ("spmd.rules",),
     ("spmd.program",),
     (

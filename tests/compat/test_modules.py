@@ -412,6 +412,34 @@ def test_torch_compile_with_backend_openxla(train: bool, monkeypatch: Any) -> No
     assert len(graphs) == (2 if train else 1)  # forward, and backward where there is one
 
 
+def test_marks_stay_in_the_graph_that_backend_openxla_gets(monkeypatch: Any) -> None:
+    import torch_xla.core.dynamo_bridge as bridge
+    import torch_xla.distributed.spmd as xs
+
+    grid = xs.Mesh(range(mesh_.device_count()), (mesh_.device_count(), 1), ("data", "model"))
+
+    class Marked(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            xs.mark_sharding(x, grid, ("data", None))
+            hidden = torch.relu(self.up(x))
+            xs.mark_sharding(hidden, grid, ("data", "model"))
+            return self.down(hidden)
+
+    graphs: list[Any] = []
+    extract = bridge.extract_compiled_graph
+    monkeypatch.setattr(bridge, "extract_compiled_graph", lambda graph, args: (graphs.append(graph.code), extract(graph, args))[1])
+    torch._dynamo.reset()
+    model, host = Marked().to("xla"), MLP()
+    host.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    got = torch.compile(model, backend="openxla", fullgraph=True)(batch(8, 8).to("xla"))
+    want = host.down(torch.relu(host.up(batch(8, 8))))
+    assert_same(got.detach().cpu(), want.detach())
+    got.square().sum().backward()
+    want.square().sum().backward()
+    assert_same([p.grad.cpu() for p in model.parameters()], [p.grad for p in host.parameters()])
+    assert [code.count("laid_out.default") for code in graphs] == [2, 1]
+
+
 @pytest.mark.parametrize("where", ["cpu", "xla"])
 def test_torchs_own_dtensor_functions_take_a_mesh_of_type_xla(where: str) -> None:
     import torch_xla

@@ -52,7 +52,7 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Any) -> XLASharded
         AnnotationError: it was not (a RuntimeError).
         SpecError: the spec does not fit (an AssertionError too while the modules are installed).
     """
-    if t.device.type != "jax" or recording.get() is not None:
+    if torch.compiler.is_dynamo_compiling() or t.device.type != "jax" or recording.get() is not None:
         return _annotate.mark_sharding(t, mesh, partition_spec)
     buffer = buffer_of(t)
     spec = _annotate.checked_spec(t, _annotate.as_mesh(mesh), partition_spec)
