@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spmd._errors", "spmd._convert", "spmd._counters", "spmd._jax"),
     ("spmd.lowering",),
     ("spmd.device",),
-    ("spmd._names", "spmd._shard"),
+    ("spmd._names", "spmd._shard", "spmd._placements"),
     ("spmd._load", "spmd._call_jax", "spmd._barrier", "spmd._linear", "spmd._mode", "spmd._global_mesh"),
     ("spmd._tensor",),
     ("spmd._moves",),
