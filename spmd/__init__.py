@@ -91,38 +91,35 @@ __all__ = [
     "annotate_custom_sharding",
     "clear_sharding",
     "mark_sharding",
-    "MixedPrecisionPolicy",
-    "mixed_precision",
     "mark_sharding_with_gradients",
     "shard_as",
     "wrap_if_sharded",
     # whole modules
+    "MixedPrecisionPolicy",
     "SpmdFullyShardedDataParallel",
     "XLAPatchedLinear",
     "apply_backward_optimization_barrier",
     "auto_policy",
+    "fully_shard",
+    "mixed_precision",
+    "shard_module",
     "xla_distribute_module",
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
-    # manual regions
-    "disable_manual_sharding",
-    "enable_manual_sharding",
-    # input
-    "MpDeviceLoader",
-    "fully_shard",
-    "shard_module",
     # compile
     "Step",
     "accumulate",
     "assume_pure",
     "call_jax",
     "compile",
-    "remat",
     "gradient_accumulation",
+    "remat",
     "scan",
     "scan_layers",
     # manual regions
     "collectives",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
     "shard_map",
     # seeing it
     "visualize",
@@ -130,6 +127,7 @@ __all__ = [
     # operators
     "lowering",
     # data and checkpoints
+    "MpDeviceLoader",
     "checkpoint",
     "shard_loader",
     # counts
