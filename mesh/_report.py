@@ -188,7 +188,7 @@ def _placed(name: str, tensor: Sized, rule: Rule | None, mesh: Mesh) -> tuple[Pl
     try:
         sharding = ShardingSpec(mesh, rule.spec_for(name, tensor.shape, mesh))
     except SpecError as error:
-        raise SpecError(f"{name!r}, by rule {rule.title!r}: {error}") from error
+        raise type(error)(f"{name!r}, by rule {rule.title!r}: {error}") from error  # a placement's error stays one
     if len(sharding.partition_spec) != len(tensor.shape):
         sharding.validate(tensor.shape, f"{name!r}, by rule {rule.title!r},")
     piece = math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize

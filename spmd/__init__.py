@@ -16,6 +16,7 @@ from spmd._annotate import mark_sharding as mark_sharding
 from spmd._annotate import wrap_if_sharded as wrap_if_sharded
 from spmd._barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
 from spmd._call_jax import call_jax as call_jax
+from spmd._captured import register as _register_in_graphs
 from spmd._distribute import auto_policy as auto_policy
 from spmd._distribute import xla_distribute_module as xla_distribute_module
 from spmd._distribute import xla_distribute_tensor as xla_distribute_tensor
@@ -69,6 +70,7 @@ from spmd.visualize import visualize_sharding as visualize_sharding
 _register()
 _register_control_flow()
 _register_precision()
+_register_in_graphs()
 _show_layouts()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
@@ -89,38 +91,35 @@ __all__ = [
     "annotate_custom_sharding",
     "clear_sharding",
     "mark_sharding",
-    "MixedPrecisionPolicy",
-    "mixed_precision",
     "mark_sharding_with_gradients",
     "shard_as",
     "wrap_if_sharded",
     # whole modules
+    "MixedPrecisionPolicy",
     "SpmdFullyShardedDataParallel",
     "XLAPatchedLinear",
     "apply_backward_optimization_barrier",
     "auto_policy",
+    "fully_shard",
+    "mixed_precision",
+    "shard_module",
     "xla_distribute_module",
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
-    # manual regions
-    "disable_manual_sharding",
-    "enable_manual_sharding",
-    # input
-    "MpDeviceLoader",
-    "fully_shard",
-    "shard_module",
     # compile
     "Step",
     "accumulate",
     "assume_pure",
     "call_jax",
     "compile",
-    "remat",
     "gradient_accumulation",
+    "remat",
     "scan",
     "scan_layers",
     # manual regions
     "collectives",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
     "shard_map",
     # seeing it
     "visualize",
@@ -128,6 +127,7 @@ __all__ = [
     # operators
     "lowering",
     # data and checkpoints
+    "MpDeviceLoader",
     "checkpoint",
     "shard_loader",
     # counts

@@ -23,7 +23,6 @@ from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (under torch.compile it runs as it does without: in place, on the value of this moment)
 def mark_sharding(
     tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
 ) -> XLAShardedTensor:
@@ -44,6 +43,8 @@ def mark_sharding(
         SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
         SpmdError: the tensor is on another device, or is a view of a tensor that shows other dims.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph(tensor, mesh, partition_spec, uneven)
     spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
     if tensor.device.type != "jax":
         remember(tensor, spec)
@@ -66,6 +67,22 @@ def mark_sharding(
         )
     buffer.annotate(spec)
     return become_sharded(tensor)
+
+
+def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
+    """What Dynamo finds where it captures a graph: one operator (see `spmd._captured`)."""
+    if isinstance(mesh, mesh_.Mesh) and isinstance(partition_spec, mesh_.PartitionSpec | tuple | list):
+        return torch.ops.spmd.mark_sharding_(tensor, mesh_.ShardingSpec(mesh, partition_spec), uneven)
+    torch._dynamo.graph_break(
+        msg="spmd.mark_sharding: a graph holds no mesh and no spec of jax's or DTensor's; "
+        "fix: before the compiled function, m = mesh.Mesh.from_jax(jax_mesh); specs are tuples"
+    )
+    return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (torch.compiler.disable imports Dynamo, which takes seconds)
+def _outside_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
+    return mark_sharding(tensor, mesh, partition_spec, uneven=uneven)
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:

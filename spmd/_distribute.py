@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.placement_types import Replicate
 
 import mesh as mesh_
 from spmd._annotate import as_mesh, checked_spec, mark_sharding
@@ -23,59 +24,20 @@ from spmd._errors import SpmdError, message
 from spmd._functional import mark_sharding_with_gradients
 from spmd._global_mesh import mesh_or_global
 from spmd._names import name_of
+from spmd._placements import placements_of, spec_of_placements
 from spmd._tensor import XLAShardedTensor
 from spmd.device._storage import buffer_of
-
-
-class PlacementError(mesh_.SpecError, IndexError):
-    """A placement names a dim that the tensor does not have."""
-
-
-class UnreducedError(SpmdError, NotImplementedError):
-    """A placement asks for a tensor that is yet to be summed over devices, which a global tensor never is."""
 
 
 def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> mesh_.ShardingSpec:
     """The ShardingSpec that means the same as DTensor placements, one per mesh axis; None: replicated.
 
-    Several axes may split one dim; the first axis of the mesh is then the slowest, as in DTensor.
-
     Raises:
-        SpecError: not one placement per axis, or one shards a dim that `t` does not have (also an IndexError).
-        SpmdError: a placement is partial (also a NotImplementedError).
+        SpecError, SpmdError: as `spec_of_placements`.
     """
     grid = as_mesh(mesh)
-    if placements is not None and len(placements) != len(grid.axis_names):
-        raise mesh_.SpecError(
-            message(
-                f"{len(placements)} placements do not fit {grid}",
-                f"one per axis: {', '.join(grid.axis_names)}",
-                fix=f"give {len(grid.axis_names)} placements",
-            )
-        )
-    axes_of_dim: list[list[str]] = [[] for _ in range(t.dim())]
-    for axis, placement in zip(grid.axis_names, placements or (), strict=False):
-        if placement.is_partial():
-            raise UnreducedError(message(f"{placement} over axis '{axis}' asks for an unreduced tensor", fix="use Shard or Replicate"))
-        if placement.is_shard():
-            if not -t.dim() <= placement.dim < t.dim():
-                raise PlacementError(
-                    message(
-                        f"{placement} does not fit {name_of(t)}",
-                        f"it has {t.dim()} dims",
-                        fix=f"shard a dim from 0 to {t.dim() - 1}",
-                    )
-                )
-            axes_of_dim[placement.dim].append(axis)
-    return checked_spec(t, grid, [tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in axes_of_dim])
-
-
-def placements_of(spec: mesh_.ShardingSpec) -> tuple[Any, ...]:
-    """DTensor placements that mean the same as `spec`, one per mesh axis."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    dim_of = {axis: dim for dim, entry in enumerate(spec.partition_spec) for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    return tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in spec.mesh.axis_names)
+    given = [Replicate()] * len(grid.axis_names) if placements is None else placements
+    return checked_spec(t, grid, spec_of_placements(given, t.dim(), grid.axis_names, name_of(t)))
 
 
 def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
@@ -146,11 +108,8 @@ def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
     grid = as_mesh(mesh)
     for parameter in mod.parameters(recurse=False):
         if buffer_of(parameter).annotation is None:
-            spec: list[Any] = [None] * parameter.dim()
-            dims = [dim for dim in range(parameter.dim()) if parameter.shape[dim] and parameter.shape[dim] % grid.size() == 0]
-            if dims:
-                spec[max(dims, key=lambda dim: parameter.shape[dim])] = grid.axis_names
-            mark_sharding(parameter, grid, spec)
+            whole = (None,) * parameter.dim()
+            mark_sharding(parameter, grid, mesh_.split_largest_dim(whole, parameter.shape, grid, grid.axis_names))
 
 
 def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:

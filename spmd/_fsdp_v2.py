@@ -71,7 +71,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         self._shard_output: ShardOutput = shard_output or self._shard_first_tensor
         for parameter in module.parameters():
             if buffer_of(parameter).annotation is None:
-                mark_sharding(parameter, grid, _largest_dim(parameter, grid))
+                whole = (None,) * parameter.dim()
+                mark_sharding(parameter, grid, mesh_.split_largest_dim(whole, parameter.shape, grid, AXIS))
         apply_backward_optimization_barrier(module)
 
     @property
@@ -133,14 +134,6 @@ def recursive_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool], wra
         return num_wrapped
 
     descend(module)
-
-
-def _largest_dim(parameter: torch.Tensor, grid: mesh_.Mesh) -> tuple[Any, ...]:
-    """Axis "fsdp" on the largest dim that it divides; nowhere if it divides none."""
-    size = grid.axis_size(AXIS)
-    dims = [dim for dim in range(parameter.dim()) if parameter.shape[dim] and parameter.shape[dim] % size == 0]
-    chosen = max(dims, key=lambda dim: parameter.shape[dim], default=None)
-    return tuple(AXIS if dim == chosen else None for dim in range(parameter.dim()))
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -8,8 +8,9 @@ A batch of two tensors of different rank takes a dict, or a spec that fits one o
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -82,8 +83,18 @@ def placed(batch: Any, input_sharding: InputSharding | None) -> Any:
             raise SpmdError(
                 message(f"input_sharding for {list(input_sharding)} does not fit the batch", found, fix="use the keys of the batch")
             )
-        return {key: placed(value, input_sharding.get(key)) for key, value in batch.items()}
+        return _mapped(batch, lambda key, value: placed(value, input_sharding.get(key)))
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:  # to torch a leaf: Hugging Face's BatchEncoding
+        return _mapped(batch, lambda key, value: placed(value, input_sharding))
     return pytree.tree_map_only(torch.Tensor, lambda t: _on_device(t, input_sharding), batch)
+
+
+def _mapped(batch: Mapping[Any, Any], fn: Callable[[Any, Any], Any]) -> Mapping[Any, Any]:
+    """A mapping of the same class, if such a one can be written to, with `fn` of each key and value."""
+    made: MutableMapping[Any, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else {}
+    for key, value in batch.items():
+        made[key] = fn(key, value)
+    return made
 
 
 def _on_device(tensor: torch.Tensor, spec: mesh_.ShardingSpec | None) -> torch.Tensor:

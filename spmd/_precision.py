@@ -80,6 +80,15 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
 
 
+def sum_gradients_wide(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    """Tell the program being traced, if there is one, to sum gradients in `reduce_dtype` where that is wider than `param_dtype`."""
+    recorder: Any = recording.get()
+    if recorder is None or param_dtype is None or reduce_dtype is None or reduce_dtype.itemsize <= param_dtype.itemsize:
+        return
+    if hasattr(recorder, "reduce_in"):  # a manual region sums by itself
+        recorder.reduce_in(to_numpy_dtype(reduce_dtype))
+
+
 _active: ContextVar[tuple[tuple[torch.nn.Module, MixedPrecisionPolicy], ...]] = ContextVar("modules that compute by a policy", default=())
 
 
@@ -96,10 +105,7 @@ def _computing(module: torch.nn.Module, policy: MixedPrecisionPolicy) -> Generat
                         casts[id(p)] = p.to(policy.param_dtype)
                     swapped.append((holder._parameters, name, p))
                     holder._parameters[name] = casts[id(p)]  # pyright: ignore[reportArgumentType]
-    wider = policy.reduce_dtype
-    recorder: Any = recording.get()
-    if recorder is not None and wider is not None and policy.param_dtype is not None and wider.itemsize > policy.param_dtype.itemsize:
-        recorder.reduce_in(to_numpy_dtype(wider))
+    sum_gradients_wide(policy.param_dtype, policy.reduce_dtype)
     token = _active.set((*_active.get(), (module, policy)))
     try:
         yield
@@ -147,4 +153,4 @@ def register() -> None:
     frame.__init__ = init
 
 
-__all__ = ["MixedPrecisionPolicy", "cast_floating", "mixed_precision", "register"]
+__all__ = ["MixedPrecisionPolicy", "cast_floating", "mixed_precision", "register", "sum_gradients_wide"]

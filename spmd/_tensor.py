@@ -54,15 +54,7 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def sharding_spec(self) -> mesh_.ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
-        if self.device.type != "jax":
-            return annotation_of(self)
-        buffer = buffer_of(self)
-        if buffer.annotation is not None and is_whole(self, buffer):
-            return buffer.annotation
-        value = load(self)
-        if is_tracer(value) or not isinstance(value.sharding, NamedSharding):
-            return None
-        return mesh_.ShardingSpec.from_jax(value.sharding, self.dim())
+        return sharding_of(self)
 
     @property
     def mesh(self) -> mesh_.Mesh | None:
@@ -187,6 +179,19 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ign
         plain = torch.nn.Parameter(host.detach(), self.requires_grad)
         vars(plain).update(vars(host))
         return plain.__reduce_ex__(protocol)
+
+
+def sharding_of(tensor: torch.Tensor) -> mesh_.ShardingSpec | None:
+    """How a tensor lies: its annotation, else what its value's own layout says, else None; off the device what it remembers."""
+    if tensor.device.type != "jax":
+        return annotation_of(tensor)
+    buffer = buffer_of(tensor)
+    if buffer.annotation is not None and is_whole(tensor, buffer):
+        return buffer.annotation
+    value = load(tensor)
+    if is_tracer(value) or not isinstance(value.sharding, NamedSharding):
+        return None
+    return mesh_.ShardingSpec.from_jax(value.sharding, tensor.dim())
 
 
 def _laid_out_like(grad: torch.Tensor, annotation: mesh_.ShardingSpec | None) -> torch.Tensor:

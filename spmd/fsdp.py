@@ -30,9 +30,10 @@ from spmd._convert import exact_dtypes, to_numpy_dtype
 from spmd._errors import SpmdError, message
 from spmd._jax import is_tracing
 from spmd._names import name_of
+from spmd._precision import cast_floating, sum_gradients_wide
 from spmd._tensor import become_sharded
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
-from spmd.device._storage import Buffer, buffer_of, load, recording, strided_alias, wrap
+from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
 from spmd.rules import fsdp_axis
 
 Stage = Literal[1, 2, 3]
@@ -172,7 +173,7 @@ class _Unit:
         self.calls.append(call)
         call.gather(module)
         if self.policy is not None and self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
-            return _cast((args, kwargs), self.policy.param_dtype)
+            return cast_floating((args, kwargs), self.policy.param_dtype)
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
@@ -180,17 +181,13 @@ class _Unit:
         call = self.calls.pop()
         call.put_back()
         if result is not None and self.policy is not None and self.policy.output_dtype is not None:
-            result = _cast(result, self.policy.output_dtype)
+            result = cast_floating(result, self.policy.output_dtype)
         return call.fenced(result)
 
     def reduce_wide(self) -> None:
         """Tell a traced program to sum gradients in a wider dtype than it computes in."""
-        recorder: Any = recording.get()
-        policy = self.policy
-        if recorder is None or policy is None or policy.reduce_dtype is None or policy.param_dtype is None:
-            return
-        if policy.reduce_dtype.itemsize > policy.param_dtype.itemsize and hasattr(recorder, "reduce_in"):
-            recorder.reduce_in(to_numpy_dtype(policy.reduce_dtype))
+        if self.policy is not None:
+            sum_gradients_wide(self.policy.param_dtype, self.policy.reduce_dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
         return _Unit(self.mesh, self.axes, self.stage, self.reshard, self.policy, self.ignored)
@@ -339,11 +336,6 @@ def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> mesh_.ShardingSp
 @functools.cache
 def _without(sharding: mesh_.ShardingSpec, axes: tuple[str, ...]) -> mesh_.ShardingSpec:
     return mesh_.ShardingSpec(sharding.mesh, mesh_.without_axes(sharding.partition_spec, axes))
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in `tree` in `dtype`."""
-    return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
 
 
 __all__ = ["MixedPrecision", "fully_shard"]

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import mesh as mesh_
+from spmd._annotate import as_mesh
 from spmd._errors import SpmdError, message
-from spmd._jax import is_tracer
 from spmd._names import name_of
 from spmd._picture import Picture
+from spmd._tensor import sharding_of
 from spmd._tiling import Tiling
 from spmd.device._layout import annotation_of
-from spmd.device._storage import buffer_of, is_whole, load
 from spmd.rules import sized_tensors
 
 
@@ -49,8 +49,8 @@ def visualize(thing: Any) -> Picture | mesh_.RulesReport:
         return Picture(Tiling.of_spec(thing, None, str(thing)))
     if isinstance(thing, mesh_.Mesh):
         return Picture(Tiling.of_mesh(thing), f"{thing.size()} devices")
-    if isinstance(thing, jax.sharding.Mesh):
-        return visualize(mesh_.Mesh.from_jax(thing))
+    if isinstance(thing, jax.sharding.Mesh) or type(thing).__name__ == "DeviceMesh":
+        return visualize(as_mesh(thing))
     if isinstance(thing, torch.Tensor):
         return _tensor_picture(thing)
     raise SpmdError(message(f"{type(thing).__name__} cannot be drawn", fix="pass a tensor, a module, a mesh, a spec or a sharding string"))
@@ -92,7 +92,7 @@ def module_report(module: nn.Module) -> mesh_.RulesReport:
 
 
 def _tensor_picture(tensor: torch.Tensor) -> Picture:
-    sharding = _sharding_of(tensor)
+    sharding = sharding_of(tensor)
     shape = tuple(tensor.shape)
     if sharding is None:
         where = f"on device '{tensor.device}'" if tensor.device.type != "jax" else "on one device"
@@ -104,17 +104,6 @@ def _tensor_picture(tensor: torch.Tensor) -> Picture:
     num_bytes = math.prod(piece) * tensor.element_size()
     copies = f", {tiling.copies} copies" if tiling.copies > 1 else ""
     return Picture(tiling, f"{sharding.mesh}: pieces of {'×'.join(map(str, piece)) or 'scalar'}, {num_bytes} bytes per device{copies}")
-
-
-def _sharding_of(tensor: torch.Tensor) -> mesh_.ShardingSpec | None:
-    """The annotation, else what the value's own layout says."""
-    marked = annotation_of(tensor)
-    if tensor.device.type != "jax" or (marked is not None and is_whole(tensor, buffer_of(tensor))):
-        return marked
-    value = load(tensor)
-    if is_tracer(value) or not isinstance(value.sharding, jax.sharding.NamedSharding):
-        return None
-    return mesh_.ShardingSpec.from_jax(value.sharding, tensor.dim())
 
 
 __all__ = ["module_report", "visualize", "visualize_sharding"]

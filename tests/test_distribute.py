@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import mesh
 import spmd
-from spmd._distribute import placements_of, spec_from_placements
+from spmd._distribute import spec_from_placements
+from spmd._placements import placements_of
 from tests.grids import grid, line
 from tests.oracle import MLP, assert_same, batch
 
@@ -72,6 +74,7 @@ def test_a_device_mesh_of_torch_describes_the_tensor() -> None:
         ([Shard(0)], ValueError, "1 placements do not fit"),
         ([Shard(0), Shard(2)], IndexError, r"does not fit tensor float32\[8, 16\](?s:.*)it has 2 dims"),
         ([Shard(0), Partial()], NotImplementedError, "asks for an unreduced tensor"),
+        ([Shard(0), _StridedShard(0, split_factor=2)], spmd.SpmdError, r"on axis 'model' has no spec(?s:.*)fix: use Shard"),
     ],
 )
 def test_placements_that_do_not_fit_are_refused(placements: Any, error: type[Exception], message: str) -> None:

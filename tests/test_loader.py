@@ -1,5 +1,6 @@
 """`MpDeviceLoader`: batches laid out as they arrive, errors where they belong; on any number of devices."""
 
+import collections
 from typing import Any
 
 import pytest
@@ -45,6 +46,23 @@ def test_each_tensor_of_a_dict_has_its_own_layout() -> None:
     for wrong in ([batch(8, 4)], {"x": batch(8, 4)}):
         with pytest.raises(spmd.SpmdError, match="does not fit the batch"):
             list(spmd.MpDeviceLoader([wrong], input_sharding=shardings))
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """A mapping of a class of its own, as tokenizers give it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.data[name]
+
+
+@pytest.mark.parametrize("sharding", [None, "spec", "dict"])
+def test_a_mapping_of_its_own_class_stays_one_and_its_tensors_move(sharding: str | None) -> None:
+    batches = [Encoding(ids=batch(8, 4), mask=torch.ones(8))]
+    given = {None: None, "spec": spec("data", None), "dict": {"ids": spec("data", None)}}[sharding]
+    (out,) = list(spmd.MpDeviceLoader(batches, input_sharding=given))
+    assert type(out) is Encoding and out.mask.device.type == "jax" and batches[0].ids.device.type == "cpu"
+    assert sharding is None or out.ids.partition_spec == ("data", None)
+    assert_same(out.ids, batches[0].ids)
 
 
 def test_each_device_gets_its_rows_only() -> None:

@@ -97,6 +97,12 @@ def test_the_terminal_shows_ranges_devices_and_bytes(mesh_4x2: mesh.Mesh) -> Non
     assert repr(spmd.visualize(model.up.weight)).split() == text.split()
 
 
+def test_a_mesh_of_jax_or_torch_is_drawn_as_ours(mesh_4x2: mesh.Mesh) -> None:
+    torchs = spmd.mark_sharding(torch.zeros(8).to("jax"), mesh_4x2, ("data",)).device_mesh
+    for foreign in (mesh_4x2.to_jax(), torchs):
+        assert shown(spmd.visualize(foreign)) == shown(spmd.visualize(mesh_4x2))
+
+
 def test_dims_beyond_two_become_panels() -> None:
     grid = mesh.Mesh(range(8), *CUBE)
     text = shown(spmd.visualize(spmd.mark_sharding(torch.zeros(4, 6, 8).to("jax"), grid, ("a", "b", "c"))))

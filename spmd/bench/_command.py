@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import mesh
-from spmd._errors import SpmdError
+from spmd._errors import SpmdError, message
 from spmd.bench import _chart, _table
 from spmd.bench._entrants import entrants_of
 from spmd.bench._job import Job, load
@@ -71,17 +71,28 @@ def scripts() -> Path:
 
 
 def job_of(args: BenchArgs) -> Job:
-    """What the contenders are told."""
+    """What the contenders are told.
+
+    Raises:
+        SpmdError: the script has no such preset or variant, or the mesh is none.
+    """
     name = args.name
-    text = args.mesh or ("data=1" if args.platform == "gpu" else load(scripts() / f"{name}.py").MESH)
+    script = load(scripts() / f"{name}.py")
+    variant = args.variant or script.VARIANTS[0]
+    for what, given, known in (("preset", args.preset, tuple(script.PRESETS)), ("variant", variant, script.VARIANTS)):
+        if given not in known:
+            raise SpmdError(message(f"{name} has no {what} {given!r}", f"known: {', '.join(known)}", fix=f"--{what} {known[0]}"))
+    text = args.mesh or ("data=1" if args.platform == "gpu" else script.MESH)
     axes = [part.partition("=") for part in text.split(",")]
+    if not all(axis.strip() and size.strip().isdecimal() and int(size) for axis, _, size in axes):
+        raise SpmdError(message(f"{text!r} is no mesh", "an axis and its size, separated by commas", fix=f"--mesh {script.MESH}"))
     return Job(
         name,
         str(scripts()),
         args.variant,
         args.preset,
         (("batch", args.batch),) if args.batch else (),
-        tuple((axis, int(size)) for axis, _, size in axes),
+        tuple((axis.strip(), int(size)) for axis, _, size in axes),
         args.dtype,
         args.topology,
         args.platform,

@@ -11,8 +11,8 @@ from torch import nn
 import mesh as mesh_
 from spmd._annotate import as_mesh, mark_sharding
 from spmd._errors import SpmdError, message
+from spmd._placements import is_placements, spec_of_placements
 from spmd.rules._heads import head_findings
-from spmd.rules._placements import is_placements, spec_of_placements
 from spmd.rules._plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
 from spmd.rules._presets import megatron_axis, preset
 

@@ -89,6 +89,22 @@ def test_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no peer 'jaxx'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"preset": "huge"}, "megatron has no preset 'huge'"),
+        ({"variant": "hf"}, "megatron has no variant 'hf'"),
+        ({"mesh": "data"}, "'data' is no mesh"),
+        ({"mesh": "data=4,=2"}, "'data=4,=2' is no mesh"),
+        ({"mesh": "data=x"}, "'data=x' is no mesh"),
+    ],
+)
+def test_sizes_that_are_not_there_are_refused_before_anything_runs(wrong: Any, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(BenchArgs("megatron", **wrong)) == 2
+    shown = capsys.readouterr().out
+    assert text in shown and "fix: --" in shown
+
+
 @pytest.mark.parametrize(("kind", "known"), [("NVIDIA H200", True), ("TPU v5 lite", True), ("cpu", False)])
 def test_share_of_peak_is_only_said_of_known_chips(kind: str, known: bool) -> None:
     assert (_facts.mfu(10**12, 0.1, 2, _facts.peak_flops(kind)) is not None) == known

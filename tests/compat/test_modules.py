@@ -92,6 +92,13 @@ def test_step_closures_run_at_the_end_of_a_step_in_order() -> None:
     assert seen[2] == "late" and len(seen) == 3
     xm.wait_device_ops()
 
+    xm.add_step_closure(lambda: 1 / 0, run_async=True)
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(3000):
+            xm.mark_step()
+            time.sleep(0.01)
+    xm.mark_step()
+
     def step(x: torch.Tensor) -> torch.Tensor:
         xm.add_step_closure(print, (x,))
         return x
@@ -238,6 +245,59 @@ def test_collectives_communicate_between_manual_tensors() -> None:
             wrong()
 
 
+def test_a_collectives_output_argument_is_filled() -> None:
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+
+    count = mesh_.device_count()
+    part = xs.enable_manual_sharding(batch(8, 8).to("xla"), (None, "x"), mesh=xs.get_1d_mesh("x"))
+    for run, shape in (
+        (lambda out: xm.all_gather(part, 1, output=out), (8, 8)),
+        (lambda out: xm.reduce_scatter("sum", part, 1.0, 0, count, output=out), (8 // count, 8 // count)),
+    ):
+        out = torch.zeros_like(part).new_zeros(shape)
+        assert run(out) is out and out.shape == shape
+        want = run(None)
+        assert torch.equal(shown(out), shown(want)) and shown(out).any()
+        with pytest.raises(NotImplementedError, match="output= of xm"):
+            run(torch.zeros(shape, device="xla"))
+
+
+def shown(part: Any) -> torch.Tensor:
+    """A manual tensor's pieces, one behind the other."""
+    import torch_xla.distributed.spmd as xs
+
+    return xs.disable_manual_sharding(part, ("x", None), (part.shape[0] * mesh_.device_count(), part.shape[1]), mesh=part.manual_mesh).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_and_and_or_are_bitwise_as_in_xla(dtype: torch.dtype) -> None:
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+
+    count = mesh_.device_count()
+    host = (torch.arange(8 * 3).reshape(8, 3) * 5 % 7).to(dtype)
+    part = xs.enable_manual_sharding(host.to("xla"), ("x", None), mesh=xs.get_1d_mesh("x"))
+    rows = host.reshape(count, 8 // count, 3)
+    for kind, reduce_fn in ((xm.REDUCE_AND, torch.bitwise_and), (xm.REDUCE_OR, torch.bitwise_or)):
+        want = functools.reduce(reduce_fn, rows)
+        assert torch.equal(shown(xm.all_reduce(kind, part))[: 8 // count], want)
+
+
+def test_a_permutation_names_devices_whatever_their_order_in_the_mesh() -> None:
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+
+    count = mesh_.device_count()
+    ids = list(reversed(range(count)))
+    grid = xs.Mesh(ids, (count,), ("x",))
+    host = torch.arange(8.0).reshape(8, 1)
+    part = xs.enable_manual_sharding(host.to("xla"), ("x", None), mesh=grid)  # device i holds piece count - 1 - i
+    sent = xm.collective_permute(part, [[ids[0], ids[-1]]])
+    pieces = shown(sent).reshape(count, -1)
+    assert torch.equal(pieces[-1], host.reshape(count, -1)[0]) and (count == 1 or not pieces[:-1].any())
+
+
 def test_processes_are_asked_for_in_vain() -> None:
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -308,6 +368,10 @@ def test_compile_counts_graphs_and_takes_modules() -> None:
         assert torch.equal(run(torch.ones(n, device="xla")).cpu(), torch.full((n,), 2.0))
     with pytest.raises(spmd.SpmdError, match="double needed 3 programs, 2 were allowed"):
         run(torch.ones(3, device="xla"))
+    once = torch_xla.compile(max_different_graphs=1, name="once")(lambda x: x * 2)
+    once(torch.ones(1, device="xla"))
+    with pytest.raises(spmd.SpmdError, match="once needed 2 programs, 1 were allowed"):
+        once(torch.ones(2, device="xla"))
     model = MLP().to("xla").eval()
     with torch.no_grad():
         assert_same(torch_xla.compile(model, full_graph=True)(batch(2, 8).to("xla")).cpu(), model(batch(2, 8).to("xla")).cpu())
@@ -410,6 +474,34 @@ def test_torch_compile_with_backend_openxla(train: bool, monkeypatch: Any) -> No
         model.zero_grad()
         host.zero_grad()
     assert len(graphs) == (2 if train else 1)  # forward, and backward where there is one
+
+
+def test_marks_stay_in_the_graph_that_backend_openxla_gets(monkeypatch: Any) -> None:
+    import torch_xla.core.dynamo_bridge as bridge
+    import torch_xla.distributed.spmd as xs
+
+    grid = xs.Mesh(range(mesh_.device_count()), (mesh_.device_count(), 1), ("data", "model"))
+
+    class Marked(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            xs.mark_sharding(x, grid, ("data", None))
+            hidden = torch.relu(self.up(x))
+            xs.mark_sharding(hidden, grid, ("data", "model"))
+            return self.down(hidden)
+
+    graphs: list[Any] = []
+    extract = bridge.extract_compiled_graph
+    monkeypatch.setattr(bridge, "extract_compiled_graph", lambda graph, args: (graphs.append(graph.code), extract(graph, args))[1])
+    torch._dynamo.reset()
+    model, host = Marked().to("xla"), MLP()
+    host.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    got = torch.compile(model, backend="openxla", fullgraph=True)(batch(8, 8).to("xla"))
+    want = host.down(torch.relu(host.up(batch(8, 8))))
+    assert_same(got.detach().cpu(), want.detach())
+    got.square().sum().backward()
+    want.square().sum().backward()
+    assert_same([p.grad.cpu() for p in model.parameters()], [p.grad for p in host.parameters()])
+    assert [code.count("laid_out.default") for code in graphs] == [2, 1]
 
 
 @pytest.mark.parametrize("where", ["cpu", "xla"])

@@ -415,3 +415,28 @@ def test_a_dim_that_the_devices_do_not_divide_is_padded_in_its_last_shards() -> 
     (loaded,) = list(pl.MpDeviceLoader([rows], "xla", input_sharding=xs().ShardingSpec(grid, ("data", None))))
     assert loaded.shape == rows.shape and loaded.sharding_spec == xs().ShardingSpec(grid, ("data", None)).to_xla()
     assert torch.equal(loaded.cpu(), rows)
+
+
+@pytest.mark.parametrize("spec", [(0, 1), (None, 1), (None, None)], ids=str)
+def test_a_tensors_layout_is_printed_and_returned(spec: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_xla.distributed.spmd.debugging import visualize_sharding, visualize_tensor_sharding  # pyright: ignore
+
+    t = xs().mark_sharding(batch(8, 16).to("xla"), make_mesh((1, NUM)), spec)
+    picture = visualize_tensor_sharding(t, use_color=False, max_width=100)
+    printed = capsys.readouterr().out
+    assert "float32[8, 16]" in printed and str(mesh_.device_count() - 1) in printed and "\x1b" not in printed
+    assert (picture.tiling.devices == spmd.visualize(t).tiling.devices).all()
+    if mesh_.device_count() > 1:
+        assert (visualize_sharding(spec_of(t)).tiling.devices.ravel() == picture.tiling.devices.ravel()).all()
+        assert spec_of(t) in capsys.readouterr().out
+
+
+def test_the_layout_of_pieces_is_manual_and_a_tensor_without_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_xla.distributed.spmd.debugging import visualize_sharding, visualize_tensor_sharding  # pyright: ignore
+
+    part = xs().enable_manual_sharding(torch.ones(8, 8, device="xla"), (0, None), mesh=make_mesh((NUM, 1)))
+    visualize_tensor_sharding(part)
+    assert "{manual}" in capsys.readouterr().out
+    for refused in (lambda: visualize_tensor_sharding(torch.ones(2, device="xla")), lambda: visualize_sharding("")):
+        with pytest.raises(ValueError, match="no sharding to draw"):
+            refused()

@@ -38,8 +38,9 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups
 
 
 def all_gather(value: Any, dim: int = 0, groups: Groups = None, output: Any = None, pin_layout: bool = True) -> Any:
-    """The pieces of all devices, one after the other along `dim`."""
-    return _on_pieces("all_gather", value, groups, lambda x, axes: jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True))
+    """The pieces of all devices, one after the other along `dim`; in `output` if that is given."""
+    gathered = _on_pieces("all_gather", value, groups, lambda x, axes: jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True))
+    return _into("all_gather", output, gathered)
 
 
 def reduce_scatter(
@@ -52,7 +53,7 @@ def reduce_scatter(
     output: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """The sum over devices, of which each keeps its own part along `scatter_dim`."""
+    """The sum over devices, of which each keeps its own part along `scatter_dim`; in `output` if that is given."""
     if reduce_type != REDUCE_SUM:
         raise CollectiveError(message(f"reduce_scatter by {reduce_type!r} is not available", fix="use xm.REDUCE_SUM"))
 
@@ -60,7 +61,7 @@ def reduce_scatter(
         out = jax.lax.psum_scatter(x, axes, scatter_dimension=scatter_dim % x.ndim, tiled=True)
         return out * jnp.asarray(scale, x.dtype) if scale != 1 else out
 
-    return _on_pieces("reduce_scatter", input, groups, run)
+    return _into("reduce_scatter", output, _on_pieces("reduce_scatter", input, groups, run))
 
 
 def all_to_all(
@@ -73,8 +74,13 @@ def all_to_all(
 
 
 def collective_permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
-    """Each device's piece sent to another one; who gets none has zeros."""
-    return _on_pieces("collective_permute", value, None, lambda x, axes: jax.lax.ppermute(x, axes, [(int(a), int(b)) for a, b in pairs]))
+    """Each device's piece sent to another one, by their ids; who gets none has zeros."""
+
+    def run(x: Any, axes: Any) -> Any:
+        position = {int(device): place for place, device in enumerate(value.manual_mesh.device_ids)}
+        return jax.lax.ppermute(x, axes, [(position[int(a)], position[int(b)]) for a, b in pairs])
+
+    return _on_pieces("collective_permute", value, None, run)
 
 
 def _reduction(reduce_type: str) -> Callable[[Any, Any], Any]:
@@ -82,8 +88,8 @@ def _reduction(reduce_type: str) -> Callable[[Any, Any], Any]:
         REDUCE_SUM: jax.lax.psum,
         REDUCE_MIN: jax.lax.pmin,
         REDUCE_MAX: jax.lax.pmax,
-        REDUCE_AND: lambda x, axes: jax.lax.pmin(x.astype(jnp.int32), axes).astype(x.dtype),
-        REDUCE_OR: lambda x, axes: jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype),
+        REDUCE_AND: lambda x, axes: jax.lax.reduce_and(jax.lax.all_gather(x, axes), axes=(0,)),  # bit by bit
+        REDUCE_OR: lambda x, axes: jax.lax.reduce_or(jax.lax.all_gather(x, axes), axes=(0,)),
     }
     if reduce_type not in found:
         raise CollectiveError(message(f"all_reduce by {reduce_type!r} is not available", fix=f"use one of {', '.join(found)}"))
@@ -110,6 +116,16 @@ def _on_pieces(name: str, t: Any, groups: Groups, run: Callable[[Any, Any], Any]
                 message(f"xm.{name} has no gradient", *called_at(), fix="use it under torch.no_grad(), or spmd.shard_map for one that has")
             )
         return as_manual(call_jax(fn, (plain,)), grid)
+
+
+def _into(name: str, output: Any, result: torch.Tensor) -> torch.Tensor:
+    """`result`, or `output` filled with it."""
+    if output is None:
+        return result
+    if not isinstance(output, ManualTensor):
+        what = f"output= of xm.{name} is a global tensor, which cannot hold another value on every device"
+        raise CollectiveError(message(what, *called_at(), fix="use what it returns"))
+    return output.copy_(result)
 
 
 def _axes_of(name: str, grid: mesh_.Mesh, groups: Groups) -> tuple[str, ...]:

@@ -45,11 +45,11 @@ def manual_seed(seed: int, device: Any = None) -> None:
 class _Region:
     """What `compile()` without a function gives: a decorator, and a context in which nothing needs to change."""
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name
+    def __init__(self, name: str | None = None, limit: int | None = None) -> None:
+        self._name, self._limit = name, limit
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return _compiled(fn, self._name)
+        return _compiled(fn, self._name, self._limit)
 
     def __enter__(self) -> None:
         return None
@@ -72,7 +72,7 @@ def compile(
         name: taken for torch_xla's sake.
         max_different_graphs: raise when more programs than this were needed.
     """
-    return _Region(name) if f is None else _compiled(f, name, max_different_graphs)
+    return _Region(name, max_different_graphs) if f is None else _compiled(f, name, max_different_graphs)
 
 
 def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None) -> Callable[..., Any]:
@@ -97,7 +97,8 @@ def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None)
 
 
 def step() -> _Region:
-    return _Region(None)
+    """A context, at whose end a step ends."""
+    return _Region()
 
 
 def launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), start_method: str = "spawn", debug_single_process: bool = False) -> None:

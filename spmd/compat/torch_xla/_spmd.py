@@ -26,13 +26,12 @@ from spmd._global_mesh import get_global_mesh as get_global_mesh
 from spmd._global_mesh import set_global_mesh as set_global_mesh
 from spmd._linear import XLAPatchedLinear as XLAPatchedLinear
 from spmd._linear import xla_patched_nn_linear_forward as xla_patched_nn_linear_forward
-from spmd._manual import ManualTensor, _Cut, _Joined, _plain, as_manual
+from spmd._manual import ManualTensor
 from spmd._manual import disable_manual_sharding as disable_manual_sharding
 from spmd._manual import enable_manual_sharding as enable_manual_sharding
 from spmd._shard import XLAShard as XLAShard
 from spmd._spec import ShardingSpec as ShardingSpec
 from spmd._tensor import XLAShardedTensor as XLAShardedTensor
-from spmd._tensor import become_sharded
 from spmd.device._storage import Buffer, buffer_of, recording
 
 PartitionSpec = tuple  # torch_xla's name for a type; specs are written as tuples
@@ -52,7 +51,7 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Any) -> XLASharded
         AnnotationError: it was not (a RuntimeError).
         SpecError: the spec does not fit (an AssertionError too while the modules are installed).
     """
-    if t.device.type != "jax" or recording.get() is not None:
+    if torch.compiler.is_dynamo_compiling() or t.device.type != "jax" or recording.get() is not None:
         return _annotate.mark_sharding(t, mesh, partition_spec)
     buffer = buffer_of(t)
     spec = _annotate.checked_spec(t, _annotate.as_mesh(mesh), partition_spec)
@@ -117,14 +116,14 @@ def full_to_shard_shape(t: torch.Tensor) -> ManualTensor:
     spec = buffer_of(t).annotation
     if spec is None:
         raise AnnotationError(message("a tensor without sharding has no shard shape", fix="xs.mark_sharding(t, mesh, spec) first"))
-    return as_manual(_Cut.apply(t, spec), spec.mesh)  # pyright: ignore[reportArgumentType]
+    return enable_manual_sharding(t, spec.partition_spec, mesh=spec.mesh)
 
 
 def shard_to_full_shape(t: torch.Tensor, op_sharding: mesh_.ShardingSpec, full_shape: Any, dtype: Any) -> XLAShardedTensor:
     """`torch_xla._XLAC._spmd_shard_to_full_shape`; `op_sharding` is what `mesh.get_op_sharding(spec)` gave."""
     if not isinstance(t, ManualTensor):
         raise AnnotationError(message("the tensor is not manual", fix="xs.enable_manual_sharding(t, partition_spec) first"))
-    return become_sharded(_Joined.apply(_plain(t), op_sharding))  # pyright: ignore[reportArgumentType]
+    return disable_manual_sharding(t, op_sharding.partition_spec, full_shape, mesh=op_sharding.mesh)
 
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,22 +15,28 @@ from spmd.device._storage import recording
 _closures: list[Callable[[], Any]] = []
 _async_closures: list[Callable[[], Any]] = []
 _pool = ThreadPoolExecutor(1, "torch_xla.step_closures")
+_running: list[Future[Any]] = []
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """`xm.mark_step`, `torch_xla.sync`: the end of a step; with `wait`, until the devices have finished it."""
+    """`xm.mark_step`, `torch_xla.sync`: the end of a step; with `wait`, until the devices have finished it.
+
+    An error of a closure that ran in the other thread is raised at the end of the next step.
+    """
     if recording.get() is not None:  # part of a compiled step: its end is the end of the program
         return
     _counters.count("MarkStep")
     now, later = _closures[:], _async_closures[:]
     _closures.clear()
     _async_closures.clear()
-    for closure in later:
-        _pool.submit(closure)
+    ended = [future for future in _running if future.done()]
+    _running[:] = [*(future for future in _running if future not in ended), *(_pool.submit(closure) for closure in later)]
     for closure in now:
         closure()
     if wait:
         wait_device_ops()
+    for future in ended:
+        future.result()
 
 
 def wait_device_ops(devices: Any = ()) -> None:

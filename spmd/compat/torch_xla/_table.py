@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spmd._fsdp_v2 import SpmdFullyShardedDataParallel
-from spmd.compat.torch_xla import _metrics, _others, _root, _runtime, _spmd, _xla_model, _xlac
+from spmd.compat.torch_xla import _debugging, _metrics, _others, _root, _runtime, _spmd, _xla_model, _xlac
 from spmd.program._gradient_accumulation import gradient_accumulation
 from spmd.program._pure import assume_pure
 from spmd.program._scan import scan, scan_layers
@@ -55,6 +55,7 @@ def contents() -> dict[str, Mapping[str, Any]]:
         "torch_xla.distributed.parallel_loader": _of(_others, ["MpDeviceLoader", "ParallelLoader"]),
         "torch_xla.distributed.spmd": {**spmd_names, "__all__": _spmd.__all__},
         "torch_xla.distributed.spmd.api": spmd_names,
+        "torch_xla.distributed.spmd.debugging": _of(_debugging, ["visualize_sharding", "visualize_tensor_sharding"]),
         "torch_xla.distributed.spmd.xla_sharded_tensor": _SHARDED,
         "torch_xla.distributed.spmd.xla_sharding": spmd_names,
         "torch_xla.experimental": {**_of(_others, ["eager_mode"]), "compile": _root.compile},

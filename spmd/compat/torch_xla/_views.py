@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from types import EllipsisType
 from typing import Any
 
-import jax
 import torch
 
 import mesh as mesh_
 from spmd._jax import is_tracer
 from spmd._manual import ManualTensor
 from spmd._shard import XLAShard
-from spmd._tensor import XLAShardedTensor
+from spmd._tensor import XLAShardedTensor, sharding_of
 from spmd.compat.torch_xla._asker import is_user
 from spmd.device._storage import buffer_of, is_whole
 
@@ -38,16 +37,11 @@ def layout(t: torch.Tensor) -> mesh_.ShardingSpec | None:
     if t.device.type != "jax":
         return None
     buffer = buffer_of(t)
-    if buffer.annotation is not None and is_whole(t, buffer):
-        return buffer.annotation
-    if is_tracer(buffer.value):
-        return None
-    if buffer.value is None or not isinstance(buffer.value.sharding, jax.sharding.NamedSharding):
-        return None
-    value = XLAShardedTensor(t.detach()).jax
-    if not isinstance(value.sharding, jax.sharding.NamedSharding) or value.sharding.is_fully_replicated:
-        return None
-    return mesh_.ShardingSpec.from_jax(value.sharding, t.dim())
+    is_marked = buffer.annotation is not None and is_whole(t, buffer)
+    if not is_marked and (buffer.value is None or is_tracer(buffer.value)):
+        return None  # still on the host, where asking would upload it, or a value of a program
+    found = sharding_of(t)
+    return None if found is not None and found.is_replicated and not is_marked else found
 
 
 def sharding_text(t: torch.Tensor) -> str:
