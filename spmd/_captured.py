@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 import mesh as mesh_
 from spmd._annotate import checked_spec, mark_sharding
-from spmd._functional import relaid
+from spmd._constraint import constrain
 
 _NAMES = {kind.__name__: kind for kind in (mesh_.Mesh, mesh_.PartitionSpec, mesh_.ShardingSpec)}
 _library: list[torch.library.Library] = []  # kept: its operators live as long as it does
@@ -37,7 +37,7 @@ def register() -> None:
     library.define(f"mark_sharding_(Tensor(a!) tensor, {spec} spec, str uneven) -> Tensor(a!)")
     library.impl("mark_sharding_", _mark_sharding, "CompositeImplicitAutograd")
     library.define(f"laid_out(Tensor tensor, {spec} spec) -> Tensor")
-    library.impl("laid_out", relaid, "PrivateUse1")
+    library.impl("laid_out", lambda tensor, spec: constrain(tensor.detach(), spec, None).global_tensor, "PrivateUse1")
     library.impl("laid_out", lambda tensor, spec: torch.empty_like(tensor, memory_format=torch.contiguous_format), "Meta")
 
 

@@ -22,6 +22,7 @@ from spmd._convert import exact_dtypes
 from spmd._errors import SpmdError, message
 from spmd.device._random import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
+from spmd.program._held import ABSENT, PLAIN
 from spmd.program._joint import captured_by, trace_joint
 from spmd.program._round import words_now
 
@@ -77,6 +78,7 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any 
         return input_data
     state = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed]
     _require_alike(state)
+    _require_same_settings(listed)
     recorder: Any = recording.get()
     if recorder is None or len(listed) == 1 or not state[0]:
         for layer in listed:
@@ -115,6 +117,32 @@ def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
                     fix="scan layers of one structure, and call the others one by one",
                 )
             )
+
+
+def _require_same_settings(layers: Sequence[nn.Module]) -> None:
+    """The body of a scan is traced once, for layer 0: another `p`, `training` or number of heads elsewhere would be lost."""
+    first = _settings(layers[0]) if layers else {}
+    for index, layer in enumerate(layers):
+        theirs = _settings(layer)
+        name = next((n for n in first.keys() | theirs.keys() if first.get(n, ABSENT) != theirs.get(n, ABSENT)), None)
+        if name is not None:
+            raise SpmdError(
+                message(
+                    f"layers 0 and {index} are not alike: {name}",
+                    f"{first.get(name, ABSENT)!r} in layer 0, {theirs.get(name, ABSENT)!r} in layer {index}",
+                    fix="scan layers with the same settings, and call the others one by one",
+                )
+            )
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """The class and the plain attributes of every module under a layer, by name."""
+    found: dict[str, Any] = {}
+    for name, module in layer.named_modules():
+        title = name or "the layer"
+        found[title] = type(module)
+        found.update((f"{title}.{k}", v) for k, v in module.__dict__.items() if isinstance(v, PLAIN) and k != "_is_full_backward_hook")
+    return found
 
 
 def _loop(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int) -> tuple[Any, Any]:

@@ -180,6 +180,22 @@ def test_every_round_draws_its_own_numbers() -> None:
     assert len({tuple(row) for row in eager.tolist()}) == 3
 
 
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([nn.Dropout(0.1), nn.Dropout(0.2)], "layers 0 and 1 are not alike: the layer.p\n.*0.1 in layer 0, 0.2 in layer 1"),
+        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU()).eval()], r"not alike: (the layer|0)\.training"),
+        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.ReLU())], "not alike: 0"),
+        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU(), nn.GELU())], "not alike: 1"),
+        ([nn.GELU(), nn.GELU("tanh")], "not alike: the layer.approximate"),
+    ],
+    ids=["p", "training", "class", "structure", "text"],
+)
+def test_layers_with_other_settings_are_refused(layers: list[nn.Module], text: str) -> None:
+    with pytest.raises(spmd.SpmdError, match=text):
+        spmd.scan_layers(layers, torch.ones(2, 2).to("jax"))
+
+
 def test_scan_refuses_what_it_cannot_do() -> None:
     xs = torch.ones(3, 2, device="jax")
     with pytest.raises(spmd.SpmdError, match=r"sizes: \[2, 3\]"):
