@@ -124,7 +124,7 @@ def _require_same_settings(layers: Sequence[nn.Module]) -> None:
     first = _settings(layers[0]) if layers else {}
     for index, layer in enumerate(layers):
         theirs = _settings(layer)
-        name = next((n for n in first.keys() | theirs.keys() if first.get(n, ABSENT) != theirs.get(n, ABSENT)), None)
+        name = next((n for n in (*first, *theirs) if first.get(n, ABSENT) != theirs.get(n, ABSENT)), None)
         if name is not None:
             raise SpmdError(
                 message(
