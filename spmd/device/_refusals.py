@@ -21,7 +21,7 @@ from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of
 
 Dtypes = tuple[torch.dtype | None, ...] | None
-_OUR_OWN_LIMITS = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
+_LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
 
 
 class Hole:
@@ -73,7 +73,7 @@ class Judge:
         except (NotImplementedError, Warning):
             pass
         except Exception:
-            refused = self.op._schema.name not in _OUR_OWN_LIMITS
+            refused = self.op._schema.name not in _LIMITS_OF_A_KERNEL
         if refused:
             self._ask_cpu(shapes)
         self.accepted.add(tuple(shapes.values()))
