@@ -7,7 +7,6 @@ look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, what that 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
+from spmd.device._refusals import Judge, asked
 from spmd.device._storage import load, once, reduce_dtype, store, wrap
 from spmd.lowering._registry import Lowering
 
@@ -49,7 +49,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "results", "seen", "template")
+    __slots__ = ("bound", "compute", "jitted", "jitted_to", "judge", "lowering", "results", "seen", "template")
 
     def __init__(
         self,
@@ -57,8 +57,10 @@ class Plan:
         template: tuple[list[Any], dict[str, Any]],
         compute: tuple[np.dtype[Any] | None, ...],
         results: tuple[np.dtype[Any] | None, ...] | None,
+        judge: Judge,
     ) -> None:
         self.lowering = lowering
+        self.judge = judge
         self.template = template
         self.compute = compute
         self.results = results
@@ -75,6 +77,7 @@ class Plan:
         Returns:
             The op's result or results, and the new values of the arguments that the lowering `updates`.
         """
+        self.check(dynamic)
         values = [
             value.astype(dtype) if dtype is not None and isinstance(value, jax.Array) and value.dtype != dtype else value
             for value, dtype in zip(dynamic, self.compute, strict=True)
@@ -94,6 +97,13 @@ class Plan:
         if isinstance(out, tuple | list):
             return type(out)(_cast(o, self.results[min(i, len(self.results) - 1)]) for i, o in enumerate(out)), updated
         return _cast(out, self.results[0]), updated
+
+    def check(self, dynamic: Sequence[Any]) -> None:
+        """Raise what torch raises for these shapes and arguments. Called where a rule is: while jax traces, once per shape."""
+        self.judge.check(dynamic)
+        if self.lowering.check is not None:
+            args, kwargs = self.template
+            self.lowering.check(*(_filled(arg, dynamic) for arg in args), **{n: _filled(a, dynamic) for n, a in kwargs.items()})
 
     def _run_to(self, sharding: Any, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """`run`, its result as it is stored under `sharding`."""
@@ -224,7 +234,9 @@ class Adapter:
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
-            plan = self.plans[found] = self._new_plan(args, kwargs)
+            plan = self._new_plan(args, kwargs, dynamic)
+            plan.check(dynamic)  # what is refused makes no plan, and draws no random number
+            self.plans[found] = plan
         return plan, dynamic
 
     def _describe(self, index: int, arg: Any, dynamic: list[Any], key: list[Any]) -> None:
@@ -257,11 +269,16 @@ class Adapter:
         else:
             key.append(arg)
 
-    def _new_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _new_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: list[Any]) -> Plan:
         counter = [0]
         positional = [self._placed(index, arg, counter) for index, arg in enumerate(args)]
         named = {name: self._placed(self.accepts[name], arg, counter) for name, arg in kwargs.items() if name not in _IGNORED}
-        results = result_dtypes(self.op, args, kwargs)
+        judge = Judge(
+            self.op,
+            tuple(asked(arg, place) for arg, place in zip(args, positional, strict=True)),
+            {name: asked(arg, named.get(name)) for name, arg in kwargs.items()},
+        )
+        results = judge.results(dynamic)
         compute: list[np.dtype[Any] | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])
@@ -274,7 +291,7 @@ class Adapter:
         if self.lowering.reduces:
             named["reduce_dtype"] = reduce_dtype()
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
-        return Plan(self.lowering, (positional, named), tuple(compute), cast)
+        return Plan(self.lowering, (positional, named), tuple(compute), cast, judge)
 
     def _placed(self, index: int, arg: Any, counter: list[int]) -> Any:
         """The argument as the rule's template holds it: a placeholder where the value is dynamic."""
@@ -328,7 +345,7 @@ def _check_count(lowering: Lowering, out: Any) -> None:
         assert count == len(returns), f"{lowering.op} has {len(returns)} results, its rule at {lowering.source} returned {count}"
 
 
-def _filled(arg: Any, values: list[Any]) -> Any:
+def _filled(arg: Any, values: Sequence[Any]) -> Any:
     if isinstance(arg, _Dynamic):
         return values[arg.index]
     return [_filled(item, values) for item in arg] if isinstance(arg, list) else arg
@@ -398,31 +415,6 @@ def _number_or_tensor(arg: Any) -> Any:
     return arg
 
 
-def result_dtypes(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype | None, ...] | None:
-    """What torch's meta kernel says the result dtypes are; None if it has no meta kernel or cannot tell.
-
-    One of several results is None where the op leaves it undefined (`output_mask`).
-    """
-    named = {n: "meta" if n == "device" else _as_meta(a) for n, a in kwargs.items() if n != "generator"}
-    with contextlib.suppress(Exception), torch._C._DisableAutocast():
-        out = op(*(_as_meta(a) for a in args), **named)
-        outs = out if isinstance(out, tuple | list) else (out,)
-        if all(o is None or isinstance(o, torch.Tensor) for o in outs):
-            return tuple(None if o is None else o.dtype for o in outs) or None
-    return None
-
-
-def _as_meta(arg: Any) -> Any:
-    if isinstance(arg, torch.Tensor):
-        if arg.device.type != "jax":
-            number = getattr(arg, "__wrapped_number", None)
-            return arg if number is None else sample(number)
-        return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
-    if isinstance(arg, list | tuple):
-        return [_as_meta(item) for item in arg]
-    return sample(arg) if isinstance(arg, torch.SymFloat) else arg
-
-
 def _data_dependent(op: torch._ops.OpOverload) -> TraceError:
     return TraceError(
         message(
@@ -434,4 +426,4 @@ def _data_dependent(op: torch._ops.OpOverload) -> TraceError:
 
 
 Kernel = Callable[..., Any]
-__all__ = ["Adapter", "Kernel", "Plan", "is_wrapped_number", "result_dtypes", "to_torch_dtype"]
+__all__ = ["Adapter", "Kernel", "Plan", "is_wrapped_number", "to_torch_dtype"]

@@ -19,6 +19,7 @@ from spmd._convert import exact_dtypes, to_torch_dtype
 from spmd._errors import UnsupportedOpError, called_at, message
 from spmd.device import _aliases, _autocast, _copy, _experts, _like, _linalg
 from spmd.device._adapter import Adapter
+from spmd.device._refusals import check_in_place, check_out, check_out_dtype
 from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import lowerings
@@ -137,6 +138,8 @@ def _in_place_kernel(adapter: Adapter) -> Any:
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if buffer_of(self).dropped is not None:  # what is added to an unknown value is unknown: reading it raises
             return self
+        if not self.is_contiguous():
+            check_in_place(adapter.name, self)
         with exact_dtypes():
             value = adapter.arrays((self, *args), kwargs, _copy.filled_sharding(self) if fills else None)
             if value.shape not in (tuple(self.shape), buffer_of(self).stored):
@@ -147,7 +150,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
                         fix="use the out-of-place form",
                     )
                 )
-            _check_castable(adapter, value, self)
+            check_out_dtype("", to_torch_dtype(value.dtype), self)
             store(self, _copy.like_placement(value, self))
         return self
 
@@ -157,28 +160,19 @@ def _in_place_kernel(adapter: Adapter) -> Any:
 def _out_kernel(adapter: Adapter, names: list[str]) -> Any:
     def out(*args: Any, **kwargs: Any) -> Any:
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(names) + i] for i, name in enumerate(names)]
+        check_out(adapter.name, targets, (*args, *kwargs.values()))
         with exact_dtypes():
             values = adapter.arrays(args, kwargs)
             values = list(values) if isinstance(values, tuple | list) else [values]
             for value, target in zip(values, targets, strict=True):
-                _check_castable(adapter, value, target)
+                check_out_dtype(adapter.name, to_torch_dtype(value.dtype), target)
+            for value, target in zip(values, targets, strict=True):
                 if tuple(target.shape) != value.shape:
                     target.resize_(value.shape)
                 store(target, value)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return out
-
-
-def _check_castable(adapter: Adapter, value: Any, target: torch.Tensor) -> None:
-    computed = to_torch_dtype(value.dtype)
-    if not torch.can_cast(computed, target.dtype):
-        raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target.dtype)}")
-
-
-def _title(dtype: torch.dtype) -> str:
-    names = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
@@ -245,8 +239,13 @@ def _through_functional(op: torch._ops.OpOverload, functional: torch._ops.OpOver
     outs = [a.name for a in op._schema.arguments if a.is_out]
     if outs:
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(outs) + i] for i, name in enumerate(outs)]
+        name = functional._schema.name.partition("::")[2]
+        check_out(name, targets, (*args, *kwargs.values()))
         results = functional(*args[: len(functional._schema.arguments)], **kwargs)
-        for target, result in zip(targets, results if isinstance(results, tuple | list) else (results,), strict=True):
+        results = results if isinstance(results, tuple | list) else (results,)
+        for target, result in zip(targets, results, strict=True):
+            check_out_dtype(name, result.dtype, target)
+        for target, result in zip(targets, results, strict=True):
             if target.shape != result.shape:
                 target.resize_(result.shape)
             target.copy_(result)

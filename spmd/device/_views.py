@@ -146,9 +146,19 @@ class GatherWindow:
 
 @functools.lru_cache(maxsize=65536)
 def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> Window | GatherWindow:
-    """The operations that read and write the view (size, stride, offset), in elements, of a root of `root_shape`."""
+    """The operations that read and write the view (size, stride, offset), in elements, of a root of `root_shape`.
+
+    Raises:
+        RuntimeError: the view reaches past the root's end.
+    """
     if math.prod(size) == 0:
         return GatherWindow(root_shape, size, stride, offset)
+    needed, held = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1, math.prod(root_shape)
+    if needed > held:
+        raise RuntimeError(
+            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset} requiring a storage of {needed} elements "
+            f"are out of bounds for storage of {held} elements"
+        )
     digits = _digits(root_shape, size, stride, offset)
     if digits is None:
         return GatherWindow(root_shape, size, stride, offset)

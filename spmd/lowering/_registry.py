@@ -52,6 +52,8 @@ class Lowering:
             values as a numpy array, a constant of the program.
         reduces: the rule makes gradients of weights, sums over what devices share: it takes `reduce_dtype`, the dtype in which
             they are to be summed, or None for their own.
+        check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
+            does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
         source: `file:line` of the rule, or of its registration where the rule is a function of jax.
     """
 
@@ -67,6 +69,7 @@ class Lowering:
     widened: bool = True
     host: tuple[str, ...] = ()
     reduces: bool = False
+    check: Callable[..., None] | None = None
     source: str = ""
 
 
@@ -85,6 +88,7 @@ def lower(
     widened: bool = True,
     host: tuple[str, ...] = (),
     reduces: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
 
@@ -102,7 +106,20 @@ def lower(
             if is_composite(op) and not whole:
                 raise ValueError(f"{op} is a composite: register it with whole=True, or its gradient would be cut silently")
             _table[op] = Lowering(
-                op, rule, pointwise, promoted, whole, random, frozenset(static), data_dependent, updates, widened, host, reduces, source
+                op,
+                rule,
+                pointwise,
+                promoted,
+                whole,
+                random,
+                frozenset(static),
+                data_dependent,
+                updates,
+                widened,
+                host,
+                reduces,
+                check,
+                source,
             )
         return rule
 

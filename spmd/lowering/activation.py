@@ -124,7 +124,7 @@ def hardshrink_backward(grad_out: Any, self: Any, lambd: Any) -> Any:
     return jnp.where((self >= -lambd) & (self <= lambd), jnp.zeros((), grad_out.dtype), grad_out)
 
 
-@lower("softshrink", pointwise=True)
+@lower("softshrink", pointwise=True, static=("lambd",))
 def softshrink(self: Any, lambd: Any = 0.5) -> Any:
     return jnp.where(self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, self * 0))
 

@@ -27,7 +27,12 @@ def _check(input: Any, weight: Any, transposed: bool, groups: int) -> None:
         )
 
 
-@lower("convolution", "convolution_overrideable")
+def _is_valid(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any) -> None:
+    if any(n < 0 for n in padding):
+        raise RuntimeError("negative padding is not supported")
+
+
+@lower("convolution", "convolution_overrideable", check=_is_valid)
 def convolution(
     input: Any,
     weight: Any,

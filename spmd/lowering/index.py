@@ -113,7 +113,12 @@ def masked_select(self: Any, mask: Any) -> Any:
     return self[jnp.nonzero(mask)]
 
 
-@lower("masked_scatter")
+def _has_boolean_mask(self: Any, mask: Any, source: Any) -> None:
+    if mask.dtype != jnp.bool_:
+        raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
+
+
+@lower("masked_scatter", check=_has_boolean_mask)
 def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
     if math.prod(shape) == 0 or source.size == 0:
@@ -148,7 +153,18 @@ def _as_slices(self: Any, dim: int, index: Any, source: Any) -> Any:
     return source if source.ndim == self.ndim else jnp.expand_dims(source, dim % self.ndim)
 
 
-@lower("index_add")
+def _fits(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> None:
+    if self.ndim == 0 or source.ndim == 0:
+        return
+    others = [shape[: dim % self.ndim] + shape[dim % self.ndim + 1 :] for shape in (self.shape, source.shape)]
+    if source.ndim != self.ndim or others[0] != others[1]:
+        raise RuntimeError(
+            "source tensor shape must match self tensor shape, excluding the specified dimension. "
+            f"Got self.shape = {list(self.shape)} source.shape = {list(source.shape)}"
+        )
+
+
+@lower("index_add", check=_fits)
 def index_add(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     added = scaled(_as_slices(self, dim, index, source), alpha).astype(self.dtype)
     return combined_at(slices(self, dim, index), "add", added).reshape(self.shape)

@@ -7,13 +7,16 @@ functional twin (`uniform_` of `uniform`) are derived; `normal_` has none and is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
-from spmd.lowering._registry import lower
+from spmd._convert import to_torch_dtype
+from spmd.lowering._registry import is_static, lower
 from spmd.lowering.norm import wide
 
 
@@ -32,6 +35,17 @@ def _open_uniform_of(key: Any, like: Any) -> Any:
     return 1 - _uniform_of(key, like)
 
 
+def _in_range(name: str) -> Callable[..., None]:
+    """The check of a fill's bounds: torch's own, of the CPU's in-place form on a tensor without elements."""
+
+    def check(self: Any, *numbers: Any, **named: Any) -> None:
+        if all(number is None or is_static(number) for number in (*numbers, *named.values())):
+            nothing = torch.empty(0, dtype=to_torch_dtype(self.dtype), device="cpu")
+            getattr(nothing, name)(*numbers, **named, generator=torch.Generator())
+
+    return check
+
+
 @lower("normal_", "normal_functional", random=True)
 def normal_(key: Any, self: Any, mean: float = 0.0, std: float = 1.0) -> Any:
     if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -46,7 +60,7 @@ def normal_tensors(key: Any, mean: Any, std: Any = 1.0) -> Any:
     return jax.random.normal(key, shape, dtype) * std + mean
 
 
-@lower("uniform", random=True)
+@lower("uniform", random=True, check=_in_range("uniform_"))
 def uniform(key: Any, self: Any, start: float = 0.0, to: float = 1.0) -> Any:
     """In [from, to); `from` is no name in Python, and always given by position."""
     drawn = _uniform_of(key, self)
@@ -59,12 +73,12 @@ def random_(key: Any, self: Any) -> Any:
     return _integers(key, self, 0, _end_of(self.dtype))
 
 
-@lower("random.to", random=True)
+@lower("random.to", random=True, check=_in_range("random_"))
 def random_to(key: Any, self: Any, to: int) -> Any:
     return _integers(key, self, 0, to)
 
 
-@lower("random.from", random=True)
+@lower("random.from", random=True, check=_in_range("random_"))
 def random_from(key: Any, self: Any, start: int, to: int | None) -> Any:
     """Uniform over [from, to), up to the dtype's largest integer where `to` is None."""
     return _integers(key, self, start, _end_of(self.dtype) if to is None else to)
@@ -96,30 +110,30 @@ def bernoulli(key: Any, self: Any) -> Any:
     return bernoulli_p(key, self, self)
 
 
-@lower("bernoulli.Tensor", "bernoulli.p", random=True)
+@lower("bernoulli.Tensor", "bernoulli.p", random=True, check=_in_range("bernoulli_"))
 def bernoulli_p(key: Any, self: Any, p: Any = 0.5) -> Any:
     """Ones with probability `p`, in the shape and dtype of `self`."""
     return (_uniform_of(key, self) < p).astype(self.dtype)
 
 
-@lower("exponential", random=True)
+@lower("exponential", random=True, check=_in_range("exponential_"))
 def exponential(key: Any, self: Any, lambd: float = 1.0) -> Any:
     return -jnp.log(_open_uniform_of(key, self)) / lambd
 
 
-@lower("cauchy", random=True)
+@lower("cauchy", random=True, check=_in_range("cauchy_"))
 def cauchy(key: Any, self: Any, median: float = 0.0, sigma: float = 1.0) -> Any:
     return median + sigma * jax.random.cauchy(key, self.shape, _float_of(self.dtype))
 
 
-@lower("geometric", random=True)
+@lower("geometric", random=True, check=_in_range("geometric_"))
 def geometric(key: Any, self: Any, p: float) -> Any:
     """Number of trials up to and with the first success: 1, 2, ..."""
     trials = jnp.ceil(jnp.log(_open_uniform_of(key, self)) / jnp.log1p(jnp.asarray(-p, _float_of(self.dtype))))
     return jnp.maximum(trials, 1).astype(self.dtype)
 
 
-@lower("log_normal", random=True)
+@lower("log_normal", random=True, check=_in_range("log_normal_"))
 def log_normal(key: Any, self: Any, mean: float = 1.0, std: float = 2.0) -> Any:
     return jnp.exp(jax.random.normal(key, self.shape, _float_of(self.dtype)) * std + mean)
 
@@ -155,7 +169,18 @@ def randperm(key: Any, n: int, *, dtype: Any = None) -> Any:
     return jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32)).astype(dtype or jnp.int64)
 
 
-@lower("multinomial", random=True)
+def _can_draw(self: Any, num_samples: int, replacement: bool = False) -> None:
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
+    if num_samples <= 0:
+        raise RuntimeError("cannot sample n_sample <= 0 samples")
+    if not replacement and num_samples > self.shape[-1]:
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    if self.shape[-1] > 2**24:
+        raise RuntimeError("number of categories cannot exceed 2^24")
+
+
+@lower("multinomial", random=True, check=_can_draw)
 def multinomial(key: Any, self: Any, num_samples: int, replacement: bool = False) -> Any:
     """Indices drawn with the weights in the last dim: the largest of log weight plus Gumbel noise, one noise per draw
     with replacement, the `num_samples` largest of one noise without."""

@@ -155,18 +155,23 @@ def histogram_bins_tensor(self: Any, bins: Any, *, weight: Any = None, density: 
     return _counts(self.reshape(-1, 1), [bins], weight, density), bins
 
 
-@lower("_histogramdd_bin_edges")
+def _has_bins_for_all(self: Any, bins: Any, **rest: Any) -> None:
+    if self.ndim and len(bins) != self.shape[-1]:
+        raise RuntimeError("histogramdd: The size of bins must be equal to the innermost dimension of the input.")
+
+
+@lower("_histogramdd_bin_edges", check=_has_bins_for_all)
 def _histogramdd_bin_edges(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     return _edges(self.reshape(-1, self.shape[-1]), bins, range)
 
 
-@lower("_histogramdd_from_bin_cts")
+@lower("_histogramdd_from_bin_cts", check=_has_bins_for_all)
 def _histogramdd_from_bin_cts(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     points = self.reshape(-1, self.shape[-1])
     return _counts(points, _edges(points, bins, range), weight, density)
 
 
-@lower("_histogramdd_from_bin_tensors")
+@lower("_histogramdd_from_bin_tensors", check=_has_bins_for_all)
 def _histogramdd_from_bin_tensors(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
     return _counts(self.reshape(-1, self.shape[-1]), list(bins), weight, density)
 

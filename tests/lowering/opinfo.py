@@ -74,6 +74,11 @@ def names() -> list[str]:
     return sorted(_index())
 
 
+def has_error_inputs(op: OpInfo) -> bool:
+    """True if torch's tests name inputs that the op must refuse, and kind "error" applies."""
+    return torch.float32 in op.supported_dtypes("cpu") and not _inapplicable(op, torch.float32, "error")
+
+
 def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False, limit: int = MAX_SAMPLES) -> list[SampleInput]:
     """At most `limit` of the op's samples, spread over the list, the same ones in every run."""
     torch.manual_seed(0)

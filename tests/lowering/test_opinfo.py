@@ -30,6 +30,28 @@ def test_op_equals_cpu(name: str, dtype: str, kind: str) -> None:
     assert opinfo.check(opinfo.by_name(name), getattr(torch, dtype), kind, limit=NUM_QUICK_SAMPLES) is None
 
 
+# Ops of whose error inputs some are refused for their values alone, which nobody knows here before the device computed them.
+REFUSED_BY_VALUE = {
+    "gather": "an index out of bounds",
+    "masked_fill": "a complex number with an imaginary part for integers",
+    "multinomial": "weights that are negative, infinite, or all zero",
+    "scatter": "an index out of bounds",
+    "scatter_add": "an index out of bounds",
+}
+WITH_ERRORS = [name for name in opinfo.names() if opinfo.has_error_inputs(opinfo.by_name(name))]
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_ERRORS if name not in REFUSED_BY_VALUE])
+def test_op_refuses_what_cpu_refuses(name: str) -> None:
+    assert opinfo.check(opinfo.by_name(name), torch.float32, "error") is None
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_BY_VALUE))
+def test_op_refuses_what_cpu_refuses_without_its_values(name: str) -> None:
+    found = opinfo.check(opinfo.by_name(name), torch.float32, "error")
+    assert isinstance(found, str) and any(text in found for text in ("out of bounds", "overflow", "probability"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "kind"), PASSING)
 def test_op_equals_cpu_in_every_form(name: str, dtype: str, kind: str) -> None:

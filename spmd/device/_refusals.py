@@ -1,0 +1,260 @@
+"""What torch's CPU refuses, this device refuses: torch's own kernels are asked, with shapes and dtypes in place of values.
+
+A `Judge` asks the meta kernel once per plan and combination of shapes; the same answer gives the result dtypes. Where it
+refuses, the CPU kernel has the last word, on zeros, so that a user sees the CPU's own error and a meta kernel that is too
+strict refuses nothing. What neither sees without values (an index out of bounds) is not refused; what a meta kernel leaves
+to others is in the `check` of a lowering. Tensors that an op writes are looked at where they are written.
+
+    judge = Judge(torch.ops.aten.gather.default, (Hole(0, torch.float32), 1, Hole(1, torch.int64)), {})
+    judge.results([jnp.ones((1, 1)), jnp.ones((2, 2))])     # RuntimeError: Size does not match at dimension 0 ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from spmd.device._numbers import sample
+from spmd.device._storage import buffer_of
+
+Dtypes = tuple[torch.dtype | None, ...] | None
+_LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
+
+
+class Hole:
+    """A device tensor's place among a call's arguments: its dtype, and the position of its shape."""
+
+    __slots__ = ("dtype", "index")
+
+    def __init__(self, index: int, dtype: torch.dtype) -> None:
+        self.index = index
+        self.dtype = dtype
+
+
+class Judge:
+    """One way to call an overload, shapes left open.
+
+    Attributes:
+        accepted: the combinations of shapes that torch accepted.
+        is_complete: the call has every argument that the overload needs; torch can be asked.
+    """
+
+    __slots__ = ("accepted", "args", "holes", "is_complete", "kwargs", "op")
+
+    def __init__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.op = op
+        self.args = args
+        self.kwargs = {name: arg for name, arg in kwargs.items() if name != "generator"}
+        self.holes = [hole.index for hole in _holes((*args, *kwargs.values()))]
+        self.accepted: set[Any] = set()
+        rest = op._schema.arguments[len(args) :]  # C++ leaves an in-place form's defaults out, which its functional form may not have
+        self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest)
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raise what torch raises for arrays of these shapes, if it has not accepted them before."""
+        if tuple([values[index].shape for index in self.holes]) not in self.accepted:
+            self.results(values)
+
+    def results(self, values: Sequence[Any]) -> Dtypes:
+        """What torch's meta kernel says the result dtypes are; None if it has no meta kernel or cannot tell.
+
+        One of several results is None where the op leaves it undefined (`output_mask`).
+
+        Raises:
+            Exception: torch's CPU refuses the call; its own error.
+        """
+        shapes = {index: values[index].shape for index in self.holes}
+        refused, out = False, None
+        try:
+            out = self._asked("meta", shapes) if self.is_complete else None
+        except (NotImplementedError, Warning):
+            pass
+        except Exception:
+            refused = self.op._schema.name not in _LIMITS_OF_A_KERNEL
+        if refused:
+            self._ask_cpu(shapes)
+        self.accepted.add(tuple(shapes.values()))
+        outs = out if isinstance(out, tuple | list) else (out,)
+        if out is not None and all(o is None or isinstance(o, torch.Tensor) for o in outs):
+            return tuple(None if o is None else o.dtype for o in outs) or None
+        return None
+
+    def _ask_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
+        with contextlib.suppress(NotImplementedError, Warning):
+            self._asked("cpu", shapes)
+
+    def _asked(self, device: str, shapes: dict[int, tuple[int, ...]]) -> Any:
+
+        def made(arg: Any) -> Any:
+            if isinstance(arg, Hole):
+                return torch.zeros(shapes[arg.index], dtype=arg.dtype, device=device)  # the system gives no memory for unwritten zeros
+            return [made(item) for item in arg] if isinstance(arg, list) else arg
+
+        args = [made(arg) for arg in self.args]
+        kwargs = {name: device if name == "device" else made(arg) for name, arg in self.kwargs.items()}
+        if device == "cpu" and any(
+            a.name == "generator" for a in self.op._schema.arguments[len(args) :]
+        ):  # not to draw from the user's stream
+            kwargs["generator"] = torch.Generator()
+        with torch._C._DisableAutocast():
+            return self.op(*args, **kwargs)
+
+
+def _holes(args: Iterable[Any]) -> Iterable[Hole]:
+    for arg in args:
+        if isinstance(arg, Hole):
+            yield arg
+        elif isinstance(arg, list):
+            yield from _holes(arg)
+
+
+def asked(arg: Any, index_of: Any) -> Any:
+    """An argument as a `Judge` holds it.
+
+    Args:
+        arg: what the call gave.
+        index_of: its counterpart in the plan's template, whose `index` is the value's position; a list for a list.
+    """
+    if isinstance(arg, torch.Tensor):
+        if arg.device.type == "jax":
+            return Hole(index_of.index, arg.dtype)
+        number = getattr(arg, "__wrapped_number", None)
+        return arg if number is None else sample(number)
+    if isinstance(arg, list | tuple):
+        return [asked(item, index_of[i] if isinstance(index_of, list) else None) for i, item in enumerate(arg)]
+    if isinstance(arg, torch.Generator):
+        return None
+    return sample(arg) if isinstance(arg, torch.SymFloat) else arg
+
+
+# Ops that write an expanded tensor on the CPU too: they repeat one number, or never look.
+# fmt: off
+_WRITES_EXPANDED = frozenset({
+    "addmv_", "baddbmm_", "conj_physical_", "fill", "fill_", "full", "index_fill", "index_put", "masked_fill", "ones", "threshold",
+    "tril", "triu", "zeros",
+})
+# Ops that may not write what they read, be it the same window.
+_READS_ALL_ALONG = frozenset({"cat", "gather", "index_select", "kthvalue", "linalg_cross", "masked_select", "take"})
+# Ops whose `out=` has the result's dtype exactly; others cast.
+_EXACT_OUT = frozenset({
+    "addmm", "addmv", "aminmax", "baddbmm", "bmm", "ceil", "complex", "cummax", "cummin", "diag", "floor", "frac", "gather", "heaviside",
+    "index_copy", "index_reduce", "index_select", "kthvalue", "lerp", "linalg_cholesky_ex", "linalg_cross", "linalg_inv_ex",
+    "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_qr", "logcumsumexp",
+    "lu_unpack", "masked_select", "mm", "mode", "multinomial", "neg", "polar", "renorm", "round", "scatter", "scatter_add",
+    "scatter_reduce", "sgn", "sign", "sort", "take", "topk", "triangular_solve", "tril", "triu", "trunc",
+})
+# fmt: on
+_C_NAMES = {
+    torch.bool: "bool",
+    torch.uint8: "unsigned char",
+    torch.int8: "signed char",
+    torch.int16: "short int",
+    torch.int32: "int",
+    torch.int64: "long int",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}  # fmt: skip
+
+
+def check_in_place(name: str, target: torch.Tensor) -> None:
+    """Raise as torch does where a tensor is to be written whose elements share their place.
+
+    Args:
+        name: the op without its overload.
+        target: the tensor to write.
+
+    Raises:
+        RuntimeError: a dim was expanded.
+    """
+    if target.is_contiguous() or name in _WRITES_EXPANDED:
+        return
+    if any(step == 0 and size > 1 for size, step in zip(target.shape, target.stride(), strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
+def check_out(name: str, targets: Sequence[torch.Tensor], read: Iterable[Any]) -> None:
+    """Raise as torch does where what an op writes (`out=`) shares memory within itself or with what the op reads.
+
+    Args:
+        name: the op without its overload.
+        targets: the tensors to write.
+        read: the op's arguments.
+
+    Raises:
+        RuntimeError: elements are shared.
+    """
+    for target in targets:
+        check_in_place(name, target)
+    for arg in read:
+        if isinstance(arg, list | tuple):
+            check_out(name, targets, arg)
+        elif _is_shared(targets, arg, may_be_read=name not in _READS_ALL_ALONG):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
+                "Please clone() the tensor before performing the operation."
+            )
+
+
+def check_out_dtype(name: str, computed: torch.dtype, target: torch.Tensor) -> None:
+    """Raise as torch does where a result cannot be written to `target` because of its dtype.
+
+    Args:
+        name: the op without its overload.
+        computed: the result's dtype.
+        target: the tensor to write.
+
+    Raises:
+        RuntimeError: torch does not cast so, or casts nothing for this op.
+    """
+    if not torch.can_cast(computed, target.dtype):
+        raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target.dtype)}")
+    if computed != target.dtype and name in _EXACT_OUT:
+        wanted, got = _C_NAMES.get(computed, computed), _C_NAMES.get(target.dtype, target.dtype)
+        raise RuntimeError(f"Expected out tensor to have dtype {wanted}, but got {got} instead")
+
+
+def _title(dtype: torch.dtype) -> str:
+    names = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _is_shared(targets: Sequence[torch.Tensor], arg: Any, *, may_be_read: bool) -> bool:
+    if not isinstance(arg, torch.Tensor) or arg.device.type != "jax":
+        return False
+    return any(_overlap(target, arg, may_be_read=may_be_read) for target in targets)
+
+
+def _overlap(target: torch.Tensor, arg: torch.Tensor, *, may_be_read: bool) -> bool:
+    """True if the two share elements, as far as torch looks: at the extents of dense windows."""
+    if target is arg:
+        return not may_be_read
+    if not (target.numel() and arg.numel()) or buffer_of(target) is not buffer_of(arg):
+        return False
+    if not (_is_dense(target) and _is_dense(arg)):
+        return False
+    (start, stop), (first, last) = _extent(target), _extent(arg)
+    if (start, stop) == (first, last) and target.stride() == arg.stride():
+        return not may_be_read
+    return start < last and first < stop
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + tensor.numel() * tensor.itemsize
+
+
+__all__ = ["Dtypes", "Hole", "Judge", "asked", "check_in_place", "check_out", "check_out_dtype"]

@@ -1,0 +1,87 @@
+"""What torch's CPU refuses, device 'jax' refuses: with the CPU's error, before anything changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import spmd
+
+REFUSED: dict[str, Callable[[str], object]] = {
+    "shapes_of_gather": lambda d: torch.ones(1, 1, device=d).gather(1, torch.zeros(2, 2, dtype=torch.int64, device=d)),
+    "padding_of_a_pool": lambda d: torch.nn.functional.max_pool2d(torch.ones(1, 4, 4, device=d), 2, padding=4),
+    "dtypes_of_scatter": lambda d: torch.ones(2, device=d).scatter(
+        0, torch.zeros(2, dtype=torch.int64, device=d), torch.ones(2, dtype=torch.float64, device=d)
+    ),
+    "range_of_uniform": lambda d: torch.ones(2, device=d).uniform_(3, -1),
+    "range_of_bernoulli": lambda d: torch.ones(2, device=d).bernoulli_(2.0),
+    "range_of_random": lambda d: torch.ones(2, device=d).random_(5, 2),
+    "range_of_normal": lambda d: torch.ones(2, device=d).normal_(0, -1),
+    "expanded_add_": lambda d: torch.ones(1, device=d).expand(3).add_(1),
+    "expanded_copy_": lambda d: torch.ones(1, device=d).expand(3).copy_(torch.ones(3, device=d)),
+    "expanded_out": lambda d: torch.add(torch.ones(3, device=d), 1, out=torch.ones(1, device=d).expand(3)),
+    "dtype_of_out": lambda d: torch.mm(torch.ones(2, 2, device=d), torch.ones(2, 2, device=d), out=torch.ones(2, 2, device=d).double()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_error_is_the_cpu_s(name: str) -> None:
+    with pytest.raises(Exception) as cpu:
+        REFUSED[name]("cpu")
+    with pytest.raises(type(cpu.value)) as device:
+        REFUSED[name]("jax")
+    assert str(device.value) == str(cpu.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_out_may_be_an_input_but_not_a_part_of_one(device: str) -> None:
+    x = torch.arange(4.0, device=device)
+    torch.add(x, 1, out=x)
+    torch.testing.assert_close(x.cpu(), torch.arange(4.0) + 1)
+    with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor"):
+        torch.add(x[:3], 1, out=x[1:])
+    with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor"):
+        torch.take(x, torch.tensor([3, 2, 1, 0], device=device), out=x)
+    torch.testing.assert_close(x.cpu(), torch.arange(4.0) + 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_an_expanded_tensor_may_be_filled(device: str) -> None:
+    x = torch.ones(1, device=device)
+    x.expand(3).fill_(2)
+    torch.testing.assert_close(x.cpu(), torch.full((1,), 2.0))
+
+
+def test_a_later_shape_is_refused_and_an_accepted_one_still_computed() -> None:
+    index = torch.zeros(2, 2, dtype=torch.int64, device="jax")
+    torch.testing.assert_close(torch.ones(2, 2, device="jax").gather(1, index).cpu(), torch.ones(2, 2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Size does not match at dimension 0"):
+            torch.ones(1, 1, device="jax").gather(1, index)
+    torch.testing.assert_close(torch.ones(2, 2, device="jax").gather(1, index).cpu(), torch.ones(2, 2))
+
+
+def test_a_refused_number_refuses_no_other() -> None:
+    x = torch.ones(2, device="jax")
+    with pytest.raises(RuntimeError, match="lambda must be in range"):
+        torch.nn.functional.softshrink(x, -0.5)
+    torch.testing.assert_close(torch.nn.functional.softshrink(x, 0.5).cpu(), torch.full((2,), 0.5))
+
+
+def test_a_refused_draw_leaves_the_stream_and_the_tensor() -> None:
+    torch.manual_seed(0)
+    x, state = torch.ones(2, device="jax"), torch.get_device_module("jax").get_rng_state()
+    with pytest.raises(RuntimeError, match="cauchy_ expects sigma > 0.0"):
+        x.cauchy_(0, -1)
+    assert torch.equal(torch.get_device_module("jax").get_rng_state(), state) and x.cpu().tolist() == [1.0, 1.0]
+
+
+def test_a_compiled_function_refuses_while_it_is_traced() -> None:
+    step = spmd.compile(lambda x: torch.nn.functional.avg_pool2d(x, 2, padding=2))
+    with pytest.raises(RuntimeError, match="pad should be at most half of effective kernel size"):
+        step(torch.ones(1, 4, 4, device="jax"))
+
+
+def test_a_window_past_the_end_of_its_storage_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        torch.ones(4, device="jax").as_strided((2, 2), (200, 200)).cpu()
