@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +60,17 @@ def _noted(number: int, frame: object) -> None:
     """The handler; the byte that `set_wakeup_fd` wrote is what counts."""
 
 
-def watch(gang: Gang, output: Output, stops: Stops, records: tuple[Path, int] | None, hung_up: Callable[[], bool]) -> Outcome:
+def watch(
+    gang: Gang, output: Output, stops: Stops, records: tuple[Path, int] | None, hung_up: Callable[[], bool], patience_s: float
+) -> Outcome:
     """Follow a gang until it has ended, one way or the other.
 
     Args:
         records: folder and attempt of what the members write of their own failures; None when members are launchers.
         hung_up: whether who started this launcher has gone away (over SSH); asked when nothing else happens.
+        patience_s: how long a signal may hold a member, whatever it does: also while it imports, when it has no watchdog yet.
     """
+    held_since: dict[int, float] = {}
     gang.listen(stops.reader)
     asked: list[int] = []
     told = 0
@@ -81,6 +86,13 @@ def watch(gang: Gang, output: Output, stops: Stops, records: tuple[Path, int] | 
         while told < len(asked):
             told += 1
             gang.send(signal.SIGTERM)
+        now = time.time()
+        held_since = {member: held_since.get(member, now) for member in gang.stopped()}
+        for member, since in held_since.items():
+            if now - since > patience_s:
+                gang.end(0.0)
+                why = f"process {member} stopped first: a signal has held it for {now - since:.0f} s"
+                return Outcome(STUCK, Exit(member, STUCK, now), why, may_restart=True)
         bad = [end for end in gang.exits if end.code not in (0, PREEMPTED)]
         if bad:
             if asked and all(end.code == -signal.SIGTERM for end in bad):  # told to stop before it had joined: nothing is lost

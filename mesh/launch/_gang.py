@@ -6,6 +6,7 @@ other threads hold.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -89,6 +90,8 @@ class Gang:
                 os.close(descriptor)
             self._selector.close()
             raise InMember(run(out, err))
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it did so itself and went on, or is gone
+            os.setpgid(pid, pid)  # here too: it may be stopped before its first instruction, and its group must be there to be killed
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.close(out)
         os.close(err)
@@ -120,6 +123,15 @@ class Gang:
             else:
                 self._read(event.data, event.fd)
         return called
+
+    def stopped(self) -> list[int]:
+        """Members that a signal has stopped (SIGSTOP) and nothing has continued."""
+        found: list[int] = []
+        for member in self.running:
+            change = os.waitid(os.P_PID, self._members[member].pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            if change is not None and change.si_code == os.CLD_STOPPED:
+                found.append(member)
+        return found
 
     def send(self, number: int) -> None:
         """A signal to every running member itself, not to what it started."""

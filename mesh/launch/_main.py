@@ -112,7 +112,7 @@ def _attempt(
         pids = {member: gang.pid(member) for member in names}
         (directory / "pids.json").write_text(json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}), encoding="utf-8")
     own_records = None if options.hosts else (directory, int(told.get("SPMD_ATTEMPT", attempt)))
-    outcome = watch(gang, output, stops, own_records, _stdin_closed if is_node else lambda: False)
+    outcome = watch(gang, output, stops, own_records, _stdin_closed if is_node else lambda: False, options.watchdog_s)
 
     def named(outcome: Outcome) -> str:
         if outcome.first is None:

@@ -181,6 +181,31 @@ time.sleep(1000)
     wait_for(lambda: not any(map(is_running, pids)), 10)
 
 
+def test_process_held_at_its_first_instruction_is_ended_and_named(tmp_path: Path) -> None:
+    (tmp_path / "holding.py").write_text("""import os, signal
+forks = 0
+def count():
+    global forks
+    forks += 1
+def hold():
+    if forks == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+os.register_at_fork(before=count, after_in_child=hold)
+""")
+    job, program = tmp_path / "job", script(tmp_path, "import mesh\nmesh.init()\n")
+    options = ("-n", 2, "--devices-per-process", 1, "--preload", "jax,holding", "--job-dir", job, "--watchdog", 1, "--restarts", 1)
+    env = environ()
+    running = subprocess.Popen(
+        command(*options, program=program), env={**env, "PYTHONPATH": f"{env['PYTHONPATH']}:{tmp_path}"}, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: pids_of(job))
+    first = pids_of(job)
+    _, err = running.communicate(timeout=240)
+    assert running.returncode == 0, err
+    assert "stopped first: a signal has held it for" in err
+    assert not any(map(is_running, first.values()))
+
+
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     text = "import mesh, time\nhost = mesh.init()\nprint('here', flush=True)\ntime.sleep(1000)\n"
     running = subprocess.Popen(
