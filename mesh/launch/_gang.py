@@ -128,7 +128,7 @@ class Gang:
         """Members that a signal has stopped (SIGSTOP) and nothing has continued."""
         found: list[int] = []
         for member in self.running:
-            change = os.waitid(os.P_PID, self._members[member].pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            change = os.waitid(os.P_PID, self._members[member].pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if change is not None and change.si_code == os.CLD_STOPPED:
                 found.append(member)
         return found
