@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -51,6 +52,18 @@ def batch(*shape: int, seed: int = 1) -> torch.Tensor:
 def on_device(tree: Any) -> Any:
     """A container of CPU tensors as one of device tensors."""
     return pytree.tree_map(lambda t: t.to("jax") if isinstance(t, torch.Tensor) else t, tree)
+
+
+def arrays_born() -> Callable[[], list[jax.Array]]:
+    """What tells the jax arrays made from now on. Those alive now are held, so that none of them lends its `id` to a new one."""
+    held = jax.live_arrays()
+    before = {id(a) for a in held}
+
+    def born() -> list[jax.Array]:
+        assert len(held) == len(before)
+        return [a for a in jax.live_arrays() if id(a) not in before]
+
+    return born
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 import mesh
 import spmd
-from tests.oracle import assert_same, assert_same_model, batch, descend
+from tests.oracle import arrays_born, assert_same, assert_same_model, batch, descend
 
 pytestmark = pytest.mark.multidevice(num=8)
 SPEC = ("model", None)
@@ -254,13 +254,13 @@ def test_no_device_holds_more_than_its_shard_while_a_tensor_is_initialised(init:
     with torch.device("meta"):
         model = nn.Linear(64, 32, bias=False)
     spmd.mark_sharding(model.weight, mesh_4x2, ("data", "model"))
-    before = {id(a) for a in jax.live_arrays()}
+    newborn = arrays_born()
     model.to_empty(device="jax")
-    assert not [a for a in jax.live_arrays() if id(a) not in before and a.size >= 64]  # no memory yet
+    assert not [a for a in newborn() if a.size >= 64]  # no memory yet
     torch.manual_seed(0)
     with torch.no_grad():
         INITS[init](model.weight)
-    born = [a for a in jax.live_arrays() if id(a) not in before and a.size > 64]
+    born = [a for a in newborn() if a.size > 64]
     assert born and {a.sharding.shard_shape(a.shape) for a in born} == {(8, 32)}
     assert model.weight.jax.sharding == mesh.ShardingSpec(mesh_4x2, ("data", "model")).to_jax()
     whole = torch.zeros(32, 64).to("jax")
