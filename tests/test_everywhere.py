@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 import torch
 from torch import nn

@@ -17,6 +17,7 @@ import torch
 
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program._optim import LiftedNumbers, static_settings
+from spmd.program._versions import DictVersions
 
 Guard = Callable[[], str | None]
 
@@ -143,6 +144,7 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     sizes = [len(s) for s in held]
     entries = [(s, k, v) for s in held for k, v in s.items() if (id(s), k) not in lifted]
     values = [v for s in held for v in s.values()]
+    versions = DictVersions([state, *held])
     title = type(optimizer).__name__
     lists = [group["params"] for group in groups]
     parameters = list(chain.from_iterable(lists))
@@ -155,11 +157,13 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     def check() -> str | None:
         if optimizer.state is not state:
             return f"{title}'s state was replaced (load_state_dict)"
-        if len(state) != len(sizes) or list(map(len, held)) != sizes:
-            return f"{title}'s state has other entries than when it was traced"
-        is_same = all(map(is_, chain.from_iterable(map(dict.values, held)), values))
-        if not is_same and any(s.get(k) is not v for s, k, v in entries):
-            return f"an entry of {title}'s state was replaced"
+        if not versions.are_known():
+            if len(state) != len(sizes) or list(map(len, held)) != sizes:
+                return f"{title}'s state has other entries than when it was traced"
+            is_same = all(map(is_, chain.from_iterable(map(dict.values, held)), values))
+            if not is_same and any(s.get(k) is not v for s, k, v in entries):
+                return f"an entry of {title}'s state was replaced"
+            versions.know()
         if optimizer.param_groups is not groups or static_settings(optimizer) != settings or not has_same_parameters():
             return f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"
         return None

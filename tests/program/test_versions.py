@@ -1,0 +1,80 @@
+"""Dicts that were written to since the last look are found, whichever way they were written to."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+from spmd.program import _versions
+from spmd.program._versions import DictVersions
+from tests.oracle import batch
+
+WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another value": lambda d: d.__setitem__("a", 2),
+    "an equal value of another type": lambda d: d.__setitem__("a", True),
+    "a new key": lambda d: d.__setitem__("c", 1),
+    "del": lambda d: d.__delitem__("a"),
+    "pop": lambda d: d.pop("a"),
+    "popitem": lambda d: d.popitem(),
+    "clear": lambda d: d.clear(),
+    "update": lambda d: d.update(a=3),
+    "setdefault": lambda d: d.setdefault("c", 3),
+    "|=": lambda d: d.__ior__({"a": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda items: defaultdict(dict, items)], ids=["dict", "OrderedDict", "defaultdict"])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_is_seen(write: str, kind: Callable[[Any], dict[str, Any]]) -> None:
+    dicts = [kind({"a": 1, "b": 2}) for _ in range(3)]
+    versions = DictVersions(dicts)
+    assert not versions.are_known()
+    versions.know()
+    assert versions.are_known()
+    WRITES[write](dicts[1])
+    assert not versions.are_known()
+    versions.know()
+    assert versions.are_known()
+
+
+def test_an_attribute_that_is_set_is_seen() -> None:
+    module = nn.Linear(2, 2)
+    versions = DictVersions([module.__dict__, module._parameters])
+    versions.know()
+    module.training = False
+    assert not versions.are_known()
+    versions.know()
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    assert not versions.are_known()
+
+
+@pytest.mark.parametrize("can_tell", [True, False])
+def test_a_step_notices_a_changed_module_and_a_replaced_state_without_versions_too(monkeypatch: pytest.MonkeyPatch, can_tell: bool) -> None:
+    if not can_tell:
+        monkeypatch.setattr(_versions, "_version", None)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("jax")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = batch(2, 4).to("jax")
+    for _ in range(3):
+        step(x)
+    assert step.retraces == []
+    model[1].p = 0.25
+    step(x)
+    assert [r for r in step.retraces if "p changed from 0.5 to 0.25" in r]
+    state = optimizer.state[model[0].weight]
+    state["momentum_buffer"] = state["momentum_buffer"].clone()
+    step(x)
+    assert len(step.retraces) == 2 and "state was replaced" in step.retraces[1]
