@@ -200,7 +200,26 @@ def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> list[
             return None
         digits[position - 1 : position + 1] = [_Digit(above.extent * digit.extent, digit.stride, digit.dim, digit.size, digit.step)]
         position -= 1
-    return digits if sum(d.start * d.stride for d in digits) == offset else None
+    if sum(d.start * d.stride for d in digits) != offset:
+        return None
+    return [part for digit in digits for part in _selected(digit, root_shape)]
+
+
+# Note [Selected parts]: with the q, k and v of each head side by side in one dim ([T, H * 3 * K]) a head's k is the run K:2K of 3K.
+# As `[T, H, 3, K][:, :, 1]`, which is what people write, the run is whole: TPUs keep 128 neighbours of the last dim in a register's
+# row and must shift to cut it at 64 (they kept q, k and v in float32 for it, 15 MiB a layer of GPT-2 instead of 6). A run of a dim
+# of the root, or of its leading part, stays a slice: the devices share that dim, and a reshape would move it between them.
+def _selected(digit: _Digit, root_shape: Shape) -> list[_Digit]:
+    """The digit as (which part, place in it) where it takes one of several equal parts. See Note [Selected parts]."""
+    ends, below = set[int](), 1
+    for extent in reversed(root_shape):
+        below *= extent
+        ends.add(below)
+    is_part = digit.step == 1 < digit.size < digit.extent and digit.extent % digit.size == 0 and digit.start % digit.size == 0
+    if not is_part or digit.stride * digit.extent in ends:
+        return [digit]
+    which = _Digit(digit.extent // digit.size, digit.stride * digit.size, start=digit.start // digit.size)
+    return [which, _Digit(digit.size, digit.stride, digit.dim, digit.size)]
 
 
 def _place(digits: list[_Digit], step: int, count: int, dim: int) -> bool:
