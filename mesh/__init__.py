@@ -18,7 +18,7 @@ from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, ru
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
-from mesh._topology import topology_devices
+from mesh._topology import topology_devices, topology_options
 
 __all__ = [
     # devices
@@ -26,6 +26,7 @@ __all__ = [
     "device_count",
     "devices",
     "topology_devices",
+    "topology_options",
     "virtual_devices",
     # mesh
     "HybridMesh",

@@ -49,7 +49,7 @@ class BenchArgs:
     losses: int = 20
     """Steps before them whose loss is recorded."""
     traces: int = 2
-    """Times that a fresh program is traced and compiled beyond the first."""
+    """Times that a fresh program is traced and compiled with empty caches, and again with full ones."""
     real_data: Path | None = None
     """A text (gpt2) or a folder with one folder of images per class (resnet50)."""
     weights: Path | None = None

@@ -38,7 +38,7 @@ class Effort:
     Attributes:
         rounds: timed steps of each contender; 0 reads the programs only.
         losses: steps before them whose loss is recorded.
-        traces: times that a fresh program is traced, lowered and compiled beyond the first.
+        traces: times that a fresh program is traced, lowered and compiled with empty caches, and again with full ones.
     """
 
     rounds: int = 20
@@ -49,7 +49,7 @@ class Effort:
 def num_phases(entrants: list[Entrant], effort: Effort) -> int:
     """How often `measure` reports progress."""
     present = sum(not entrant.absent for entrant in entrants)
-    return present * (2 + effort.rounds + effort.traces)
+    return present * (2 + (effort.rounds + 1 if effort.rounds else 0) + 2 * effort.traces)
 
 
 def measure(job: Job, entrants: list[Entrant], effort: Effort, tell: Progress, save: Path | None = None) -> dict[str, Any]:
@@ -114,13 +114,14 @@ def _take_turns(running: dict[str, PeerProcess], rounds: int, peers: dict[str, A
 
 
 def _compile_again(running: dict[str, PeerProcess], traces: int, peers: dict[str, Any], tell: Progress) -> None:
-    """Seconds to trace, lower and compile: the first time with empty caches, then `traces` times."""
-    for number in range(traces + 1 if traces else 0):
+    """Seconds to trace, lower and compile, `traces` times with empty caches and as often with full ones, in turns."""
+    for number in range(2 * traces):
+        kind = "warm" if number % 2 else "cold"
         for name, process in running.items():
-            stages = process.ask("stages", cold=number == 0)
+            stages = process.ask("stages", cold=kind == "cold")
             if stages:
-                peers[name].setdefault("cold" if number == 0 else "warm", []).append(stages)
-            tell(f"{name}: trace {number} of {traces}")
+                peers[name].setdefault(kind, []).append(stages)
+            tell(f"{name}: {kind} trace {number // 2 + 1} of {traces}")
 
 
 def _read_programs(running: dict[str, PeerProcess], job: Job, peers: dict[str, Any], tell: Progress) -> None:

@@ -214,10 +214,18 @@ def _is_library(module_name: str) -> bool:
     return module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_PROGRAMS)
 
 
+_GLOBAL_LOADS = {dis.opmap["LOAD_NAME"]: 0, dis.opmap["LOAD_GLOBAL"]: 1}  # bits of the argument below the name's number
+
+
 def _globals_in(code: types.CodeType) -> list[str]:
     """Names that the code, or a function defined inside it, looks up as globals: not the attribute of `optimizer.step()`,
     or a loop variable `step` of the script would be taken for state of its function."""
-    names = [str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    names, higher = list[str](), 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):  # `dis` also finds jumps and lines: ten times slower
+        arg = higher | low
+        higher = arg << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _GLOBAL_LOADS:
+            names.append(code.co_names[arg >> _GLOBAL_LOADS[op]])
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.extend(_globals_in(constant))

@@ -128,7 +128,7 @@ class Program:
             middle = time.perf_counter()
             if self.watched is not None:
                 self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
-            self.compiled = lowered.compile()
+            self.compiled = lowered.compile(mesh.topology_options() if self.is_ahead else None)
             if self.watched is not None and self.waits:
                 require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)

@@ -107,6 +107,18 @@ def test_a_value_on_a_pod_cannot_be_read(pod: mesh.Mesh) -> None:
         x + 1
 
 
+def test_a_program_for_chips_that_look_embeddings_up_elsewhere_can_be_read() -> None:
+    pod = mesh.Mesh(range(8), (4, 2), ("data", "model"), topology="v5p:2x2x2")  # with sparse cores
+    with torch.device("meta"):
+        table = nn.Embedding(25152, 768)
+    spmd.mark_sharding(table.weight, pod, ("model", None))
+    table.to_empty(device="jax")
+    tokens = spmd.mark_sharding(torch.empty(16, 1024, dtype=torch.long, device="jax"), pod, ("data", None))
+    program = spmd.compile(lambda x: table(x)).program(tokens)
+    assert program.collectives().counts() == {"all-reduce": 1}
+    assert program.memory().peak_bytes > 25152 // 2 * 768 * 4
+
+
 @pytest.mark.multidevice(num=8)
 def test_program_of_devices_that_are_here_is_the_one_that_a_call_runs(mesh_4x2: mesh.Mesh) -> None:
     train_step, _, x = step_over(mesh_4x2, torch.optim.AdamW)

@@ -18,7 +18,7 @@ class Contender:
     def __init__(self, job: Any, hand: Any = None) -> None:
         """`hand`: the script, `OPTIMIZER`, `BUFFERS` and `loss`; `<name>_jax.py` unless given."""
         self.job, self.hand = job, hand or job.by_hand
-        self.mesh = mesh_of(job)
+        self.mesh, self.options = mesh_of(job)
         self.device_kind = self.mesh.devices.flat[0].device_kind
         model = job.model()
         params = {name: array_of(p) for name, p in model.named_parameters()}
@@ -83,7 +83,7 @@ class Contender:
         marks.append(time.perf_counter())
         lowered = traced.lower()
         marks.append(time.perf_counter())
-        self.compiled = lowered.compile()
+        self.compiled = lowered.compile(self.options)
         marks.append(time.perf_counter())
         names = ("trace_s", "lower_s", "compile_s")
         self.found_stages = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)}
@@ -102,15 +102,16 @@ class Contender:
         }
 
 
-def mesh_of(job: Any) -> jax.sharding.Mesh:
-    """Automatic axes: GSPMD places what is not written."""
+def mesh_of(job: Any) -> tuple[jax.sharding.Mesh, dict[str, Any] | None]:
+    """Automatic axes: GSPMD places what is not written. With it the compiler's options."""
     names, sizes = [name for name, _ in job.axes] or ["data"], [size for _, size in job.axes] or [1]
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     if not job.topology:
-        return jax.make_mesh(sizes, names, axis_types=auto)
+        return jax.make_mesh(sizes, names, axis_types=auto), None
     import mesh  # for the compiler's settings; the peers that run need only jax
 
-    return jax.sharding.Mesh(np.array(mesh.topology_devices(job.topology)).reshape(sizes), names, axis_types=auto)
+    chips = np.array(mesh.topology_devices(job.topology)).reshape(sizes)
+    return jax.sharding.Mesh(chips, names, axis_types=auto), mesh.topology_options()
 
 
 def array_of(tensor: Any) -> Any:
