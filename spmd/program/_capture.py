@@ -39,7 +39,7 @@ from spmd.program._objects import Unfilled, flatten, unflatten
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
 from spmd.program._remat import recomputing_for_real
-from spmd.program._watch import said_to_be_compiling, watching
+from spmd.program._watch import functorch_left_on, said_to_be_compiling, watching
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
@@ -391,6 +391,7 @@ class _Running:
                 stack.enter_context(recomputing_for_real())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
+                stack.enter_context(functorch_left_on())
                 args, kwargs = self.call
                 result = self.fn(*args, **kwargs)
                 self.optim.note(recorder.newborn.__contains__)

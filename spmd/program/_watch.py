@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch._tensor_str import _str
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
@@ -102,4 +103,22 @@ def said_to_be_compiling() -> Generator[None]:
         torch.compiler.is_compiling = before
 
 
-__all__ = ["Unreached", "said_to_be_compiling", "watching"]
+@contextmanager
+def functorch_left_on() -> Generator[None]:
+    """An error inside torch's printing of a tensor leaves functorch as it was.
+
+    `torch._tensor_str._str` turns functorch off for as long as a local of it lives. An error's traceback keeps the frame, and with
+    it the local: whoever holds the error (a prompt its last one, a test runner) would find `vmap` and `jacfwd` broken.
+    """
+    try:
+        yield
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is _str.__code__:
+                trace.tb_frame.clear()
+            trace = trace.tb_next
+        raise
+
+
+__all__ = ["Unreached", "functorch_left_on", "said_to_be_compiling", "watching"]

@@ -112,6 +112,15 @@ def test_a_python_value_of_a_traced_number_is_an_error_at_the_users_line(name: s
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("show", [print, repr, str, lambda x: f"{x}"], ids=["print", "repr", "str", "format"])
+def test_printing_in_a_compiled_function_leaves_functorch_on_while_the_error_is_held(show: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(spmd.TraceError) as raised:
+        spmd.compile(show)(torch.ones(3).to("jax"))
+    per_sample = torch.func.vmap(torch.func.grad(lambda x: x.square().sum()))
+    assert per_sample(torch.ones(2, 3).to("jax")).tolist() == [[2.0] * 3] * 2
+    assert "fix: " in str(raised.value)
+
+
 def test_numpy_of_a_device_tensor_is_torchs_own_error() -> None:
     with pytest.raises(TypeError, match="can't convert jax:0 device type tensor to numpy"):
         spmd.compile(lambda x: x.numpy())(torch.ones(3).to("jax"))
