@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks import zoo
-from benchmarks.worker import Worker
+from benchmarks.worker import WHOLE, Worker, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
@@ -348,17 +348,12 @@ def start() -> Worker:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="", metavar="REGEX", help="only models whose name the pattern is found in")
+    parser = sweep_parser("models", __doc__, 300.0, RESULTS)
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th model, starting with the I-th")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds per model")
-    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {RESULTS} for a whole run, else nowhere")
     parser.add_argument(
         "--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these results of shards together"
     )
     parser.add_argument("--update", action="store_true", help="put the results of some models into those that are written down")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -370,11 +365,10 @@ def main() -> None:
     if chosen.merge:
         write({n: found for path in chosen.merge for n, found in json.loads(path.read_text()).items()}, RESULTS)
         return
-    shard, num_shards = (int(part) for part in chosen.shard.split("/"))
-    names = [n for n in zoo.ARCHITECTURES if re.search(chosen.models, n)][shard::num_shards]
+    names = shard_of([n for n in zoo.ARCHITECTURES if re.search(chosen.models, n)], chosen.shard)
     columns = tuple(chosen.columns.split(","))
     results = run(names, columns, chosen.timeout)
-    whole = not chosen.models and num_shards == 1 and columns == COLUMNS
+    whole = not chosen.models and chosen.shard == WHOLE and columns == COLUMNS
     out = chosen.json or (RESULTS if whole or chosen.update else None)
     if out is None:
         return

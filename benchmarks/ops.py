@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker import Worker
+from benchmarks.worker import WHOLE, Worker, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
@@ -61,15 +61,10 @@ def start() -> Worker:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", default="", metavar="REGEX", help="only ops whose name (name or name:variant) the pattern is found in")
+    parser = sweep_parser("ops", __doc__, 120.0, DEFAULT_JSON)
     parser.add_argument("--dtypes", default=DEFAULT_DTYPES, help=f"comma-separated, or 'all': {ALL_DTYPES}")
     parser.add_argument("--kinds", default="forward,grad,inplace,out")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th op, starting with the I-th")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds per op")
-    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {DEFAULT_JSON} for a whole run, else nowhere")
     parser.add_argument("--verbose", action="store_true", help="print failures as they are found")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -80,9 +75,8 @@ def main() -> None:
         return
     dtypes = (ALL_DTYPES if chosen.dtypes == "all" else chosen.dtypes).split(",")
     kinds = chosen.kinds.split(",")
-    shard, num_shards = (int(part) for part in chosen.shard.split("/"))
     worker = start()
-    names = [name for name in worker.hello["names"] if re.search(chosen.ops, name)][shard::num_shards]
+    names = shard_of([name for name in worker.hello["names"] if re.search(chosen.ops, name)], chosen.shard)
     results: dict[str, Any] = {}
     began = time.monotonic()
     for number, name in enumerate(names):
@@ -98,7 +92,7 @@ def main() -> None:
             sys.stderr.write(f"{number + 1}/{len(names)} {time.monotonic() - began:.0f} s\n")
     worker.stop()
     summarise(results)
-    out = chosen.json or (DEFAULT_JSON if not chosen.ops and num_shards == 1 else None)
+    out = chosen.json or (DEFAULT_JSON if not chosen.ops and chosen.shard == WHOLE else None)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import queue
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 180.0
+WHOLE = "0/1"
+T = TypeVar("T")
+
+
+def sweep_parser(what: str, description: str | None, timeout_s: float, results: Path) -> argparse.ArgumentParser:
+    """The options that every sweep over `what` has: which of them, how long one may take, and where the results go."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(f"--{what}", default="", metavar="REGEX", help="only those in whose name the pattern is found")
+    parser.add_argument("--shard", default=WHOLE, metavar="I/N", help="every N-th of them, starting with the I-th")
+    parser.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="seconds for each")
+    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {results} for a whole run, else nowhere")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def shard_of(names: Sequence[T], shard: str) -> list[T]:
+    """The shard "I/N": every N-th, starting with the I-th."""
+    first, step = map(int, shard.split("/"))
+    return list(names[first::step])
 
 
 class Worker:

@@ -98,6 +98,11 @@ def pixels(size: int = 32) -> Callable[[], Inputs]:
     return lambda: {"pixel_values": normal(BATCH, 3, size, size)}
 
 
+def video() -> Callable[[], Inputs]:
+    """Four frames with a class."""
+    return lambda: {"pixel_values": normal(BATCH, 4, 3, 32, 32), "labels": torch.tensor([1, 0])}
+
+
 def speech(samples: int = 800) -> Callable[[], Inputs]:
     """Sound with a transcription."""
     return lambda: {"input_values": 0.3 * normal(BATCH, samples), "labels": ids(4, 30)}
@@ -604,19 +609,13 @@ VISION = (
         "VideoMAE",
         "VideoMAEForVideoClassification",
         {**VIT, "num_frames": 4},
-        lambda: {
-            "pixel_values": normal(BATCH, 4, 3, 32, 32),
-            "labels": torch.tensor([1, 0]),
-        },
+        video(),
     ),
     vision(
         "TimeSformer",
         "TimesformerForVideoClassification",
         {**VIT, "num_frames": 4},
-        lambda: {
-            "pixel_values": normal(BATCH, 4, 3, 32, 32),
-            "labels": torch.tensor([1, 0]),
-        },
+        video(),
     ),
     vision(
         "ViT-MAE",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import mesh
 import spmd
-from tests.oracle import assert_same, assert_same_model, twins
+from tests.oracle import assert_same, assert_same_model, descend, twins
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,20 +49,12 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> None:
     host, device = twins(make)
     steps = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (host, device)]
-    compiled = spmd.compile(lambda x: train(device, steps[1], x))
+    compiled = spmd.compile(lambda x: descend(device, steps[1], x))
     for _ in range(3):
-        assert_same(compiled(x.to("jax")), train(host, steps[0], x))
+        assert_same(compiled(x.to("jax")), descend(host, steps[0], x))
     assert_same_model(device, host)
 
 
@@ -101,7 +93,7 @@ def test_sharded_step_is_the_unsharded_one(mesh_4x2: mesh.Mesh) -> None:
         x = torch.randn(8, 4, 8, 8).to("jax")
         if specs is not None:
             spmd.mark_sharding(x, mesh_4x2, specs)
-        step = spmd.compile(lambda x: train(model, optimizer, x))
+        step = spmd.compile(lambda x: descend(model, optimizer, x))
         return [step(x).item() for _ in range(3)]
 
     assert losses(("data", None, "model", None)) == pytest.approx(losses(None), rel=1e-5)
