@@ -11,7 +11,7 @@ from torch import nn
 import spmd
 from spmd.program import _versions
 from spmd.program._versions import DictVersions
-from tests.oracle import batch
+from tests.oracle import batch, descend
 
 WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another value": lambda d: d.__setitem__("a", 2),
@@ -59,14 +59,7 @@ def test_a_step_notices_a_changed_module_and_a_replaced_state_without_versions_t
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("jax")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    @spmd.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = spmd.compile(lambda x: descend(model, optimizer, x))
     x = batch(2, 4).to("jax")
     for _ in range(3):
         step(x)
