@@ -74,6 +74,8 @@ def zero(self: Any) -> Any:
 
 @lower("arange.start_step", static=("start", "end", "step"))
 def arange_start_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Any:
+    if dtype == jnp.int64:  # torch counts in it too: whole steps to the whole end
+        start, end, step = int(start), int(end), int(step)
     if all(isinstance(number, int) for number in (start, end, step)):
         count, wide = -((start - end) // step), jnp.int64
     else:
@@ -92,6 +94,18 @@ def arange_start(start: Any, end: Any, *, dtype: Any = None) -> Any:
 @lower("arange", static=("end",))
 def arange(end: Any, *, dtype: Any = None) -> Any:
     return arange_start_step(0, end, dtype=dtype)
+
+
+@lower("range.step", static=("start", "end", "step"))
+def range_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Any:
+    """Deprecated in torch: `end` is part of it."""
+    count = math.floor((end - start) / step) + 1
+    return (jnp.asarray(start, dtype) + lax.iota(jnp.int64, max(count, 0)).astype(dtype) * jnp.asarray(step, dtype)).astype(dtype)
+
+
+@lower("range", static=("start", "end"))
+def range_(start: Any, end: Any, *, dtype: Any = None) -> Any:
+    return range_step(start, end, dtype=dtype)
 
 
 @lower("linspace", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
