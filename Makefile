@@ -42,8 +42,7 @@ check: setup ## lint, format, types and the house rules
 ANY_NUMBER := tests/test_functional.py tests/test_shard.py tests/test_manual.py tests/test_distribute.py tests/test_loader.py \
 	tests/test_call_jax.py tests/test_fsdp_v2.py tests/program/test_scan.py tests/compat
 
-# The operator tests run in processes of their own: in a process that had run them, torch.func.jacfwd and per-sample gradients of
-# tests/program failed with "Cannot access storage of BatchedTensorImpl". Why is not found; without them in the process they pass.
+# The operator tests run in processes of their own: thousands of compiled programs pile up in one.
 test: setup check ## check, then all tests on 8 virtual devices, and what torch_xla's users rely on also on 1 and 4
 	@$(PY) -m pytest -n $(WORKERS) tests --ignore tests/lowering
 	@$(PY) -m pytest -n $(WORKERS) tests/lowering
