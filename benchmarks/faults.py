@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,14 +136,14 @@ def undisturbed(**kwargs: Any) -> tuple[Path, float]:
     return kept, seconds
 
 
-def tried(trials: int, rng: random.Random, one: Callable[[int, random.Random], Result]) -> list[Result]:
-    """The results of `one(number, rng)` for every trial, as many at a time as there are cores, each with random numbers of its own."""
+def tried(trials: int, rng: random.Random, one: Callable[[int, random.Random], Result], at_once: int | None = None) -> list[Result]:
+    """The results of `one(number, rng)` for every trial, `at_once` (or as many as there are cores), each with random numbers of its own."""
     seeds = [rng.random() for _ in range(trials)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(at_once or os.cpu_count()) as pool:
         return list(pool.map(lambda number: one(number, random.Random(seeds[number])), range(trials)))
 
 
-def processes(trials: int, rng: random.Random) -> Row:
+def processes(trials: int, rng: random.Random, at_once: int | None = None) -> Row:
     """A random process gets a random fault at a random moment: import, joining, compiling, steps, saving."""
     reference, seconds = undisturbed(arguments=("--pause", 0.05))
 
@@ -167,7 +168,7 @@ def processes(trials: int, rng: random.Random) -> Row:
         trial.forget()
         return found
 
-    found = tried(trials, rng, one)
+    found = tried(trials, rng, one, at_once)
     recoveries = sorted(recovery for _, recovery, _ in found if recovery is not None)
     of_dead = [recovery for kind, recovery, _ in found if recovery is not None and kind != "SIGSTOP"]
     good = collections.Counter(kind for kind, _, failed in found if not failed)
@@ -465,6 +466,7 @@ def rounded(seconds: float) -> float:
 # name -> what runs it, and how often if nobody says
 ROWS: dict[str, tuple[Callable[[int, random.Random], Row], int]] = {
     "processes": (processes, 300),
+    "recovery": (partial(processes, at_once=1), 40),  # how soon, with the machine to itself
     "detection": (detection, 20),
     "mismatch": (mismatch, 100),
     "skew": (skew, 30),
