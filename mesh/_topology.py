@@ -29,10 +29,10 @@ _FOR_LIBTPU = {
 
 # Chips with sparse cores (v5p) look embeddings up there. jaxlib cannot print a program that does (0.10.2 with libtpu 0.0.51:
 # "async-update instruction should have 1 operands but sees 3"), and so its collectives could not be counted.
-_OPTIONS = {"xla_tpu_offload_gather_to_sparsecore": False}
+_OPTIONS: dict[str, str | bool] = {"xla_tpu_offload_gather_to_sparsecore": False}
 
 
-def topology_options() -> dict[str, bool]:
+def topology_options() -> dict[str, str | bool]:
     """Options of the compiler, for `jax.stages.Lowered.compile`, under which a program for `topology_devices` can be read."""
     return dict(_OPTIONS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 try:  # private: torch.compile's own guards use it; before Python 3.12 it reads the dict's version tag, since then it watches the dict
@@ -14,7 +14,7 @@ except ImportError:
 class DictVersions:
     """Remembers a state of some dicts. Writing the value that an entry already has may count as a change; nothing else is missed."""
 
-    def __init__(self, dicts: Sequence[Mapping[Any, Any]]) -> None:
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self._dicts = dicts
         self._known: list[int] | None = None
 
