@@ -359,6 +359,8 @@ def _leave() -> None:
     except JobError as error:
         left.alarm.failed(str(error), 1)
     left.notices.leave()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is done and saved; the interpreter's end would take its default, and die of it
 
 
 def _listen_for_sigterm() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,25 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     running.communicate(timeout=120)
     assert running.returncode == 130
     assert not any(map(is_running, pids_of(tmp_path).values()))
+
+
+def test_sigterm_while_the_interpreter_ends_is_no_failure(tmp_path: Path) -> None:
+    text = """
+    import builtins, os
+    import mesh
+
+    mesh.init()
+
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid()):
+            os.write(1, b"late\\n")
+            kill(pid, 15)
+
+    builtins.late = Late()  # the last module to go: after what is registered with atexit, and after Python's own handlers
+    """
+    done = launch(*QUICK, program=script(tmp_path, textwrap.dedent(text)))
+    assert done.out.count("late") == 2
+    assert done.code == 0, done.err
 
 
 def test_process_that_never_comes_is_named(tmp_path: Path) -> None:
