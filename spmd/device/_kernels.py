@@ -97,7 +97,7 @@ def variants(op: torch._ops.OpOverload, adapter: Adapter) -> list[tuple[torch._o
     for other in variants_of(op):
         outs = [a.name for a in other._schema.arguments if a.is_out]
         if outs:
-            found.append((other, _out_kernel(adapter, outs, takes_dtype="dtype" in _left_to_out(op, other))))
+            found.append((other, _out_kernel(adapter, outs, takes_dtype=_dtype_is_left_to_out(op, other))))
         elif other._schema.name.endswith("_"):
             found.append((other, _in_place_kernel(adapter)))
     return found
@@ -157,9 +157,9 @@ def _in_place_kernel(adapter: Adapter) -> Any:
     return in_place
 
 
-def _left_to_out(functional: torch._ops.OpOverload, op: torch._ops.OpOverload) -> set[str]:
-    """What `functional` is told of a new tensor and its out= form is not, since the tensor is there: `dtype`, `device`."""
-    return {a.name for a in functional._schema.arguments if a.name in ("dtype", "device")} - {a.name for a in op._schema.arguments}
+def _dtype_is_left_to_out(functional: torch._ops.OpOverload, op: torch._ops.OpOverload) -> bool:
+    """Whether `functional` is told the dtype of a new tensor and its out= form `op` is not, since the tensor is there."""
+    return "dtype" in {a.name for a in functional._schema.arguments} - {a.name for a in op._schema.arguments}
 
 
 def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any:
@@ -250,8 +250,9 @@ def _through_functional(op: torch._ops.OpOverload, functional: torch._ops.OpOver
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(outs) + i] for i, name in enumerate(outs)]
         name = functional._schema.name.partition("::")[2]
         check_out(name, targets, (*args, *kwargs.values()))
-        made = {what: getattr(targets[0], what) for what in _left_to_out(functional, op)}
-        results = functional(*args[: len(functional._schema.arguments)], **kwargs, **made)
+        if _dtype_is_left_to_out(functional, op):
+            kwargs["dtype"] = targets[0].dtype
+        results = functional(*args[: len(functional._schema.arguments)], **kwargs)
         results = results if isinstance(results, tuple | list) else (results,)
         for target, result in zip(targets, results, strict=True):
             check_out_dtype(name, result.dtype, target)
