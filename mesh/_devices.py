@@ -17,6 +17,7 @@ from typing import Protocol, cast
 
 import jax
 
+from mesh._allocator import keep_freed_memory
 from mesh._errors import AcceleratorIdle, DeviceError, message
 
 # Note [Accelerator device files]
@@ -61,7 +62,8 @@ def virtual_devices(n: int) -> None:
     """Make `n` virtual CPU devices stand in for real ones; in a job of several processes, `n` in all of them together.
 
     Real accelerators are left alone: not initialised, no memory taken. Call it at the top of the program, before any
-    array, tensor or mesh exists; calling it again is harmless if the devices are already these.
+    array, tensor or mesh exists; calling it again is harmless if the devices are already these. Host memory that a step
+    frees is kept for the next one, unless the environment sets glibc's allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
 
     Args:
         n: how many devices the program gets; in a job, a multiple of the number of its processes.
@@ -168,6 +170,7 @@ def _require_virtual(n: int) -> None:
 def _confine_to_cpu(n: int) -> None:
     jax.config.update("jax_num_cpu_devices", n)
     jax.config.update("jax_platforms", "cpu")
+    keep_freed_memory()
 
 
 def _backends_are_initialized() -> bool:

@@ -53,7 +53,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NEVER: dict[str, tuple[str, ...]] = {"mesh": ("torch",), "spmd.lowering": ("mesh",)}
 # dotted name -> the only files and folders that may say it
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "os.environ": ("mesh/_hosts.py", "mesh/launch", "mesh/_topology.py"),  # the last writes what libtpu reads
+    "os.environ": ("mesh/_hosts.py", "mesh/launch", "mesh/_topology.py", "mesh/_allocator.py"),  # the last two: for libtpu and glibc
     "os.environb": ("mesh/_hosts.py", "mesh/launch"),
     "os.getenv": ("mesh/_hosts.py", "mesh/launch"),
     "os.putenv": ("mesh/_hosts.py", "mesh/launch"),

@@ -1,3 +1,5 @@
+import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -12,10 +14,10 @@ from mesh import _devices, _errors
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_fresh(program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process where jax has not started."""
+def run_fresh(program: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process where jax has not started; `env`: its whole environment, if not this one's."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_virtual_devices_exist_in_a_fresh_process_and_second_call_is_harmless() -> None:
@@ -137,3 +139,30 @@ def test_errors_form_the_tree_of_their_docstring() -> None:
 
 def test_message_shows_what_then_details_then_fix() -> None:
     assert _errors.message("what", ["one", "two"], "do") == "what\n  one\n  two\n  fix: do"
+
+
+FAULTS_OF_A_SECOND_BLOCK = """
+    import ctypes, resource
+    import jax, mesh
+    jax.config.update("jax_platforms", "cpu")
+    mesh.virtual_devices(1)
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    def faults_of_one():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        block = ctypes.c_void_p(libc.malloc(1 << 26))
+        ctypes.memset(block, 1, 1 << 26)
+        libc.free(block)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    faults_of_one()
+    print(faults_of_one())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory as it likes")
+@pytest.mark.parametrize(("setting", "is_kept"), [({}, True), ({"MALLOC_TOP_PAD_": "131072"}, False)])
+def test_virtual_devices_keep_freed_memory_unless_the_environment_sets_the_allocator(setting: dict[str, str], is_kept: bool) -> None:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
+    done = run_fresh(FAULTS_OF_A_SECOND_BLOCK, env=ours | setting)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) < 16) == is_kept, done.stdout

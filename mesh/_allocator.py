@@ -1,0 +1,28 @@
+"""The C library's allocator: host memory that a step frees stays with the process, for the next step.
+
+Note [Memory that is given back]
+XLA:CPU allocates a step's temporaries when the step starts and frees them when it ends. glibc gives blocks of 32 MiB and more
+straight back to the kernel, and the next step has every page of them zeroed again: 40 % of the time of a Megatron step whose
+8 virtual devices need 34 MB each. With `mallopt`'s two settings below the blocks come from the heap, which keeps them; the
+process's resident memory stays near its peak (there: 1.5 GB for 1.2 GB). Blocks below 32 MiB are kept in either case.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_NEVER = -1
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed; nothing on other C libraries, or where the environment sets the allocator itself."""
+    # See Note [Memory that is given back].
+    is_set = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
+    if is_set or platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_MMAP_MAX, 0)
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
