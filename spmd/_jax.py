@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -11,6 +11,7 @@ import jax.core
 import jax.extend.core
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.core import trace_state_clean as _trace_state_clean
+from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
 from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
 from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
@@ -120,3 +121,8 @@ def split_by_dependence(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any,
 def with_constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
     """The jaxpr with its constants as leading inputs, and these constants."""
     return jax.extend.core.ClosedJaxpr(_convert_constvars(closed.jaxpr), ()), list(closed.consts)
+
+
+def lowered_by(traced: Any, rules: Mapping[Any, Callable[..., Any]]) -> jax.stages.Lowered:
+    """A traced function lowered with rules of its own for some primitives."""
+    return traced.lower(_private_parameters=_LoweringParameters(override_lowering_rules=tuple(rules.items())))  # pyright: ignore[reportArgumentType]  (says one pair, takes many)

@@ -28,7 +28,7 @@ from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
 from spmd.device._refusals import Judge, asked
-from spmd.device._storage import load, once, reduce_dtype, store, wrap
+from spmd.device._storage import load, once, program_platform, reduce_dtype, store, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -231,6 +231,8 @@ class Adapter:
                 self._describe(self.accepts[name], arg, dynamic, key)
         if self.lowering.reduces:
             key.append(reduce_dtype())
+        if self.lowering.by_platform:
+            key.append(program_platform())
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -290,6 +292,8 @@ class Adapter:
                 named["dtype"] = to_numpy_dtype(results[0])
         if self.lowering.reduces:
             named["reduce_dtype"] = reduce_dtype()
+        if self.lowering.by_platform:
+            named["platform"] = program_platform()
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast, judge)
 

@@ -200,6 +200,11 @@ def reduce_dtype() -> np.dtype[Any] | None:
     return getattr(recording.get(), "reduce_dtype", None)
 
 
+def program_platform() -> str | None:
+    """'cpu', 'gpu' or 'tpu': where the traced program will run, perhaps on chips that are elsewhere; None outside a trace."""
+    return getattr(recording.get(), "platform", None)
+
+
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
     """`compute()`, or its result for the same `what` and operands (0-dim arrays, numbers) earlier in this trace.
 
@@ -375,6 +380,7 @@ __all__ = [
     "load",
     "once",
     "recording",
+    "program_platform",
     "reduce_dtype",
     "store",
     "strided_alias",

@@ -54,6 +54,7 @@ class Lowering:
             they are to be summed, or None for their own.
         check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
             does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
+        by_platform: the rule takes `platform`, 'cpu', 'gpu' or 'tpu', of the program being traced; None outside one.
         source: `file:line` of the rule, or of its registration where the rule is a function of jax.
     """
 
@@ -70,6 +71,7 @@ class Lowering:
     host: tuple[str, ...] = ()
     reduces: bool = False
     check: Callable[..., None] | None = None
+    by_platform: bool = False
     source: str = ""
 
 
@@ -89,6 +91,7 @@ def lower(
     host: tuple[str, ...] = (),
     reduces: bool = False,
     check: Callable[..., None] | None = None,
+    by_platform: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
 
@@ -119,6 +122,7 @@ def lower(
                 host,
                 reduces,
                 check,
+                by_platform,
                 source,
             )
         return rule

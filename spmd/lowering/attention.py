@@ -1,7 +1,8 @@
 """Scaled dot-product attention, kept whole, and the fused forms of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
 
-On an NVIDIA GPU, 16-bit attention of shapes that cuDNN takes runs as its fused kernel; everywhere else as two batched
-products around a softmax, which XLA shards over batch and heads.
+On an NVIDIA GPU, 16-bit attention of shapes that cuDNN takes runs as its fused kernel, and in a compiled step for TPUs bfloat16
+attention of shapes that jax's splash attention takes as that; everywhere else as two batched products around a softmax, which
+XLA shards over batch and heads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.lowering import _splash, fused_attention
 from spmd.lowering._registry import lower
 from spmd.lowering.matmul import linear
 from spmd.lowering.norm import layer_norm, wide
@@ -20,7 +22,7 @@ from spmd.lowering.random import thinned
 from spmd.lowering.softmax import safe_softmax
 
 
-@lower("scaled_dot_product_attention", whole=True, random=True)
+@lower("scaled_dot_product_attention", whole=True, random=True, by_platform=True)
 def scaled_dot_product_attention(
     key_: Any,
     query: Any,
@@ -32,6 +34,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    platform: str | None = None,
 ) -> Any:
     """softmax(q k^T * scale + mask) v; query [..., Hq, T, D], key [..., H, S, D], value [..., H, S, Dv].
 
@@ -40,7 +43,10 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if dropout_p == 0.0 and _cudnn_takes(query, key, value, attn_mask, is_causal):
+    can_fuse = dropout_p == 0.0 and attn_mask is None
+    if can_fuse and platform == "tpu" and _splash.takes(query, key, value):
+        return fused_attention.attention(query, key, value, is_causal, factor)
+    if can_fuse and (platform or jax.default_backend()) == "gpu" and _cudnn_takes(query, key, value, is_causal):
         return lax.platform_dependent(
             query,
             key,
@@ -52,20 +58,18 @@ def scaled_dot_product_attention(
     return _attention(key_, query, key, value, attn_mask, dropout_p, is_causal, factor)[0]
 
 
-def _cudnn_takes(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> bool:
-    """True if this process runs on a GPU and cuDNN's fused attention has these types and shapes."""
+def _cudnn_takes(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
+    """Whether cuDNN's fused attention has these types and shapes."""
     return (
         query.dtype in (jnp.bfloat16, jnp.float16)
         and query.dtype == key.dtype == value.dtype
         and query.ndim == key.ndim == value.ndim == 4
-        and attn_mask is None
         and query.shape[0] == key.shape[0] == value.shape[0]
         and query.shape[1] % max(key.shape[1], 1) == 0
         and query.shape[3] == key.shape[3] == value.shape[3]
         and query.shape[3] % 8 == 0
         and query.shape[3] <= 128
         and (not is_causal or query.shape[2] == key.shape[2])  # cuDNN aligns the diagonals at the top left only for these
-        and jax.default_backend() == "gpu"
     )
 
 
@@ -86,12 +90,7 @@ def _attention(rng: Any, query: Any, key: Any, value: Any, mask: Any, dropout_p:
             mask = jnp.expand_dims(mask, -3) if heads == 1 else mask.reshape(*mask.shape[:-3], heads // groups, groups, *mask.shape[-2:])
     else:
         groups = 1
-    accumulated = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=accumulated) * factor
-    if is_causal:
-        rows = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 0)
-        columns = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 1)
-        scores = jnp.where(columns <= rows, scores, -jnp.inf)
+    scores = fused_attention.scores(query, key, is_causal, factor)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask
     weights = jax.nn.softmax(scores, axis=-1) if mask is None else safe_softmax(scores, -1)

@@ -38,6 +38,7 @@ from spmd.program._jaxpr import constant_outputs, pruned, with_constants_first
 from spmd.program._objects import Unfilled, flatten, unflatten
 from spmd.program._optim import LiftedNumbers, equal_counters, traceable
 from spmd.program._optim_state import TracedState
+from spmd.program._place import likely_platform
 from spmd.program._remat import recomputing_for_real
 from spmd.program._watch import functorch_left_on, said_to_be_compiling, watching
 
@@ -129,6 +130,7 @@ class Recorder:
     ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     reduce_dtype: Any = None
+    platform: str | None = None
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -221,7 +223,8 @@ def capture(
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
     python = PythonState(found.places(), found.all_modules())
     cpu_tensors = found.cpu_tensors()
-    waiting = waiting_for_topology([*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers])
+    reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers]
+    waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in arg_buffers] + [host_array(t) for t in host_tensors]
     for buffer in arg_buffers:
         waiting.pop(buffer, None)
@@ -236,7 +239,8 @@ def capture(
     ):
         call, objects = unflatten(bound, flat.tree)
         held = {id(bound[i]): i for i in range(flat.tree.root.objects.count(None), len(bound))}
-        state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters)
+        platform = likely_platform(reachable)
+        state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters, platform)
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(len(numbers.slots)), default_stream.words()
         )
@@ -360,6 +364,7 @@ class _Running:
     keep_grads: bool
     debug_nans: bool
     counters: dict[Buffer, Any]
+    platform: str
     recorder: Recorder | None = None
     arguments: frozenset[Buffer] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
@@ -375,7 +380,7 @@ class _Running:
         self.arguments = frozenset(buffers[len(shapes) :])
         values = [*shapes, *values]
         inputs = dict(zip(map(identity_of, hosts), values[len(buffers) :], strict=True))
-        recorder = self.recorder = Recorder(words, inputs, default_stream.draws, self.counters)
+        recorder = self.recorder = Recorder(words, inputs, default_stream.draws, self.counters, platform=self.platform)
         token = recording.set(recorder)
         try:
             for buffer, value in zip(buffers, values, strict=False):

@@ -25,11 +25,12 @@ from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
 from spmd.device._random import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
-from spmd.program import _hlo
+from spmd.program import _hlo, _partition
 from spmd.program._capture import Captured
 from spmd.program._channels_last import has_convolution, run_channels_last
 from spmd.program._job import require_sound, watched
 from spmd.program._objects import Flat, flatten, unflatten
+from spmd.program._place import common_mesh, platform_of
 from spmd.program._repeat import repeated
 
 
@@ -83,7 +84,8 @@ class Program:
         # Note [One program at a time]. XLA:CPU runs a program's devices on one pool of threads, where each waits in a thread for
         # the others at a collective. Devices that are already in the next program can hold all the threads that the last one
         # still needs; XLA then aborts the process after 40 s (so it does to jax's own loop). So there a call waits for its inputs.
-        self.is_on_cpu = (jax.default_backend() if self.replicated is None else _platform(self.replicated)) == "cpu"
+        self.platform = platform_of(self.mesh)
+        self.is_on_cpu = self.platform == "cpu"
         self.waits = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
@@ -124,7 +126,7 @@ class Program:
         start = time.perf_counter()
         with exact_dtypes():
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
-            lowered = jitted.lower(*args)
+            lowered = _partition.lowered(jitted, args, None if self.mesh is None else self.mesh.to_jax(), self.platform)
             middle = time.perf_counter()
             if self.watched is not None:
                 self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
@@ -367,33 +369,9 @@ class Program:
         return _hlo.collectives(self.hlo(), names, sizes)
 
 
-def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
-    """The one mesh that the annotated buffers lie on; SpmdError if they lie on different devices."""
-    found: mesh.Mesh | None = None
-    for buffer in buffers:
-        if buffer.annotation is None:
-            continue
-        here = buffer.annotation.mesh
-        if found is None:
-            found = here
-        elif list(found.device_ids) != list(here.device_ids) or found.topology != here.topology:
-            raise SpmdError(
-                message(
-                    "one program uses tensors on two meshes with different devices",
-                    f"{found} has devices {list(found.device_ids)}, {here} has {list(here.device_ids)}",
-                    fix="mark all tensors of a step over meshes of the same devices in the same order",
-                )
-            )
-    return found
-
-
-def _platform(sharding: jax.sharding.Sharding) -> str:
-    return next(iter(sharding.device_set)).platform
-
-
 def _lies_on(value: Any, grid: mesh.Mesh) -> bool:
     sharding = value.sharding
     return isinstance(sharding, NamedSharding) and sharding.mesh.size == grid.size() and not sharding.mesh.empty
 
 
-__all__ = ["Program", "Timings", "common_mesh"]
+__all__ = ["Program", "Timings"]
