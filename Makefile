@@ -62,7 +62,7 @@ $(TORCHAX)/.installed:
 	@$(TORCHAX)/bin/python -m pip install -qq --disable-pip-version-check --pre torchax==0.0.14.dev20261026 jax==0.10.2 transformers==5.23.0
 	@touch $@
 
-ops: setup ## which PyTorch ops the device covers
+ops: setup ## which PyTorch ops the device computes as the CPU does (more than an hour)
 	@$(PY) -m benchmarks.ops
 
 models: setup ## which Hugging Face models run unmodified (about an hour on two cores)

@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks import zoo
-from benchmarks.worker import WHOLE, Worker, shard_of, sweep_parser
+from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
@@ -350,9 +350,6 @@ def start() -> Worker:
 def options() -> argparse.Namespace:
     parser = sweep_parser("models", __doc__, 300.0, RESULTS)
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument(
-        "--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these results of shards together"
-    )
     parser.add_argument("--update", action="store_true", help="put the results of some models into those that are written down")
     return parser.parse_args()
 
@@ -363,7 +360,7 @@ def main() -> None:
         work()
         return
     if chosen.merge:
-        write({n: found for path in chosen.merge for n, found in json.loads(path.read_text()).items()}, RESULTS)
+        write(merged(chosen.merge), RESULTS)
         return
     names = shard_of([n for n in zoo.ARCHITECTURES if re.search(chosen.models, n)], chosen.shard)
     columns = tuple(chosen.columns.split(","))

@@ -1,8 +1,9 @@
-"""Which of torch's operators does device 'jax' compute as the CPU does? Every OpInfo, by dtype, gradient, in-place and out=.
+"""Which of torch's operators does device 'jax' compute as the CPU does? Every OpInfo, by dtype, gradient, in-place, out= and split.
 
-    python -m benchmarks.ops                                        # everything, float32 (minutes to hours: one core)
+    python -m benchmarks.ops                                        # everything (more than an hour of one core)
     python -m benchmarks.ops --ops '^(add|nn.functional.conv)' --dtypes float32,bfloat16 --kinds forward,grad
-    python -m benchmarks.ops --shard 0/4 --json /tmp/part0.json
+    python -m benchmarks.ops --shard 0/4 --json part0.json          # and so on, then
+    python -m benchmarks.ops --merge part*.json
 
 Ops run in a worker process, restarted when it crashes or an op exceeds its time-out. Results go to
 benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: why" | "first line of the failure"}}}; a summary is printed.
@@ -19,22 +20,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker import WHOLE, Worker, shard_of, sweep_parser
+from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
-DEFAULT_DTYPES = "float32"
+DEFAULT_DTYPES = "float32,float64,bfloat16,int64,int32,bool,complex64"
 ALL_DTYPES = "float32,float64,bfloat16,float16,int64,int32,int16,int8,uint8,bool,complex64"
+SPLIT_DTYPES = ("float32",)  # in which inputs are split over 8 devices; the values have been compared in the others
 OPS_PER_WORKER = 100  # compiled programs pile up in its memory
 
 
 def work() -> None:
     """Answer one JSON line per requested op on standard output until standard input ends."""
     import jax
-
-    jax.config.update("jax_platforms", "cpu")
     import torch
 
+    import mesh
+
+    mesh.virtual_devices(8)
     from tests.lowering import opinfo
 
     torch.set_num_threads(1)
@@ -47,9 +50,12 @@ def work() -> None:
         op = opinfo.by_name(request["op"])
         results: dict[str, dict[str, str]] = {}
         for dtype, kind in opinfo.applicable(op, tuple(getattr(torch, d) for d in request["dtypes"]), tuple(request["kinds"])):
+            name = str(dtype).removeprefix("torch.")
+            if kind.startswith("sharded") and name not in SPLIT_DTYPES:
+                continue
             found = opinfo.check(op, dtype, kind)
             text = "pass" if found is None else f"skip: {found.reason}" if isinstance(found, opinfo.Skipped) else found
-            results.setdefault(str(dtype).removeprefix("torch."), {})[kind] = text
+            results.setdefault(name, {})[kind] = text
         answer.write(json.dumps(results) + "\n")
         answer.flush()
         jax.clear_caches()
@@ -61,9 +67,9 @@ def start() -> Worker:
 
 
 def options() -> argparse.Namespace:
-    parser = sweep_parser("ops", __doc__, 120.0, DEFAULT_JSON)
+    parser = sweep_parser("ops", __doc__, 1500.0, DEFAULT_JSON)
     parser.add_argument("--dtypes", default=DEFAULT_DTYPES, help=f"comma-separated, or 'all': {ALL_DTYPES}")
-    parser.add_argument("--kinds", default="forward,grad,inplace,out")
+    parser.add_argument("--kinds", default="forward,grad,inplace,out,sharded,sharded_grad")
     parser.add_argument("--verbose", action="store_true", help="print failures as they are found")
     return parser.parse_args()
 
@@ -72,6 +78,9 @@ def main() -> None:
     chosen = options()
     if chosen.worker:
         work()
+        return
+    if chosen.merge:
+        write(merged(chosen.merge), DEFAULT_JSON)
         return
     dtypes = (ALL_DTYPES if chosen.dtypes == "all" else chosen.dtypes).split(",")
     kinds = chosen.kinds.split(",")
@@ -91,8 +100,13 @@ def main() -> None:
         if sys.stderr.isatty() or number % 50 == 49:
             sys.stderr.write(f"{number + 1}/{len(names)} {time.monotonic() - began:.0f} s\n")
     worker.stop()
-    summarise(results)
     out = chosen.json or (DEFAULT_JSON if not chosen.ops and chosen.shard == WHOLE else None)
+    write(results, out)
+
+
+def write(results: dict[str, Any], out: Path | None) -> None:
+    """Print the summary, and write the results if somebody says where."""
+    summarise(results)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")

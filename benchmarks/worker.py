@@ -24,8 +24,25 @@ def sweep_parser(what: str, description: str | None, timeout_s: float, results: 
     parser.add_argument("--shard", default=WHOLE, metavar="I/N", help="every N-th of them, starting with the I-th")
     parser.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="seconds for each")
     parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {results} for a whole run, else nowhere")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these shards' results together")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def merged(shards: Sequence[Path]) -> dict[str, Any]:
+    """The results of several runs: what is deeper than a name comes from every one, the last one's where they differ."""
+    found: dict[str, Any] = {}
+    for path in shards:
+        _put_in(found, json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def _put_in(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for name, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(name), dict):
+            _put_in(old[name], value)
+        else:
+            old[name] = value
 
 
 def shard_of(names: Sequence[T], shard: str) -> list[T]:

@@ -23,6 +23,7 @@ from spmd.device._refusals import check_in_place, check_out, check_out_dtype
 from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import lowerings
+from spmd.lowering._registry import is_composite
 
 _SPECIAL = {
     # asked by nn.TransformerEncoder whether padding may become a nested tensor, which this device does not have
@@ -80,10 +81,9 @@ def install() -> Installed:
         if lowering.whole:
             installed.add(name, WholeOp(adapter), "AutogradPrivateUse1")
     for op, lowering in lowerings().items():
-        if not lowering.whole:
-            for variant, kernel in variants(op, Adapter(lowering)):
-                if not installed.has(_short(variant)):
-                    installed.add(_short(variant), kernel)
+        for variant, kernel in variants(op, Adapter(lowering)):
+            if not installed.has(_short(variant)) and not is_composite(variant):  # a composite calls the functional form itself
+                installed.add(_short(variant), kernel)
     for name, kernel in _autocast.kernels().items():
         installed.add(name, kernel, "AutocastPrivateUse1")
     installed.any.fallback(fallback, "PrivateUse1")

@@ -11,6 +11,7 @@ from spmd.lowering._registry import lower
 
 
 @lower("_conj_physical")
+@lower("conj_physical", whole=True)
 def conj_physical(self: Any) -> Any:
     return jnp.conj(self)
 

@@ -1,4 +1,4 @@
-"""Distances between all pairs of rows."""
+"""Distances between all pairs of rows, of two matrices or of one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd.lowering._registry import lower
 
@@ -13,9 +14,14 @@ from spmd.lowering._registry import lower
 @lower("_cdist_forward")
 def _cdist_forward(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
     """p-norm of every row of `x1` [..., P, M] minus every row of `x2` [..., R, M]: [..., P, R]."""
-    difference = jnp.abs(x1[..., :, None, :] - x2[..., None, :, :])
+    return _norm(x1[..., :, None, :] - x2[..., None, :, :], p)
+
+
+def _norm(difference: Any, p: float) -> Any:
+    """p-norm over the last dim."""
+    difference = jnp.abs(difference)
     if p == 0:
-        return jnp.sum(difference != 0, axis=-1).astype(x1.dtype)
+        return jnp.sum(difference != 0, axis=-1).astype(difference.dtype)
     if p == 1:
         return jnp.sum(difference, axis=-1)
     if p == float("inf"):
@@ -34,3 +40,18 @@ def _cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
         return jnp.zeros_like(x1)
     batch = jnp.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     return jax.vjp(lambda x: _cdist_forward(x, x2, p), jnp.broadcast_to(x1, (*batch, *x1.shape[-2:])))[1](grad)[0]
+
+
+@lower("_pdist_forward")
+def _pdist_forward(self: Any, p: float = 2) -> Any:
+    """p-norm of every row of `self` [N, M] minus every later row: [N * (N - 1) / 2]."""
+    row, later = np.triu_indices(self.shape[0], 1)
+    return _norm(self[row] - self[later], p)
+
+
+@lower("_pdist_backward")
+def _pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
+    """A pair at distance zero has none."""
+    if p == 0:
+        return jnp.zeros_like(self)
+    return jax.vjp(lambda x: _pdist_forward(x, p), self)[1](grad)[0]
