@@ -17,6 +17,8 @@ busy machine slows all alike. **ratio** is the median over the rounds of a conte
 - *JAX by hand*: `jax.jit` of one step, state donated, every sharding pinned, the same math, precision and shardings.
 - *torchax*: the PyTorch script's loss through torchax, everything else as in JAX by hand. *torch*, *torch.compile*: one CPU
   process without sharding. *fsdp*: torch FSDP2 over gloo, one process per device.
+- Ours calls `mesh.virtual_devices`, which has glibc keep the memory that a step frees; the peers use jax and torch as they come. How
+  much of a CPU step that is: run all with `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184` in the environment.
 - *dispatch*: CPU time of the calling thread until the call returned. *trace + lower*, *compile*: median of fresh programs.
 - *peak*: arguments + outputs + temporaries - donated, per device. *GFLOP*: per device, dots and convolutions of the program.
 - {mfu}. Virtual CPU devices have no peak: MFU n/a.

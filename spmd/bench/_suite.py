@@ -20,7 +20,7 @@ from spmd.bench._command import NAMES, BenchArgs, measured
 ROOT = Path(__file__).resolve().parents[2]
 ALL = "jax,torchax,torch,torch.compile"
 RUNS: tuple[BenchArgs, ...] = (
-    BenchArgs("megatron", "data=4,model=2", against=f"{ALL},fsdp", rounds=60),
+    BenchArgs("megatron", "data=4,model=2", against=f"{ALL},fsdp", rounds=60, traces=5),
     BenchArgs("megatron", "model=8"),
     BenchArgs("megatron", "data=2,model=4", variant="sequence"),
     BenchArgs("megatron", "data=4,model=2", preset="dispatch", losses=3, rounds=60, traces=1),
