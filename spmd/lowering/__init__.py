@@ -20,6 +20,7 @@ DOMAINS = (
     "fft",
     "grouped",
     "index",
+    "ldl",
     "linalg",
     "loss",
     "lu",
