@@ -233,14 +233,14 @@ def _arguments(sample: SampleInput, device: str, split: bool = False) -> tuple[A
 
 
 def spread(tree: Any) -> Any:
-    """The tree with every device tensor split at random over 8 devices: a contiguous one as it is, of a view the base."""
+    """The tree with every device tensor split at random over 8 devices: a view by splitting its base."""
     rng, done = random.Random(0), dict[int, torch.Tensor]()
 
     def marked(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "jax" or leaf.layout != torch.strided:
             return leaf
         if id(leaf) not in done:
-            whole = leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
+            whole = leaf.is_contiguous() and leaf._base is None and not leaf.is_conj() and not leaf.is_neg()
             done[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if whole else leaf
             base = done[id(leaf)] if whole or leaf._base is None else leaf._base
             spmd.mark_sharding(base.detach(), mesh.Mesh(range(8), (4, 2), ("data", "model")), _any_spec(base.dim(), rng))
