@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.core
 import jax.extend.core
+from jax._src.core import eval_context as _eval_context
 from jax._src.core import trace_ctx as _trace_ctx
 from jax._src.core import trace_state_clean as _trace_state_clean
 from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
@@ -43,11 +44,12 @@ def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return _inline_jaxpr_into_trace(trace, source, whole, (), *(trace.to_jaxpr_tracer(v, source) for v in (*consts, *args)))
 
 
-def known_value(value: Any, is_input: Callable[[Any], bool]) -> Any:
+def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None = None) -> Any:
     """What a tracer stands for, if it was computed from constants alone (positions, masks); None if an input has part in it.
 
     Args:
         is_input: whether a constant of the trace will be an input of the program.
+        of: what to tell of the value, in one program: large values in between need not be held.
     """
     equations: dict[int, Any] = {}  # in the order in which they must run
     waiting: list[tuple[Any, bool]] = [(value, False)]
@@ -64,7 +66,7 @@ def known_value(value: Any, is_input: Callable[[Any], bool]) -> Any:
         elif id(equation) not in equations:
             waiting.append((tracer, True))
             waiting.extend((operand, False) for operand in equation.in_tracers)
-    return _evaluated(value, list(equations.values()), is_input)
+    return _evaluated(value, list(equations.values()), is_input, of)
 
 
 def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
@@ -75,18 +77,24 @@ def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
     return None if value is None or is_tracer(value) or is_input(value) else value  # a tracer: of a trace around this one
 
 
-def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool]) -> Any:
+def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None) -> Any:
     known: dict[int, Any] = {}
 
     def read(tracer: Any) -> Any:
         return _constant(tracer, is_input) if getattr(tracer, "parent", None) is None else known[id(tracer.val)]
 
-    with jax.ensure_compile_time_eval():
+    def run() -> Any:
         for equation in equations:
             results = equation.primitive.bind(*(read(operand) for operand in equation.in_tracers), **equation.params)
             listed = results if equation.primitive.multiple_results else [results]
             known.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
-    return read(value)
+        return read(value)
+
+    if of is None:
+        with jax.ensure_compile_time_eval():
+            return run()
+    with _eval_context():  # the other one would evaluate each operation of the new program by itself
+        return jax.jit(lambda: of(run()))()
 
 
 @contextmanager

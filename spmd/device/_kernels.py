@@ -19,6 +19,7 @@ from spmd._convert import exact_dtypes, to_torch_dtype
 from spmd._errors import UnsupportedOpError, called_at, message
 from spmd.device import _aliases, _autocast, _copy, _experts, _like, _linalg
 from spmd.device._adapter import Adapter
+from spmd.device._attention import Attention
 from spmd.device._refusals import check_in_place, check_out, check_out_dtype
 from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
@@ -42,6 +43,8 @@ _SPECIAL = {
     "equal": _copy.equal,
     "as_strided_scatter": _copy.as_strided_scatter,
 }
+# composites that do more than differentiate their rule
+_WHOLE = {"scaled_dot_product_attention": Attention}
 # ops that repeat one number, which is given here or is the argument `fill_value`
 _FILLED = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "full": None, "full_like": None}
 
@@ -79,7 +82,7 @@ def install() -> Installed:
         if not installed.has(name):
             installed.add(name, _in_place_kernel(adapter) if _is_in_place(op) else adapter)
         if lowering.whole:
-            installed.add(name, WholeOp(adapter), "AutogradPrivateUse1")
+            installed.add(name, _WHOLE.get(name, WholeOp)(adapter), "AutogradPrivateUse1")
     for op, lowering in lowerings().items():
         for variant, kernel in variants(op, Adapter(lowering)):
             if not installed.has(_short(variant)) and not is_composite(variant):  # a composite calls the functional form itself

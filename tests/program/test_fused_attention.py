@@ -221,3 +221,44 @@ def test_a_program_for_tpus_leaves_what_runs_here_alone() -> None:
     q = torch.randn(1, HEADS, 1024, WIDTH, dtype=torch.bfloat16)
     eager = F.scaled_dot_product_attention(*(q.to("jax"),) * 3, is_causal=True, enable_gqa=True)
     assert_same(eager, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
+def positions(length: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of queries and of keys."""
+    place = torch.arange(length, device=x.device)
+    return place[:, None], place[None, :]
+
+
+def packed(length: int, x: torch.Tensor) -> torch.Tensor:
+    """As transformers makes it of positions that never start anew: [B, 1, T, T], each batch by itself."""
+    sequence = torch.cat([torch.zeros(1, device=x.device), torch.arange(length, device=x.device).diff() != 1]).cumsum(0).expand(len(x), -1)
+    query, key = positions(length, x)
+    return ((query >= key) & (sequence[:, :, None] == sequence[:, None, :]))[:, None]
+
+
+KNOWN_MASKS: dict[str, tuple[Callable[[int, torch.Tensor], torch.Tensor], bool | None]] = {
+    "positions": (lambda length, x: (positions(length, x)[0] >= positions(length, x)[1]).expand(len(x), 1, -1, -1), True),
+    "positions of each batch": (packed, True),
+    "nothing hidden": (lambda length, x: torch.ones(length, length, dtype=torch.bool, device=x.device), False),
+    "window": (lambda length, x: (positions(length, x)[0] >= positions(length, x)[1]) & (positions(length, x)[1] > 5), None),
+    "of an input": (lambda length, x: (positions(length, x)[0] >= positions(length, x)[1]) & (x[:, :1, :1, :1] < 100), None),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_MASKS)
+def test_a_mask_is_left_out_where_it_is_known_to_say_no_more_than_is_causal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask_of, is_causal = KNOWN_MASKS[name]
+    fused: list[bool] = []
+    attention = fused_attention.attention
+    monkeypatch.setattr(fused_attention, "attention", lambda *args: fused.append(args[3]) or attention(*args))
+    monkeypatch.setattr(_capture, "likely_platform", lambda buffers: "tpu")
+    monkeypatch.setattr(_splash, "_LEAST_SCORES", 0)
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask_of(x.shape[2], x))
+
+    num_batches = 2 + list(KNOWN_MASKS).index(name)  # of its own: what was traced for one shape is not traced again
+    x = torch.randn(num_batches, 2, LENGTH, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    found = spmd.compile(attended)(x.to("jax").requires_grad_())
+    assert fused == ([] if is_causal is None else [is_causal])
+    assert_same(found, attended(x))
