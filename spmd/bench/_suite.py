@@ -27,7 +27,7 @@ RUNS: tuple[BenchArgs, ...] = (
     BenchArgs("gpt2", "data=2,model=4", against=f"{ALL},fsdp"),
     BenchArgs("gpt2", "data=2,fsdp=2,model=2"),
     BenchArgs("gpt2", "data=2,model=4", variant="hf", against="jax,torchax"),
-    BenchArgs("resnet50", "data=8", against=ALL, rounds=15),
+    BenchArgs("resnet50", "data=8", against=ALL, rounds=40),
     BenchArgs("resnet50", "data=4,spatial=2", rounds=12, traces=1),
 )
 TPU_RUNS: tuple[BenchArgs, ...] = (
