@@ -44,10 +44,10 @@ ANY_NUMBER := tests/test_functional.py tests/test_shard.py tests/test_manual.py 
 
 # The operator tests run in processes of their own: thousands of compiled programs pile up in one.
 test: setup check ## check, then all tests on 8 virtual devices, and what torch_xla's users rely on also on 1 and 4
-	@$(PY) -m pytest -n $(WORKERS) tests --ignore tests/lowering
-	@$(PY) -m pytest -n $(WORKERS) tests/lowering
-	@$(PY) -m pytest -n $(WORKERS) --devices 1 $(ANY_NUMBER)
-	@$(PY) -m pytest -n $(WORKERS) --devices 4 $(ANY_NUMBER)
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore tests/lowering
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests/lowering
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal --devices 1 $(ANY_NUMBER)
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal --devices 4 $(ANY_NUMBER)
 
 # GROUND=tpu compiles for TPU topologies ahead of time, GROUND=gpu runs on this machine's GPU. Peers that are missing are left out.
 bench: setup ## the small benchmarks beside their peers; rewrites benchmarks/results and docs/benchmarks.md

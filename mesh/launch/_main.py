@@ -74,7 +74,7 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         tell(outcome, output, names(outcome), began, directory)
         if outcome.first is not None and options.node is None:
             record = {"process": outcome.first.member, "code": outcome.first.code, "seen": outcome.first.time, "why": outcome.why}
-            (directory / f"first-exit-{attempt}.json").write_text(json.dumps(record), encoding="utf-8")
+            _record(directory / f"first-exit-{attempt}.json", record)
         output.close()
         if outcome.first is None or not outcome.may_restart or options.node is not None:
             return outcome.code
@@ -88,6 +88,13 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         last_saved, attempt = saved, attempt + 1
         where = "the start" if saved is None else f"the checkpoint of step {saved}"
         say(f"starts all {options.processes} processes again from {where} (restart {attempt})")
+
+
+def _record(path: Path, found: Mapping[str, object]) -> None:
+    """Whoever reads the file meanwhile sees all of it or what was there before."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(found), encoding="utf-8")
+    new.replace(path)
 
 
 def _attempt(
@@ -110,7 +117,7 @@ def _attempt(
     is_node = options.node is not None
     if not is_node:  # nodes may share the directory with who started them
         pids = {member: gang.pid(member) for member in names}
-        (directory / "pids.json").write_text(json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}), encoding="utf-8")
+        _record(directory / "pids.json", {"launcher": os.getpid(), "attempt": attempt, "pids": pids})
     own_records = None if options.hosts else (directory, int(told.get("SPMD_ATTEMPT", attempt)))
     outcome = watch(gang, output, stops, own_records, _stdin_closed if is_node else lambda: False, options.watchdog_s)
 

@@ -20,7 +20,7 @@ def matrices(size: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hermitian", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 6, 20])
+@pytest.mark.parametrize("size", [1, 9])
 def test_factors_and_pivots_are_lapacks(size: int, dtype: torch.dtype, hermitian: bool, kind: str) -> None:
     matrix = matrices(size, dtype, kind)
     wanted = torch.linalg.ldl_factor_ex(matrix, hermitian=hermitian)
@@ -33,7 +33,7 @@ def test_factors_and_pivots_are_lapacks(size: int, dtype: torch.dtype, hermitian
 @pytest.mark.parametrize("kind", ["dense", "zero diagonal"])
 @pytest.mark.parametrize("hermitian", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-@pytest.mark.parametrize("size", [2, 6, 20])
+@pytest.mark.parametrize("size", [8])
 def test_solution_equals_the_cpus(size: int, dtype: torch.dtype, hermitian: bool, kind: str) -> None:
     right = torch.randn(2, size, 3, dtype=dtype, generator=torch.Generator().manual_seed(1))
     factors, pivots, _ = torch.linalg.ldl_factor_ex(matrices(size, dtype, kind), hermitian=hermitian)
