@@ -16,11 +16,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mesh._host import PEER_FAILED, STUCK, Host
+from mesh._records import write_record
 
 _ANNOUNCE_S = 0.3
 
@@ -108,7 +108,7 @@ class Alarm:
         line: dict[str, Any] = {"process": self._host.index, "kind": kind, "why": why, "code": code, "time": time.time()}
         path = self._host.directory / f"failure-{self._host.attempt}-{self._host.index}.json"
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(line), encoding="utf-8")
+            write_record(path, json.dumps(line))
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -36,6 +36,7 @@ from mesh._errors import JobError, message
 from mesh._host import Host
 from mesh._notices import Notice, Notices
 from mesh._preemption import Preemption
+from mesh._records import write_record
 from mesh._rollcall import Report, RollCall, report, require_reachable_name, resolve
 from mesh._service import Service, ServiceLost
 from mesh._watchdog import Limits, Watchdog
@@ -182,10 +183,7 @@ def report_saved(step: int) -> None:
     host = _joined.host
     if host is None or host.directory is None or host.index != 0:
         return
-    path = host.directory / "saved"
-    draft = host.directory / f"saved.{os.getpid()}"
-    draft.write_text(str(step), encoding="utf-8")
-    draft.replace(path)
+    write_record(host.directory / "saved", str(step))
 
 
 @contextmanager

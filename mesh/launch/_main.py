@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from mesh._records import write_record
 from mesh.launch import _member
 from mesh.launch._attempt import Outcome, Stops, tell, watch
 from mesh.launch._emit import emit
@@ -74,7 +75,7 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         tell(outcome, output, names(outcome), began, directory)
         if outcome.first is not None and options.node is None:
             record = {"process": outcome.first.member, "code": outcome.first.code, "seen": outcome.first.time, "why": outcome.why}
-            _record(directory / f"first-exit-{attempt}.json", record)
+            write_record(directory / f"first-exit-{attempt}.json", json.dumps(record))
         output.close()
         if outcome.first is None or not outcome.may_restart or options.node is not None:
             return outcome.code
@@ -88,13 +89,6 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         last_saved, attempt = saved, attempt + 1
         where = "the start" if saved is None else f"the checkpoint of step {saved}"
         say(f"starts all {options.processes} processes again from {where} (restart {attempt})")
-
-
-def _record(path: Path, found: Mapping[str, object]) -> None:
-    """Whoever reads the file meanwhile sees all of it or what was there before."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(found), encoding="utf-8")
-    new.replace(path)
 
 
 def _attempt(
@@ -117,7 +111,7 @@ def _attempt(
     is_node = options.node is not None
     if not is_node:  # nodes may share the directory with who started them
         pids = {member: gang.pid(member) for member in names}
-        _record(directory / "pids.json", {"launcher": os.getpid(), "attempt": attempt, "pids": pids})
+        write_record(directory / "pids.json", json.dumps({"launcher": os.getpid(), "attempt": attempt, "pids": pids}))
     own_records = None if options.hosts else (directory, int(told.get("SPMD_ATTEMPT", attempt)))
     outcome = watch(gang, output, stops, own_records, _stdin_closed if is_node else lambda: False, options.watchdog_s)
 

@@ -28,7 +28,7 @@ from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
 from spmd.device._refusals import Judge, asked
-from spmd.device._storage import load, once, program_platform, reduce_dtype, store, wrap
+from spmd.device._storage import load, once, store, told_by_program, wrap
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -229,10 +229,7 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
-        if self.lowering.reduces:
-            key.append(reduce_dtype())
-        if self.lowering.by_platform:
-            key.append(program_platform())
+        key.extend(map(told_by_program, self.lowering.told))
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -290,10 +287,7 @@ class Adapter:
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
-        if self.lowering.reduces:
-            named["reduce_dtype"] = reduce_dtype()
-        if self.lowering.by_platform:
-            named["platform"] = program_platform()
+        named |= {name: told_by_program(name) for name in self.lowering.told}
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast, judge)
 

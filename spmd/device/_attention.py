@@ -14,7 +14,7 @@ from jax import lax
 
 from spmd._convert import exact_dtypes
 from spmd._jax import known_value
-from spmd.device._storage import buffer_of, is_device_tensor, load, once, program_platform, recording
+from spmd.device._storage import buffer_of, is_device_tensor, load, once, recording, told_by_program
 from spmd.device._whole import WholeOp
 
 
@@ -25,7 +25,7 @@ class Attention(WholeOp):
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
     ) -> Any:
         """Autograd kernel."""
-        if is_device_tensor(attn_mask) and not is_causal and program_platform() in ("gpu", "tpu"):
+        if is_device_tensor(attn_mask) and not is_causal and told_by_program("platform") in ("gpu", "tpu"):
             shown = _shown_by(attn_mask, query.shape[-2], key.shape[-2])
             if shown is not None:
                 attn_mask, is_causal = None, shown == "causal"
@@ -37,16 +37,16 @@ def _shown_by(mask: torch.Tensor, num_queries: int, num_keys: int) -> str | None
     recorder = recording.get()
     if recorder is None or mask.dtype != torch.bool or tuple(mask.shape[-2:]) != (num_queries, num_keys):
         return None
-    repeated = [size > 1 and stride == 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
-    mask = mask[tuple(slice(1) if is_repeated else slice(None) for is_repeated in repeated)]
 
     def tell(seen: Any) -> Any:
         causal = lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - 1) <= lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - 2)
         return jnp.all(seen), jnp.all(seen == causal)
 
     def judged() -> str | None:
+        repeated = [size > 1 and stride == 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+        one = mask[tuple(slice(1) if is_repeated else slice(None) for is_repeated in repeated)]
         with exact_dtypes():
-            known = known_value(load(mask), recorder.is_state, of=tell)
+            known = known_value(load(one), recorder.is_state, of=tell)
         return None if known is None else "all" if known[0] else "causal" if known[1] else None
 
     return once(("mask", tuple(mask.shape), mask.stride(), mask.storage_offset()), (buffer_of(mask).value,), judged)

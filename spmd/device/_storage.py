@@ -195,14 +195,9 @@ def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdErro
     )
 
 
-def reduce_dtype() -> np.dtype[Any] | None:
-    """The dtype in which the traced program sums gradients of weights over devices; None: their own."""
-    return getattr(recording.get(), "reduce_dtype", None)
-
-
-def program_platform() -> str | None:
-    """'cpu', 'gpu' or 'tpu': where the traced program will run, perhaps on chips that are elsewhere; None outside a trace."""
-    return getattr(recording.get(), "platform", None)
+def told_by_program(what: str) -> Any:
+    """What the program being traced says of itself (see `Lowering.told`): "platform", "reduce_dtype"; None outside a trace."""
+    return getattr(recording.get(), what, None)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
@@ -380,10 +375,9 @@ __all__ = [
     "load",
     "once",
     "recording",
-    "program_platform",
-    "reduce_dtype",
     "store",
     "strided_alias",
+    "told_by_program",
     "wrap",
     "wrap_host",
     "wrap_stored",

@@ -50,11 +50,10 @@ class Lowering:
             returns their new values, None where the argument is None.
         host: names of tensor parameters that torch keeps on the CPU (a packed sequence's batch sizes): the rule gets their
             values as a numpy array, a constant of the program.
-        reduces: the rule makes gradients of weights, sums over what devices share: it takes `reduce_dtype`, the dtype in which
-            they are to be summed, or None for their own.
+        told: what of the program being traced the rule is told, as keyword arguments that are None outside one: "platform", 'cpu', 'gpu' or
+            'tpu'; "reduce_dtype", in which gradients of weights, sums over what devices share, are to be summed (None: their own).
         check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
             does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
-        by_platform: the rule takes `platform`, 'cpu', 'gpu' or 'tpu', of the program being traced; None outside one.
         source: `file:line` of the rule, or of its registration where the rule is a function of jax.
     """
 
@@ -69,9 +68,8 @@ class Lowering:
     updates: tuple[str, ...] = ()
     widened: bool = True
     host: tuple[str, ...] = ()
-    reduces: bool = False
+    told: tuple[str, ...] = ()
     check: Callable[..., None] | None = None
-    by_platform: bool = False
     source: str = ""
 
 
@@ -89,9 +87,8 @@ def lower(
     updates: tuple[str, ...] = (),
     widened: bool = True,
     host: tuple[str, ...] = (),
-    reduces: bool = False,
+    told: tuple[str, ...] = (),
     check: Callable[..., None] | None = None,
-    by_platform: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
 
@@ -120,9 +117,8 @@ def lower(
                 updates,
                 widened,
                 host,
-                reduces,
+                told,
                 check,
-                by_platform,
                 source,
             )
         return rule

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 _BLOCKS = (512, 256, 128)  # rows of queries, and of keys, that are in the chip's vector memory at a time
 _LEAST_SCORES = 1 << 20  # of a head; fewer the compiler keeps on the chip by itself
@@ -41,11 +40,11 @@ def backward(
 ) -> list[Any]:
     """What `plain_attention_grad` computes."""
     kernel = _kernel(query.shape[1], query.shape[2], key.shape[2], is_causal, False, interpret)
-    said = kernel.kwargs
+    library, said = _library()[0], kernel.kwargs
 
     def of_one(q: Any, k: Any, v: Any, o: Any, n: Any, g: Any) -> Any:
         kept = (q, k, v, None, None, o, n, kernel.dq_mask_info, kernel.dkv_mask_info)
-        found = splash_attention_kernel._splash_attention_bwd(
+        found = library._splash_attention_bwd(
             False, said["mask_value"], False, said["block_sizes"], None, said["mask_function"], None, interpret, kept, g
         )
         return found[3:6]
@@ -58,16 +57,24 @@ def _scaled(x: Any, scale: float) -> Any:
     return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
+def _library() -> tuple[Any, Any]:
+    """The kernels' module and that of their masks. Pallas takes 0.2 s to import: not before a program needs it."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    return splash_attention_kernel, splash_attention_mask
+
+
 @functools.cache
 def _kernel(num_heads: int, num_queries: int, num_keys: int, is_causal: bool, keeps_norm: bool, interpret: bool) -> Any:
-    one_head = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
+    library, masks = _library()
+    one_head = masks.CausalMask if is_causal else masks.FullMask
     q, kv = (next(block for block in _BLOCKS if size % block == 0) for size in (num_queries, num_keys))
-    blocks = splash_attention_kernel.BlockSizes(
+    blocks = library.BlockSizes(
         block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv, block_q_dq=q, block_kv_dq=kv
     )
     with jax.ensure_compile_time_eval():  # its tables of blocks are values, whatever is being traced
-        return splash_attention_kernel.make_splash_mha(
-            splash_attention_mask.MultiHeadMask([one_head((num_queries, num_keys))] * num_heads),
+        return library.make_splash_mha(
+            masks.MultiHeadMask([one_head((num_queries, num_keys))] * num_heads),
             block_sizes=blocks,
             head_shards=1,
             q_seq_shards=1,

@@ -22,7 +22,7 @@ from spmd.lowering.random import thinned
 from spmd.lowering.softmax import safe_softmax
 
 
-@lower("scaled_dot_product_attention", whole=True, random=True, by_platform=True)
+@lower("scaled_dot_product_attention", whole=True, random=True, told=("platform",))
 def scaled_dot_product_attention(
     key_: Any,
     query: Any,

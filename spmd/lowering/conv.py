@@ -101,7 +101,7 @@ def _convolved(
     )
 
 
-@lower("convolution_backward", reduces=True)
+@lower("convolution_backward", told=("reduce_dtype",))
 def convolution_backward(
     grad_output: Any,
     input: Any,

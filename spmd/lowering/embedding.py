@@ -17,7 +17,7 @@ def embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_fr
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 
-@lower("embedding_dense_backward", reduces=True)
+@lower("embedding_dense_backward", told=("reduce_dtype",))
 def embedding_dense_backward(
     grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, reduce_dtype: Any = None
 ) -> Any:

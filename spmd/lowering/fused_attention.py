@@ -92,7 +92,7 @@ def _grad_shapes(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> list[A
 
 
 def _derivative(plain: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
-    """Of the plain meaning: forward mode, and derivatives of the gradient."""
+    """Of the plain meaning: what second and higher derivatives ask for."""
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
         filled = [ad.instantiate_zeros(t) for t in tangents]

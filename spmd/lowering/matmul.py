@@ -12,7 +12,7 @@ from jax import lax
 from spmd.lowering._registry import is_static, lower, scaled
 
 
-@lower("linear", whole=True, reduces=True)
+@lower("linear", whole=True, told=("reduce_dtype",))
 def linear(input: Any, weight: Any, bias: Any = None, reduce_dtype: Any = None) -> Any:
     """y = x W^T + b; input [..., in], weight [out, in] or [in], bias [out]."""
     contract = (((input.ndim - 1,), (weight.ndim - 1,)), ((), ()))
@@ -23,7 +23,7 @@ def linear(input: Any, weight: Any, bias: Any = None, reduce_dtype: Any = None) 
     return out if bias is None else out + bias
 
 
-@lower("matmul", whole=True, reduces=True)
+@lower("matmul", whole=True, told=("reduce_dtype",))
 def matmul(self: Any, other: Any, reduce_dtype: Any = None) -> Any:
     if is_narrower(other, reduce_dtype) and other.ndim == 2 and self.ndim > 1:
         return weighted(jnp.matmul, "...o,...i->io", reduce_dtype)(self, other)
@@ -63,7 +63,7 @@ def einsum(equation: str, tensors: Any, *, path: Any = None) -> Any:
     return jnp.einsum(equation, *tensors)
 
 
-@lower("mm", reduces=True)
+@lower("mm", told=("reduce_dtype",))
 def mm(self: Any, mat2: Any, reduce_dtype: Any = None) -> Any:
     """torch's own backward of `addmm` and `mm` makes both gradients of this op, so both are summed in `reduce_dtype`."""
     if is_narrower(mat2, reduce_dtype):

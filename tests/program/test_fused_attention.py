@@ -55,7 +55,7 @@ def test_plain_meaning_and_its_gradient_equal_cpu(num_kv_heads: int, is_causal: 
     assert_same(found, [out, *torch.autograd.grad(out, (q, k, v), g)])
 
 
-def test_second_derivatives_forward_mode_and_vmap_are_those_of_the_plain_meaning() -> None:
+def test_second_derivatives_and_vmap_are_those_of_the_plain_meaning() -> None:
     q, k, v, g = arrays(2, 5, 7, jnp.float32)
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
