@@ -80,12 +80,13 @@ def has_error_inputs(op: OpInfo) -> bool:
 
 
 def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False, limit: int = MAX_SAMPLES) -> list[SampleInput]:
-    """At most `limit` of the op's samples, spread over the list, the same ones in every run."""
+    """The op's samples, the same ones in every run: first `limit` that are spread over the list, then the others."""
     torch.manual_seed(0)
     found = list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad))
     if len(found) <= limit:
         return found
-    return [found[round(i * (len(found) - 1) / max(limit - 1, 1))] for i in range(limit)]
+    spread = [round(i * (len(found) - 1) / max(limit - 1, 1)) for i in range(limit)]
+    return [found[i] for i in [*spread, *sorted(set(range(len(found))) - set(spread))]]
 
 
 def mapped(tree: Any, device: str) -> Any:
@@ -132,7 +133,10 @@ def to_cpu(tree: Any) -> Any:
 
 
 def check(op: OpInfo, dtype: torch.dtype, kind: str, limit: int = MAX_SAMPLES) -> str | Skipped | None:
-    """None if every sample agrees, the first line of the first failure, or why there is nothing to check."""
+    """None if every sample agrees, the first line of the first failure, or why there is nothing to check.
+
+    The first `limit` samples are run, and more only until one applies.
+    """
     if kind not in KINDS:
         raise ValueError(f"kind is one of {KINDS}, not {kind!r}")
     if dtype not in op.supported_dtypes("cpu"):
@@ -147,6 +151,8 @@ def check(op: OpInfo, dtype: torch.dtype, kind: str, limit: int = MAX_SAMPLES) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, sample in enumerate(samples(op, dtype, requires_grad=kind.endswith("grad"), limit=limit)):
+            if number >= limit and num_run:
+                break
             try:
                 expected = run(op, sample, "cpu")
             except Exception:  # torch's own CPU refuses this sample
