@@ -37,7 +37,7 @@ def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] |
     """
     grid = as_mesh(mesh)
     given = [Replicate()] * len(grid.axis_names) if placements is None else placements
-    return checked_spec(t, grid, spec_of_placements(given, t.dim(), grid.axis_names, name_of(t)))
+    return checked_spec(t, grid, spec_of_placements(given, t.dim(), grid.axis_names, lambda: name_of(t)))
 
 
 def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None) -> XLAShardedTensor:

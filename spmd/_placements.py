@@ -5,7 +5,7 @@ spec_of_placements([Shard(0), Replicate()], rank=2, axis_names=("data", "model")
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -32,14 +32,14 @@ def is_placements(value: Any) -> TypeGuard[Sequence[Placement]]:
 
 
 def spec_of_placements(
-    placements: Sequence[Placement], rank: int, axis_names: Sequence[str], name: str = "the tensor"
+    placements: Sequence[Placement], rank: int, axis_names: Sequence[str], name: Callable[[], str] = lambda: "the tensor"
 ) -> mesh_.PartitionSpec:
     """The spec that lays a tensor of `rank` dims out as the placements do.
 
     Several axes on one dim split it in mesh order, the first slowest, as DTensor does.
 
     Args:
-        name: what messages call the tensor.
+        name: gives what messages call the tensor; called for a message only, as finding a name takes time.
 
     Raises:
         PlacementError: another number of placements than axes, or a placement that has no spec.
@@ -61,7 +61,7 @@ def spec_of_placements(
             raise UnreducedError(message(f"{placement} on axis {axis!r} asks for an unreduced tensor", fix=fix))
         if type(placement) is Shard:
             if not -rank <= placement.dim < rank:
-                what = f"{placement} on axis {axis!r} does not fit {name}: it is no layout for a tensor of rank {rank}"
+                what = f"{placement} on axis {axis!r} does not fit {name()}: it is no layout for a tensor of rank {rank}"
                 fix = f"shard a dim from 0 to {rank - 1}" if rank else "use Replicate()"
                 raise NoSuchDimError(message(what, f"it has {rank} dims", fix=fix))
             axes[placement.dim].append(axis)

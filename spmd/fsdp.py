@@ -24,12 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 import mesh as mesh_
-from spmd._annotate import as_mesh, mark_sharding
+from spmd._annotate import as_mesh, checked_spec, mark_sharding
 from spmd._constraint import placed
 from spmd._convert import exact_dtypes, to_numpy_dtype
 from spmd._errors import SpmdError, message
 from spmd._jax import is_tracing
-from spmd._names import name_of
 from spmd._precision import cast_floating, sum_gradients_wide
 from spmd._tensor import become_sharded
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
@@ -149,7 +148,7 @@ def _lay_out(
         entries: list[Any] = list(before)
         entries[placement.dim] = (*mesh_.entry_axes(entries[placement.dim]), *axes)
         spec = mesh_.PartitionSpec(*entries)
-        mesh_.ShardingSpec(grid, spec).validate(shape, name_of(parameter))
+        checked_spec(parameter, grid, spec, devices=("jax", "cpu", "meta"))
     mark_sharding(parameter, grid, spec if stage == 3 else before)
     if stage < 3:
         set_state_sharding(parameter, mesh_.ShardingSpec(grid, spec))
