@@ -51,6 +51,10 @@ def shard_of(names: Sequence[T], shard: str) -> list[T]:
     return list(names[first::step])
 
 
+class _NoAnswerError(Exception):
+    """The process did not answer; the message says why."""
+
+
 class Worker:
     """A process and the queue of lines that it wrote.
 
@@ -65,10 +69,10 @@ class Worker:
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        first = self._next(START_TIMEOUT_S)
-        if first is None:
-            raise SystemExit(f"the worker did not start (exit code {self.process.poll()}); try: {' '.join(command)}")
-        self.hello: Any = json.loads(first)
+        try:
+            self.hello: Any = self._next(START_TIMEOUT_S)
+        except _NoAnswerError as error:
+            raise SystemExit(f"the worker did not start: {error}; try: {' '.join(command)}") from error
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -76,22 +80,24 @@ class Worker:
             self._lines.put(line)
         self._lines.put(None)
 
-    def _next(self, timeout_s: float) -> str | None:
+    def _next(self, timeout_s: float) -> Any:
         try:
-            return self._lines.get(timeout=timeout_s)
+            line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            return None
+            raise _NoAnswerError(f"timed out after {timeout_s:.0f} s") from None
+        if line is None:
+            raise _NoAnswerError(f"the process died with exit code {self.process.wait()}")
+        return json.loads(line)
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
         """The answer, or why there is none."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        line = self._next(timeout_s)
-        if line is not None:
-            return json.loads(line)
-        code = self.process.poll()
-        return f"timed out after {timeout_s:.0f} s" if code is None else f"the process died with exit code {code}"
+        try:
+            return self._next(timeout_s)
+        except _NoAnswerError as error:
+            return str(error)
 
     def stop(self) -> None:
         """End the process."""

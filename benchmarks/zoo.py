@@ -31,6 +31,7 @@ class Architecture:
         samples: it draws random numbers in training that no rate turns off, so its step is compared in eval mode.
         remark: why it fails, if it does, in the model's own terms.
         config: name of the configuration's class where it is not the one that the model names.
+        library: the package it comes from, `transformers` or `timm`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Architecture:
     samples: bool = False
     remark: str = ""
     config: str = ""
+    library: str = "transformers"
 
 
 def seeded(seed: int = 1) -> torch.Generator:
@@ -784,10 +786,6 @@ OTHERS = (
         lambda: {"past_values": normal(BATCH, 32, 2), "future_values": normal(BATCH, 4, 2, seed=4)},
     ),
 )
-KINKS = (
-    "its batch norms, over 8 to 18 values each, amplify rounding: the last activations are some 1e-5 from float64's, CPU torch's as much "
-    "as ours, and one beside the kink of its function has another derivative"
-)
 REMARKS = {
     "Switch Transformer": "it loops over the experts that got a token (`nonzero`), also under torch.compile",
     "Nystromformer": "it adds a mask of the tokens to scores of landmarks; CPU torch fails in the same way once any mask is given",
@@ -799,9 +797,6 @@ REMARKS = {
     "EnCodec": "it computes padding from buffers that are read on the host",
     "ViLT": "it selects valid patches by `nonzero`, and draws them at random",
     "LLaVA": "it writes the number of image tokens into an error message before it knows whether there is an error",
-    "MobileNetV1": "its batch norms amplify rounding, and this one gradient is more than 3 times as far from float64 as CPU torch's",
-    "MobileNetV2": KINKS,
-    "LeViT": KINKS,
 }
 ARCHITECTURES = {
     a.name: replace(a, remark=REMARKS.get(a.name, ""))

@@ -1,6 +1,7 @@
-"""Unmodified Hugging Face models, one small one of each kind; `make models` runs all of benchmarks/zoo.py."""
+"""Unmodified Hugging Face models, one small one of each kind; `make models` runs all of them, and timm's."""
 
 import copy
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 pytest.importorskip("transformers", reason="the models come from transformers, which the extras `hf` and `dev` install")
 
 import spmd
-from benchmarks import models, zoo
+from benchmarks import models, zoo, zoo_timm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
 
@@ -27,7 +28,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unmodified_model_gives_what_cpu_torch_gives_eager_compiled_and_trained(name: str) -> None:
     found = models.check(zoo.ARCHITECTURES[name])
-    assert {column: found[column] for column in models.COLUMNS} == dict.fromkeys(models.COLUMNS, "pass")
+    assert {column: found[column] for column in models.COLUMNS} == dict.fromkeys(models.COLUMNS, "pass"), found
 
 
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
@@ -51,9 +52,14 @@ def test_a_compiled_model_fills_the_callers_cache(kind: str) -> None:
         assert forward.num_traces == 2
 
 
-def test_the_table_holds_at_least_sixty_architectures_of_every_kind() -> None:
+def test_the_table_holds_every_architecture_of_both_libraries_once() -> None:
+    assert len(zoo.ARCHITECTURES) >= 60 and len(zoo_timm.ARCHITECTURES) >= 30
+    assert len(models.ZOO) == len(zoo.ARCHITECTURES) + len(zoo_timm.ARCHITECTURES)
+    assert list(json.loads(models.RESULTS.read_text(encoding="utf-8"))) == list(models.ZOO)
+
+
+def test_the_table_holds_every_kind() -> None:
     kinds = {row.kind for row in zoo.ARCHITECTURES.values()}
-    assert len(zoo.ARCHITECTURES) >= 60
     assert kinds >= {"decoder", "encoder", "encoder-decoder", "vision", "audio", "mixture of experts", "state space"}
 
 
@@ -85,3 +91,37 @@ def test_a_table_names_the_reason_of_each_failure() -> None:
     assert "1 of 2 architectures" in text
     assert "| GPT-2 | `GPT2LMHeadModel` | decoder | pass | pass | pass |" in text
     assert "- BERT, compiled: it fails with: TraceError: why" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "wide_error", "expected"),
+    [
+        (models.Inexact("off"), None, "pass in float64"),
+        (models.Inexact("off"), models.Inexact("still off"), "off"),
+        (models.Mismatch("another dtype"), None, "another dtype"),
+    ],
+)
+def test_float64_is_asked_only_where_float32_differs_by_value(
+    error: Exception, wide_error: Exception | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Subject:
+        def __init__(self, row: zoo.Architecture, dtype: torch.dtype = torch.float32) -> None:
+            self.error = error if dtype == torch.float32 else wide_error
+            self.notes: list[str] = []
+
+        def column(self, name: str) -> None:
+            if self.error is not None:
+                raise self.error
+
+    monkeypatch.setattr(models, "Subject", Subject)
+    found = models.check(zoo.ARCHITECTURES["GPT-2"], ("eager",))
+    assert found["eager"] == expected
+    assert found.get("float32") == ("off" if expected == "pass in float64" else None)
+    assert ("1 of 1" in models.table({"GPT-2": dict.fromkeys(models.COLUMNS, "pass") | found})) == (expected == "pass in float64")
+
+
+def test_rounding_excuses_nothing_in_float64() -> None:
+    want = {"x": torch.ones(3, dtype=torch.float64)}
+    models.Judge(None).require("step", {"x": want["x"] * (1 + 1e-9)}, want)
+    with pytest.raises(models.Inexact, match="differs by 1.0e-06"):
+        models.Judge(None).require("step", {"x": want["x"] * (1 + 1e-6)}, want)
