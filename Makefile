@@ -42,10 +42,12 @@ check: setup ## lint, format, types and the house rules
 ANY_NUMBER := tests/test_functional.py tests/test_shard.py tests/test_manual.py tests/test_distribute.py tests/test_loader.py \
 	tests/test_call_jax.py tests/test_fsdp_v2.py tests/program/test_scan.py tests/compat
 
-# The operator tests run in processes of their own: thousands of compiled programs pile up in one.
+# The operator tests run in processes of their own: thousands of compiled programs pile up in one. Compiling is what takes the time there.
+FAST_COMPILATION := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+
 test: setup check ## check, then all tests on 8 virtual devices, and what torch_xla's users rely on also on 1 and 4
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore tests/lowering
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests/lowering
+	@XLA_FLAGS="$(FAST_COMPILATION)" $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/lowering
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal --devices 1 $(ANY_NUMBER)
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal --devices 4 $(ANY_NUMBER)
 

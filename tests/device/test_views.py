@@ -146,7 +146,7 @@ def assert_same(host: torch.Tensor, device: torch.Tensor) -> None:
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), shapes)
 def test_chain_of_views_reads_and_writes_as_on_the_cpu(data: st.DataObject, shape: tuple[int, ...]) -> None:
     host_base = torch.arange(float(math.prod(shape))).reshape(shape)
@@ -167,7 +167,7 @@ def test_chain_of_views_reads_and_writes_as_on_the_cpu(data: st.DataObject, shap
             assert_same(theirs, ours)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), shapes)
 def test_gradients_through_written_views_equal_the_cpus(data: st.DataObject, shape: tuple[int, ...]) -> None:
     x_host = (torch.arange(float(math.prod(shape))).reshape(shape) - 3).requires_grad_()
@@ -195,7 +195,7 @@ def test_gradients_through_written_views_equal_the_cpus(data: st.DataObject, sha
         assert_same(x_host.grad, x_device.grad)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), shapes)
 def test_contiguous_copies_exactly_when_torch_does(data: st.DataObject, shape: tuple[int, ...]) -> None:
     base = torch.zeros(shape)
