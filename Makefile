@@ -39,8 +39,7 @@ check: setup ## lint, format, types and the house rules
 	@$(PY) -m pytest --quiet tests/test_structure.py
 
 # Tests whose meshes take all devices, whatever their number: see tests/grids.py.
-ANY_NUMBER := tests/test_functional.py tests/test_shard.py tests/test_manual.py tests/test_distribute.py tests/test_loader.py \
-	tests/test_call_jax.py tests/test_fsdp_v2.py tests/program/test_scan.py tests/compat
+ANY_NUMBER := tests/xla_names tests/compat tests/sharding/test_shard.py tests/device/test_call_jax.py tests/program/test_scan.py
 
 # The operator tests run in processes of their own: thousands of compiled programs pile up in one. Compiling is what takes the time there.
 FAST_COMPILATION := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true

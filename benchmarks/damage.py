@@ -35,7 +35,7 @@ import torch
 import tyro
 
 from spmd import checkpoint
-from spmd._errors import CheckpointError
+from spmd.base._errors import CheckpointError
 from spmd.checkpoint import _manifest, _snapshot
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,7 +36,7 @@ import rich.table
 import tyro
 
 import spmd.checkpoint as checkpoint
-from spmd._errors import CheckpointError
+from spmd.base._errors import CheckpointError
 from spmd.checkpoint import _direct, _files
 
 ROOT = Path(__file__).resolve().parents[1]

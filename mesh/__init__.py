@@ -9,16 +9,16 @@ sharding.shard_shape((64, 16))  # (16, 16)
 """
 
 from mesh._devices import Device, device_count, devices, virtual_devices
-from mesh._errors import AcceleratorIdle, DeviceError, JobError, MeshError, RulesError, SpecError
-from mesh._host import PREEMPTED, Host
-from mesh._hosts import barrier, init, long, report_saved, should_stop
 from mesh._hybrid import HybridMesh, device_attributes, simulated_slices
 from mesh._mesh import Mesh, init_device_mesh
+from mesh._mesh_errors import AcceleratorIdle, DeviceError, JobError, MeshError, RulesError, SpecError
 from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 from mesh._topology import topology_devices, topology_options
+from mesh.job._join import barrier, init, long, report_saved, should_stop
+from mesh.job._place import PREEMPTED, Host
 
 __all__ = [
     # devices

@@ -17,8 +17,8 @@ from typing import Protocol, cast
 
 import jax
 
-from mesh._allocator import keep_freed_memory
-from mesh._errors import AcceleratorIdle, DeviceError, message
+from mesh._mesh_errors import AcceleratorIdle, DeviceError, message
+from mesh.platform._allocator import keep_freed_memory
 
 # Note [Accelerator device files]
 # Looking for the driver's files says that an accelerator is there without starting it: asking jax would initialise
@@ -54,7 +54,7 @@ _split = _Split()
 
 
 def split_over(num_processes: int, per_process: int | None) -> None:
-    """This process has joined a job of so many processes (see `mesh/_hosts.py`)."""
+    """This process has joined a job of so many processes (see `mesh/job/_join.py`)."""
     _split.num_processes, _split.per_process = num_processes, per_process
 
 

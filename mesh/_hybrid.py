@@ -19,8 +19,8 @@ import numpy.typing as npt
 from jax.experimental import mesh_utils
 
 from mesh import _devices
-from mesh._errors import MeshError, message
 from mesh._mesh import Mesh
+from mesh._mesh_errors import MeshError, message
 
 DeviceAttributes = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mesh import _devices
 from mesh._devices import Device
-from mesh._errors import DeviceError, MeshError, message
+from mesh._mesh_errors import DeviceError, MeshError, message
 from mesh._topology import topology_devices
 
 # What the string form needs to stay readable: no separator of that form inside a name.

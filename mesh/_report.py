@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from mesh._errors import RulesError, SpecError, message
 from mesh._mesh import Mesh
+from mesh._mesh_errors import RulesError, SpecError, message
 from mesh._rules import Rule, Rules, replicated
 from mesh._sharding import ShardingSpec
 

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, cast
 
-from mesh._errors import SpecError, message
 from mesh._mesh import Mesh
+from mesh._mesh_errors import SpecError, message
 from mesh._spec import Axis, Entry, PartitionSpec, SpecLike, as_spec, entry_axes
 
 Pattern: TypeAlias = str | re.Pattern[str]

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mesh._devices import Device
-from mesh._errors import SpecError, message
 from mesh._mesh import Mesh
+from mesh._mesh_errors import SpecError, message
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 import jax
 import numpy as np
 
-from mesh._errors import SpecError, message
+from mesh._mesh_errors import SpecError, message
 
 Axis: TypeAlias = str | int
 Entry: TypeAlias = Axis | tuple[Axis, ...] | None

@@ -16,7 +16,7 @@ from typing import cast
 from jax.experimental import topologies
 
 from mesh._devices import Device
-from mesh._errors import DeviceError, message
+from mesh._mesh_errors import DeviceError, message
 
 # Without the first three libtpu asks the cloud's metadata service who it is, and waits minutes for an answer that never comes.
 # Without the last only one process of the machine may load it, which is for those that own a chip.

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from spmd._errors import CheckpointError
+from spmd.base._errors import CheckpointError
 from spmd.checkpoint import Step, Verdict
 from spmd.doctor import Check, DeviceGroup, Report
 from spmd.ops import How, Operator
@@ -58,7 +58,7 @@ def bench_command() -> Callable[..., Any]:
 
 def ckpt_command() -> Callable[..., Any]:
     from spmd import checkpoint
-    from spmd.checkpoint._command import Ls, Reshard, Verify
+    from spmd.checkpoint._ckpt_command import Ls, Reshard, Verify
 
     def run(action: Ls | Verify | Reshard) -> int:
         """Look at checkpoints, check them, cut them for another mesh."""

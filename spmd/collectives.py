@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from spmd._convert import exact_dtypes
-from spmd._errors import SpmdError, called_at, message
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, called_at, message
 from spmd.device._storage import load, wrap
 
 Group = str | Sequence[str]

@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 import mesh as mesh_
-from spmd._annotate import as_mesh
-from spmd._convert import exact_dtypes, host_array
-from spmd._errors import SpmdError, message
-from spmd._tensor import become_sharded
-from spmd.checkpoint._gang import Gang, current_gang
-from spmd.checkpoint._random import host_streams, set_host_streams
+from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._errors import SpmdError, message
+from spmd.checkpoint._coordination import Gang, current_gang
+from spmd.checkpoint._rng_state import host_streams, set_host_streams
 from spmd.device._storage import buffer_of, wrap, wrap_host
+from spmd.sharding._annotate import as_mesh
+from spmd.sharding._tensor import become_sharded
 
 _END = -1  # in place of a batch's size
 

@@ -24,16 +24,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 import mesh as mesh_
-from spmd._annotate import as_mesh, checked_spec, mark_sharding
-from spmd._constraint import placed
-from spmd._convert import exact_dtypes, to_numpy_dtype
-from spmd._errors import SpmdError, message
-from spmd._jax import is_tracing
-from spmd._precision import cast_floating, sum_gradients_wide
-from spmd._tensor import become_sharded
+from spmd.base._convert import exact_dtypes, to_numpy_dtype
+from spmd.base._errors import SpmdError, message
+from spmd.base._jax import is_tracing
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
 from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
 from spmd.rules import fsdp_axis
+from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
+from spmd.sharding._constraint import placed
+from spmd.sharding._precision import cast_floating, sum_gradients_wide
+from spmd.sharding._tensor import become_sharded
 
 Stage = Literal[1, 2, 3]
 Placer: TypeAlias = Callable[[nn.Parameter], Any]

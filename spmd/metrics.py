@@ -9,7 +9,7 @@ Counters: `uploads` and `upload_bytes` (every device's copy counted), `host_read
 
 from __future__ import annotations
 
-from spmd import _counters
+from spmd.base import _counters
 
 
 def counters() -> dict[str, int]:

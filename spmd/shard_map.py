@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import torch
 
 import mesh as mesh_
-from spmd._annotate import as_mesh
-from spmd._convert import exact_dtypes
-from spmd._errors import SpmdError, TraceError, called_at, message
-from spmd._jax import eval_jaxpr, is_tracing
-from spmd._tensor import become_sharded
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, TraceError, called_at, message
+from spmd.base._jax import eval_jaxpr, is_tracing
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
+from spmd.sharding._annotate import as_mesh
+from spmd.sharding._tensor import become_sharded
 
 
 def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

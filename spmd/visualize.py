@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import mesh as mesh_
-from spmd._annotate import as_mesh
-from spmd._errors import SpmdError, message
-from spmd._names import name_of
-from spmd._picture import Picture
-from spmd._tensor import sharding_of
-from spmd._tiling import Tiling
+from spmd.base._errors import SpmdError, message
 from spmd.device._layout import annotation_of
+from spmd.draw._picture import Picture
+from spmd.draw._tiling import Tiling
 from spmd.rules import sized_tensors
+from spmd.sharding._annotate import as_mesh
+from spmd.sharding._names import name_of
+from spmd.sharding._tensor import sharding_of
 
 
 def visualize(thing: Any) -> Picture | mesh_.RulesReport:

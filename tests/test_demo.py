@@ -9,7 +9,7 @@ from rich.console import Console
 
 import mesh
 import spmd
-from spmd.demo import DemoArgs, _text, _views, main
+from spmd.demo import DemoArgs, _screens, _text, main
 from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
 from spmd.demo._train import Demo
 
@@ -99,7 +99,7 @@ def test_targets_are_the_next_characters() -> None:
 def test_the_sharding_table_counts_the_bytes_of_one_device(mesh_4x2: mesh.Mesh) -> None:
     model = torch.nn.Linear(16, 32).to("jax")
     spmd.mark_sharding(model.weight, mesh_4x2, ("model", None))
-    shown = rendered(_views.sharding_table(model, mesh_4x2))
+    shown = rendered(_screens.sharding_table(model, mesh_4x2))
     assert "(model, None)" in shown
     assert "16×16" in shown
     assert "1 KiB" in shown  # 16 x 16 floats
@@ -107,7 +107,7 @@ def test_the_sharding_table_counts_the_bytes_of_one_device(mesh_4x2: mesh.Mesh) 
 
 
 def test_the_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
-    curve = _views.Curve([_views.Series("loss", [0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0], "blue")], "step")
+    curve = _screens.Curve([_screens.Series("loss", [0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0], "blue")], "step")
     lines = rendered(curve).splitlines()
     drawn = [[column for column, character in enumerate(line) if "⠀" < character <= "⣿"] for line in lines[:12]]
     assert all(drawn)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmd import cli, ops
-from spmd._errors import UnsupportedOpError
+from spmd.base._errors import UnsupportedOpError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ops.md"

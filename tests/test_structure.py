@@ -11,52 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Lowest floor first. A module belongs to the longest name here that it equals or lies under; "spmd" is spmd/__init__.py alone.
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("mesh",),
-    ("spmd._errors", "spmd._convert", "spmd._counters", "spmd._jax"),
-    ("spmd.lowering",),
-    ("spmd.device",),
-    ("spmd._names", "spmd._shard", "spmd._placements"),
-    ("spmd._load", "spmd._call_jax", "spmd._barrier", "spmd._linear", "spmd._mode", "spmd._global_mesh"),
-    ("spmd._tensor",),
-    ("spmd._moves",),
-    ("spmd._constraint",),
-    ("spmd._annotate", "spmd._precision"),
-    ("spmd._functional", "spmd._spec", "spmd._loader", "spmd._manual", "spmd._fsdp_v2"),
-    ("spmd._distribute", "spmd._captured"),
-    ("spmd.rules",),
-    ("spmd.program",),
-    (
-        "spmd.fsdp",
-        "spmd.data",
-        "spmd.checkpoint",
-        "spmd.plan",
-        "spmd.explain",
-        "spmd.metrics",
-        "spmd.export",
-        "spmd.interop",
-        "spmd.dynamo",
-        "spmd.visualize",
-        "spmd._picture",
-        "spmd._tiling",
-        "spmd.shard_map",
-        "spmd.collectives",
-        "spmd.doctor",
-        "spmd.ops",
-        "spmd._demo_gpt2",
-    ),
-    ("spmd.compat",),
-    ("spmd", "spmd.bench", "spmd.demo", "spmd.cli"),  # the demo is a user's program and says `import spmd`; the command line runs it
-)
-# What a part must not import although no floor forbids it.
+# What a room must not import although no floor forbids it.
 NEVER: dict[str, tuple[str, ...]] = {"mesh": ("torch",), "spmd.lowering": ("mesh",)}
 # dotted name -> the only files and folders that may say it
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "os.environ": ("mesh/_hosts.py", "mesh/launch", "mesh/_topology.py", "mesh/_allocator.py"),  # the last two: for libtpu and glibc
-    "os.environb": ("mesh/_hosts.py", "mesh/launch"),
-    "os.getenv": ("mesh/_hosts.py", "mesh/launch"),
-    "os.putenv": ("mesh/_hosts.py", "mesh/launch"),
+    # the last two set what libtpu and glibc read
+    "os.environ": ("mesh/job/_join.py", "mesh/launch", "mesh/_topology.py", "mesh/platform/_allocator.py"),
+    "os.environb": ("mesh/job/_join.py", "mesh/launch"),
+    "os.getenv": ("mesh/job/_join.py", "mesh/launch"),
+    "os.putenv": ("mesh/job/_join.py", "mesh/launch"),
     "jax.devices": ("mesh/_devices.py",),
     "jax.local_devices": ("mesh/_devices.py",),
 }
@@ -84,10 +47,80 @@ def is_under(name: str, prefix: str, separator: str = ".") -> bool:
     return name == prefix or name.startswith(prefix + separator)
 
 
+# A line of the map in docs/architecture.md: floor and room, where they change, then names of files and what they are for.
+MAP_LINE = re.compile(r"(?P<floor>\d)? *(?P<room>(?:mesh|spmd)[\w/]*)? {2,}(?P<names>\w+(?:, \w+)*) {2,}\S")
+ROOM_LINE = re.compile(r"(?P<floor>\d)? *(?P<room>(?:mesh|spmd)[\w/]*) {2,}")
+
+
+@functools.cache
+def floors() -> dict[str, int]:
+    """Module -> floor, as the map says. A room stands on the floor of its first line; `__init__` of the two packages is listed."""
+    found: dict[str, int] = {}
+    level, room = 0, ""
+    block = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+    for line in block.splitlines():
+        match = MAP_LINE.match(line)
+        heading = match or ROOM_LINE.match(line)
+        assert heading, f"not a line of the map: {line!r}"
+        level, room = int(heading["floor"] or level), heading["room"] or room
+        package = room.replace("/", ".")
+        if heading["room"] and "/" in room:
+            found.setdefault(package, level)
+            found.setdefault(f"{package}.__main__", level)
+        for name in match["names"].split(", ") if match else ():
+            module = package if name == "__init__" else f"{package}.{name}"
+            assert module not in found, f"{module} is on the map twice"
+            found[module] = level
+    return found
+
+
 def floor(module: str) -> int | None:
-    rows = [(name, level) for level, names in enumerate(FLOORS) for name in names]
-    matches = [(len(name), level) for name, level in rows if module == name or (name != "spmd" and is_under(module, name))]
-    return max(matches)[1] if matches else None
+    return floors().get(module)
+
+
+def test_the_map_has_every_file_and_no_other() -> None:
+    listed = {name for name in floors() if not name.endswith(".__main__")}
+    existing = {name for name in MODULES if not name.endswith(".__main__")}
+    report(
+        [f"{name} is on no floor: add it to the map in docs/architecture.md" for name in sorted(existing - listed)]
+        + [f"{name} is on the map of docs/architecture.md, but there is no such file" for name in sorted(listed - existing)]
+    )
+
+
+def test_no_basename_occurs_twice() -> None:
+    """`_name` and `name` count as one: a file is found by its name alone."""
+    places: dict[str, list[str]] = {}
+    for source in SOURCES:
+        places.setdefault(Path(source).stem.strip("_"), []).append(source)
+    twice = {name: sources for name, sources in places.items() if len(sources) > 1 and name not in ("init", "main")}
+    report([f"{name!r} is the name of {' and '.join(sources)}" for name, sources in twice.items()])
+
+
+def test_no_circles_between_files() -> None:
+    """Among the imports that run when a module is imported (not those inside functions or for types alone)."""
+    graph = {module_name(source): set(top_level_imports(source)) & MODULES for source in SOURCES}
+    done: set[str] = set()
+    findings: list[str] = []
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            findings.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+    report(findings)
+
+
+def top_level_imports(source: str) -> Iterator[str]:
+    for node in parsed(source).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from imported_from(node, source)
 
 
 def imported_from(node: ast.ImportFrom, source: str) -> Iterator[str]:
@@ -113,14 +146,14 @@ def wrong_import(source: str, target: str) -> str | None:
     module = module_name(source)
     own, other = floor(module), floor(target)
     if own is None:
-        return f"{module} is on no floor\n  fix: add it to FLOORS in tests/test_structure.py, on the lowest floor that its imports allow"
+        return f"{module} is on no floor\n  fix: add it to the map in docs/architecture.md, on the lowest floor that its imports allow"
     for part, banned in NEVER.items():
         if is_under(module, part) and any(is_under(target, name) for name in banned):
             return f"{part} must not import {target}"
     if not is_under(target, "mesh") and not is_under(target, "spmd"):
         return None
     if other is None:
-        return f"imports {target}, which is on no floor\n  fix: add it to FLOORS in tests/test_structure.py"
+        return f"imports {target}, which is on no floor\n  fix: add it to the map in docs/architecture.md"
     if other > own:
         return f"{module} (floor {own}) imports {target} (floor {other}): an import only goes down"
     return None
@@ -131,8 +164,7 @@ def report(findings: list[str]) -> None:
 
 
 def test_imports_only_go_down() -> None:
-    findings = [f"{source}:1: {problem}" for source in SOURCES if (problem := wrong_import(source, "builtins"))]
-    findings += [f"{s}:{line}: {problem}" for s in SOURCES for line, target in imports(s) if (problem := wrong_import(s, target))]
+    findings = [f"{s}:{line}: {problem}" for s in SOURCES for line, target in imports(s) if (problem := wrong_import(s, target))]
     report(findings)
 
 
@@ -140,11 +172,12 @@ def test_imports_only_go_down() -> None:
     ("source", "target", "message"),
     [
         ("mesh/_spec.py", "torch.nn", "mesh must not import torch.nn"),
-        ("mesh/_spec.py", "spmd._errors", "an import only goes down"),
+        ("mesh/_mesh.py", "mesh.job._join", "an import only goes down"),
+        ("mesh/_spec.py", "spmd.base._errors", "an import only goes down"),
         ("spmd/lowering/norm.py", "mesh", "spmd.lowering must not import mesh"),
-        ("spmd/_tensor.py", "spmd", "an import only goes down"),
-        ("spmd/unheard_of.py", "torch", "add it to FLOORS"),
-        ("spmd/cli.py", "spmd.unheard_of", "add it to FLOORS"),
+        ("spmd/sharding/_tensor.py", "spmd", "an import only goes down"),
+        ("spmd/program/unheard_of.py", "torch", "add it to the map"),
+        ("spmd/cli.py", "spmd.unheard_of", "add it to the map"),
     ],
 )
 def test_wrong_import_is_named(source: str, target: str, message: str) -> None:

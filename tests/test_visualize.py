@@ -11,8 +11,8 @@ from rich.console import Console
 
 import mesh
 import spmd
-from spmd._picture import Picture
-from spmd._tiling import Tiling, device_text
+from spmd.draw._picture import Picture
+from spmd.draw._tiling import Tiling, device_text
 from tests.oracle import MLP
 
 pytestmark = pytest.mark.multidevice(num=8)

@@ -4,7 +4,7 @@
     python -m mesh.launch --help
 
 A program started so has joined its job before its first line runs (`mesh.init()` in it does nothing more). Only this
-package and `mesh/_hosts.py` read the environment.
+package and `mesh/job/_join.py` read the environment.
 """
 
 from mesh.launch._main import main

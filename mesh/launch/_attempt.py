@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh._host import PEER_FAILED, PREEMPTED, STUCK
+from mesh.job._place import PEER_FAILED, PREEMPTED, STUCK
 from mesh.launch._gang import Exit, Gang
 from mesh.launch._output import Output, say
 
@@ -150,7 +150,7 @@ def meaning(code: int) -> str:
 
 
 def _records(directory: Path, attempt: int) -> dict[int, dict[str, Any]]:
-    """What the members themselves wrote about their failure, by number (see `mesh/_alarm.py`)."""
+    """What the members themselves wrote about their failure, by number (see `mesh/job/_alarm.py`)."""
     found: dict[int, dict[str, Any]] = {}
     for path in directory.glob(f"failure-{attempt}-*.json"):
         try:

@@ -1,6 +1,6 @@
 """Files for schedulers: the job of a command line, written down for SLURM, GKE's JobSet, TPU VMs or SkyPilot.
 
-Each starts `spmd launch --join program` once per process; where a process stands is read there (`mesh/_clusters.py`), or
+Each starts `spmd launch --join program` once per process; where a process stands is read there (`mesh/job/_clusters.py`), or
 passed on by the file. A preempted job (exit code 75) is put back into the queue.
 """
 
@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from mesh._host import PREEMPTED
-from mesh.launch._options import Options
+from mesh.job._place import PREEMPTED
+from mesh.launch._launch_options import Options
 
 _PORT = 8476
 

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mesh._records import write_record
+from mesh.job._records import write_record
 from mesh.launch import _member
 from mesh.launch._attempt import Outcome, Stops, tell, watch
 from mesh.launch._emit import emit
 from mesh.launch._gang import Gang, InMember
 from mesh.launch._keeper import Keeper
-from mesh.launch._options import Options, parse
+from mesh.launch._launch_options import Options, parse
 from mesh.launch._output import Output, say
 
 _PORT = 8476

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 import mesh
-from mesh import _hosts
-from mesh._host import PREEMPTED
+from mesh.job import _join
+from mesh.job._place import PREEMPTED
 
 _PR_SET_PDEATHSIG = 1
 
@@ -74,7 +74,7 @@ def _left(leaving: SystemExit) -> int:
         sys.stderr.write(f"{code}\n")
         code = 1
     code = code or 0
-    job = _hosts.job()
+    job = _join.job()
     if code not in (0, PREEMPTED) and job is not None:
         job.alarm.failed(f"exit code {code}", code)
     return code

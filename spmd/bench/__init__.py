@@ -5,13 +5,13 @@
     spmd bench resnet50 --preset tiny --json out.json
 
 The benchmarks themselves are scripts to be read on their own, in `benchmarks/`; this package runs them. In reading order:
-`_command` what was asked, `_measure` the run, `_peer` and `peers/` what runs in the other processes, `_job` what they are told,
-`_facts` and `_statistics` what comes out, `_goals`, `_table`, `_chart` and `_document` how it is shown.
+`_run_command` what was asked, `_measure` the run, `_peer` and `peers/` what runs in the other processes, `_task` what they are told,
+`_facts` and `_timing_statistics` what comes out, `_goals`, `_result_table`, `_chart` and `_document` how it is shown.
 """
 
-from spmd.bench._command import BenchArgs as BenchArgs
-from spmd.bench._command import run as run
-from spmd.bench._command import script as script
+from spmd.bench._run_command import BenchArgs as BenchArgs
+from spmd.bench._run_command import run as run
+from spmd.bench._run_command import script as script
 from spmd.bench._suite import suite as suite
 
 __all__ = ["BenchArgs", "run", "script", "suite"]

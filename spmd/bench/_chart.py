@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from spmd._errors import SpmdError, message
-from spmd.bench._table import title_of
+from spmd.base._errors import SpmdError, message
+from spmd.bench._result_table import title_of
 
 _WIDTH = 50
 _COLORS = {"ours": "#c44e52", "jax": "#4c72b0", "torchax": "#dd8452", "torch": "#8c8c8c", "torch.compile": "#55a868", "fsdp": "#937860"}

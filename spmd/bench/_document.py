@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spmd.bench._facts import MFU
-from spmd.bench._table import header_of, rows_of, title_of
+from spmd.bench._result_table import header_of, rows_of, title_of
 
 _HEAD = """# Benchmarks
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spmd._errors import SpmdError, message
-from spmd.bench._job import Job
+from spmd.base._errors import SpmdError, message
 from spmd.bench._measure import Entrant
+from spmd.bench._task import Job
 
 FILES = {"jax": "by_hand", "torchax": "with_torchax", "torch": "torch_cpu", "torch.compile": "torch_compiled", "fsdp": "torch_fsdp"}
 

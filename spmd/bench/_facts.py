@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spmd.bench._job import Job
-from spmd.program import _hlo
+from spmd.bench._task import Job
+from spmd.program.xla import _hlo
 
 MFU = "MFU = model FLOPs of a step / (seconds of a step * chips * peak FLOPs of a chip)"
 # Dense bfloat16 FLOPs per second of one chip, from the makers' data sheets; jax's `device_kind` contains the name.

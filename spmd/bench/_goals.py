@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd.bench._job import Job
+from spmd.bench._task import Job
 
 STEP, COUNT, TRACE, DISPATCH, TORCHAX = 1.05, 1.03, 1.5, 1.5, 1.0
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from spmd.bench import _facts
 from spmd.bench._goals import goals
-from spmd.bench._job import Job
 from spmd.bench._machine import machine
 from spmd.bench._process import PeerError, PeerProcess
-from spmd.bench._statistics import paired_ratio, summary
+from spmd.bench._task import Job
+from spmd.bench._timing_statistics import paired_ratio, summary
 
 CLOCKS = ("ready_s", "returned_s", "returned_cpu_s")
 Progress = Callable[[str], None]

@@ -28,13 +28,13 @@ sys.path.append(str(HERE.parents[1]))  # where `mesh` and `spmd` are, for a chec
 
 
 def loaded(path: Path) -> Any:
-    """`_job.load`, which is itself in a file to be loaded."""
-    spec = importlib.util.spec_from_file_location("_bench_job", HERE / "_job.py")
+    """`_task.load`, which is itself in a file to be loaded."""
+    spec = importlib.util.spec_from_file_location("_bench_job", HERE / "_task.py")
     assert spec is not None and spec.loader is not None
     if "_bench_job" not in sys.modules:
         sys.modules["_bench_job"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["_bench_job"])
-    return sys.modules["_bench_job"] if path.name == "_job.py" else sys.modules["_bench_job"].load(path)
+    return sys.modules["_bench_job"] if path.name == "_task.py" else sys.modules["_bench_job"].load(path)
 
 
 class Peer:
@@ -50,7 +50,7 @@ class Peer:
         return getattr(self, f"do_{do}")(**command)
 
     def do_make(self, job: dict[str, Any]) -> dict[str, Any]:
-        asked = loaded(HERE / "_job.py").Job.from_dict(job)
+        asked = loaded(HERE / "_task.py").Job.from_dict(job)
         start = time.perf_counter()
         self.module.prepare(asked)
         self.contender = self.module.Contender(asked)

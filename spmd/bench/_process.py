@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spmd._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message
 
 _SCRIPT = Path(__file__).with_name("_peer.py")
 _TAIL_LINES = 6

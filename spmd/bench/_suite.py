@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from spmd.bench import _chart, _document, _table
-from spmd.bench._command import NAMES, BenchArgs, measured
+from spmd.bench import _chart, _document, _result_table
+from spmd.bench._run_command import NAMES, BenchArgs, measured
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = "jax,torchax,torch,torch.compile"
@@ -67,7 +67,7 @@ def suite(args: SuiteArgs) -> int:
         if args.only in ("", one.name):
             scaled = replace(one, rounds=max(2, round(one.rounds * args.scale)), torchax_python=args.torchax_python)
             result = measured(scaled, console)
-            console.print(_table.table(result), _table.goals(result), sep="\n")
+            console.print(_result_table.table(result), _result_table.goals(result), sep="\n")
             keep(result)
     results = {name: read(name) for name in NAMES}
     for name, listed in results.items():
@@ -95,7 +95,7 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def keep(result: dict[str, Any]) -> None:
     """Put a result in its file, in the place of the one with the same title."""
-    name, title = result["job"]["name"], _table.title_of(result)
-    kept = {_table.title_of(other): other for other in read(name)} | {title: result}
+    name, title = result["job"]["name"], _result_table.title_of(result)
+    kept = {_result_table.title_of(other): other for other in read(name)} | {title: result}
     path_of(name).parent.mkdir(parents=True, exist_ok=True)
     path_of(name).write_text(json.dumps({"runs": list(kept.values())}, indent=1) + "\n", encoding="utf-8")

@@ -8,6 +8,11 @@ spmd.checkpoint.save("runs/a", step, state, keep=3)     # in the background; err
 spmd.checkpoint.join()
 """
 
+from spmd.checkpoint._inventory import Step as Step
+from spmd.checkpoint._inventory import Verdict as Verdict
+from spmd.checkpoint._inventory import steps as steps
+from spmd.checkpoint._inventory import verify as verify
+from spmd.checkpoint._inventory import verify_step as verify_step
 from spmd.checkpoint._reshard import reshard as reshard
 from spmd.checkpoint._restore import Restored as Restored
 from spmd.checkpoint._restore import has_step as has_step
@@ -18,11 +23,6 @@ from spmd.checkpoint._safetensors_out import save_safetensors as save_safetensor
 from spmd.checkpoint._save import Saving as Saving
 from spmd.checkpoint._save import join as join
 from spmd.checkpoint._save import save as save
-from spmd.checkpoint._scan import Step as Step
-from spmd.checkpoint._scan import Verdict as Verdict
-from spmd.checkpoint._scan import steps as steps
-from spmd.checkpoint._scan import verify as verify
-from spmd.checkpoint._scan import verify_step as verify_step
 
 __all__ = [
     # steps

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
-from spmd._convert import host_array
-from spmd._errors import CheckpointError, message
+from spmd.base._convert import host_array
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _tree
 from spmd.checkpoint._boxes import Box, box_of, whole
 from spmd.checkpoint._manifest import MAX_NAME
-from spmd.checkpoint._random import RandomState
+from spmd.checkpoint._rng_state import RandomState
 from spmd.device._storage import buffer_of, is_whole, load
 
 RANDOM = ".random"  # the path of the random streams, beside the state's own

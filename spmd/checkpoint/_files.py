@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _direct
 
 _STEP = re.compile(r"step_(\d{8,18})(?:\.([1-9]\d{0,5}))?")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from spmd._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, message
 from spmd.device._storage import Buffer
 
 Finish = Callable[[], Any]

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd._errors import CheckpointError
+from spmd.base._errors import CheckpointError
 from spmd.checkpoint._boxes import Box, tile
 from spmd.checkpoint._tree import Node, integer, malformed, numpy_dtype
 

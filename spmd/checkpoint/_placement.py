@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes
 from spmd.checkpoint._boxes import Box, box_of, whole
 from spmd.device._arrays import padded_shape
 

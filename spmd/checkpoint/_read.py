@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _files
 from spmd.checkpoint._boxes import Box, whole
+from spmd.checkpoint._inventory import damaged
 from spmd.checkpoint._manifest import ArrayEntry, Manifest, Piece
 from spmd.checkpoint._placement import assembled, boxes_on
-from spmd.checkpoint._scan import damaged
 from spmd.checkpoint._tree import malformed, numpy_dtype
 
 _READERS = 4

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd._errors import CheckpointError, message
-from spmd.checkpoint import _files, _manifest, _scan
+from spmd.base._errors import CheckpointError, message
+from spmd.checkpoint import _files, _inventory, _manifest
 from spmd.checkpoint._boxes import Box, grid
 from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
 from spmd.checkpoint._read import Reader
@@ -44,7 +44,7 @@ def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh
     sizes = _sizes(mesh)
     root = Path(source)
     name = _whole_step(root, step)
-    manifest = _scan.read_manifest(root, name)
+    manifest = _inventory.read_manifest(root, name)
     to = Path(os.path.abspath(target))
     final = to / _files.StepName(manifest.step, 0).folder
     writing = to / (_files.WRITING + final.name)
@@ -55,7 +55,7 @@ def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh
         _files.make_folder(writing)
         new = _rewritten(manifest, _files.Store(root / name.folder), _files.Store(writing), sizes)
         _files.write_small(writing / _manifest.NAME, new.to_bytes())
-        _manifest.parse(_files.read_small(writing / _manifest.NAME, _scan.MAX_MANIFEST_BYTES))
+        _manifest.parse(_files.read_small(writing / _manifest.NAME, _inventory.MAX_MANIFEST_BYTES))
         _files.commit(writing, final)
     except OSError as error:
         raise _files.failed(f"{final} cannot be written", error) from error
@@ -63,10 +63,10 @@ def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh
 
 
 def _whole_step(root: Path, step: int | None) -> _files.StepName:
-    names = _scan.candidates(root, step)
+    names = _inventory.candidates(root, step)
     problems: list[str] = []
     for name in names:
-        verdict = _scan.verify_folder(root, name)
+        verdict = _inventory.verify_folder(root, name)
         if not verdict.problems:
             return name
         problems.append(f"{name.folder}: {verdict.problems[0]}")

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import mesh
-from spmd._errors import CheckpointError, message
-from spmd.checkpoint import _files, _save, _scan
+from spmd.base._errors import CheckpointError, message
+from spmd.checkpoint import _files, _inventory, _save
 from spmd.checkpoint._collect import RANDOM, parameter_names
+from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._fit import Finish
-from spmd.checkpoint._gang import Gang, current_gang
-from spmd.checkpoint._plan import Plan
-from spmd.checkpoint._random import RandomState
 from spmd.checkpoint._read import Reader
+from spmd.checkpoint._restore_plan import Plan
+from spmd.checkpoint._rng_state import RandomState
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _agreed_candidates(root: Path, step: int | None, gang: Gang) -> list[str]:
     problem = ""
     if gang.index == 0:
         try:
-            names = [name.folder for name in _scan.candidates(root, step)]
+            names = [name.folder for name in _inventory.candidates(root, step)]
         except CheckpointError as error:
             problem = str(error)
     names, problem = json.loads(gang.exchange("found", json.dumps([names, problem]))[0])
@@ -114,7 +114,7 @@ def _agreed_candidates(root: Path, step: int | None, gang: Gang) -> list[str]:
 
 def _prepared(root: Path, name: _files.StepName, state: Any, cast: bool, random: bool, gang: Gang) -> tuple[Finish, Reader]:
     """Everything read and compared; what is left to do cannot find the checkpoint damaged."""
-    manifest = _scan.read_manifest(root, name)
+    manifest = _inventory.read_manifest(root, name)
     reader = Reader(manifest, _files.Store(root / name.folder))
     # Of another number of processes, all take what process 0 had: positions are the job's, streams are seeded alike.
     local = manifest.local[gang.index if gang.size == len(manifest.local) else 0] if manifest.local else {}
@@ -146,7 +146,7 @@ def _warn(skipped: list[str], step: int) -> None:
 
 def has_step(path: str | os.PathLike[str]) -> bool:
     """True if a committed step is under `path`: then a program should restore, and an error of `restore` is one."""
-    return bool(_scan.committed(Path(os.path.abspath(path))))
+    return bool(_inventory.committed(Path(os.path.abspath(path))))
 
 
 __all__ = ["Restored", "has_step", "restore"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint._boxes import Box
 from spmd.checkpoint._tree import numpy_dtype
 

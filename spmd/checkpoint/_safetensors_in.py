@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd._convert import host_tensor, to_numpy_dtype
-from spmd._errors import CheckpointError, message
+from spmd.base._convert import host_tensor, to_numpy_dtype
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint._boxes import Box, whole
 from spmd.checkpoint._fit import layout_of, some, unfit
 from spmd.checkpoint._placement import assembled, boxes_on

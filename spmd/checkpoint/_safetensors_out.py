@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _files
 from spmd.checkpoint._boxes import Box
 from spmd.checkpoint._collect import Leaf, array_of
-from spmd.checkpoint._gang import Gang, current_gang
+from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._safetensors import NAMES, runs
 from spmd.checkpoint._tree import dtype_name
 from spmd.device._storage import buffer_of

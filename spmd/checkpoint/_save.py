@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import mesh
-from spmd._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _files, _manifest, _tree
 from spmd.checkpoint._collect import Collected, collect
-from spmd.checkpoint._gang import Gang, current_gang
+from spmd.checkpoint._coordination import Gang, current_gang
+from spmd.checkpoint._inventory import MAX_MANIFEST_BYTES, committed, problem_of
 from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
-from spmd.checkpoint._scan import MAX_MANIFEST_BYTES, committed, problem_of
 from spmd.checkpoint._snapshot import HostPiece, Staging, packed, pieces_of
 
 _WRITERS = 8  # threads: one waits for the disk while another computes checksums

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 import torch
 
-from spmd._convert import host_array, host_tensor, to_numpy_dtype, to_torch_dtype
-from spmd._errors import CheckpointError, SpmdError, message
+from spmd.base._convert import host_array, host_tensor, to_numpy_dtype, to_torch_dtype
+from spmd.base._errors import CheckpointError, SpmdError, message
 
 Node = Any  # what json can write
 _MAX_DEPTH = 200

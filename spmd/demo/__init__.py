@@ -3,7 +3,7 @@
     spmd demo
     spmd demo --mesh data=8 --steps 200 --out model.pt
 
-The files in reading order: `_train` is the program, `_gpt2` the model, `_text` the characters, `_views` what is printed.
+The files in reading order: `_train` is the program, `_gpt2` the model, `_text` the characters, `_screens` what is printed.
 """
 
 from spmd.demo._gpt2 import GPT as GPT

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import mesh
 import spmd
-from spmd.demo import _reader, _text, _views
+from spmd.demo import _reader, _screens, _text
 from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
 
 LEARNING_RATE = 4e-3
@@ -172,8 +172,8 @@ class Demo:
             ("model", f"GPT-2, {self.args.layers} layers, width {self.args.width}, {parameters:,} parameters"),
             ("batch", f"{self.args.batch} × {self.args.seq} characters of {len(text.characters)} kinds"),
         ]
-        self.console.print(Panel(_views.facts(rows), title="[bold]spmd demo[/]", box=rich.box.ROUNDED, expand=False))
-        self.console.print(_views.sharding_table(self.model, self.grid))
+        self.console.print(Panel(_screens.facts(rows), title="[bold]spmd demo[/]", box=rich.box.ROUNDED, expand=False))
+        self.console.print(_screens.sharding_table(self.model, self.grid))
 
     def train(self) -> _Losses:
         """The training loop, with a progress bar around it."""
@@ -199,7 +199,7 @@ class Demo:
                     self.evaluate(losses)
         self.evaluate(losses)
         executables, retraces = self.train_step.num_executables, self.train_step.retraces
-        memory = _views.size(self.train_step.memory().peak_bytes)
+        memory = _screens.size(self.train_step.memory().peak_bytes)
         self.console.print(f"{executables} executable, {len(retraces)} retraces, {memory} of memory on each device", *retraces)
         return losses
 
@@ -226,10 +226,10 @@ class Demo:
     def show_curve(self, losses: _Losses) -> None:
         """Both losses over the steps."""
         values = [loss.item() for loss in losses.train]
-        train = _views.Series("training", range(1, len(values) + 1), values, "blue")
-        held_out = _views.Series("held out, without dropout", list(losses.held_out), list(losses.held_out.values()), "bold yellow")
+        train = _screens.Series("training", range(1, len(values) + 1), values, "blue")
+        held_out = _screens.Series("held out, without dropout", list(losses.held_out), list(losses.held_out.values()), "bold yellow")
         self.console.print("\n[bold]loss[/]")
-        self.console.print(_views.Curve([train, held_out], "step"))
+        self.console.print(_screens.Curve([train, held_out], "step"))
 
     def show_sample(self) -> None:
         """Characters after held-out text that ends in `def`, each drawn on the host from the logits of a fixed window."""
@@ -254,7 +254,7 @@ class Demo:
         ours_BTV = self.logits(tokens_BT.to("jax")).cpu()
         difference = (_read_without_spmd(self.config, path, tokens_BT) - ours_BTV).abs().max().item()
         self.console.print(
-            f"saved [bold]{path}[/], {_views.size(path.stat().st_size)}\n"
+            f"saved [bold]{path}[/], {_screens.size(path.stat().st_size)}\n"
             f"loaded on the CPU by a process with torch alone: logits differ by {difference:.1e} (at most {TOLERANCE:g})",
             soft_wrap=True,
         )

@@ -18,10 +18,10 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
-from spmd import _counters
-from spmd._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
-from spmd._errors import TraceError, called_at, message
-from spmd._jax import is_tracing
+from spmd.base import _counters
+from spmd.base._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
+from spmd.base._errors import TraceError, called_at, message
+from spmd.base._jax import is_tracing
 from spmd.device import _generator
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd._convert import to_numpy_dtype
+from spmd.base._convert import to_numpy_dtype
 from spmd.device._storage import META, Buffer, contiguous_stride, strided_alias
 
 _BY_REDISPATCH = (

@@ -20,11 +20,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh import _agreement, _hosts
-from spmd import _counters
-from spmd._convert import exact_dtypes
-from spmd._errors import SpmdError, message
-from spmd._jax import is_tracer, is_tracing
+from mesh.job import _agreement, _join
+from spmd.base import _counters
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.base._jax import is_tracer, is_tracing
 
 Shape = tuple[int, ...]
 Sharding = jax.sharding.Sharding | None
@@ -115,7 +115,7 @@ def _filler(shape: Shape, sharding: Sharding) -> Any:
 
 def digest_of(host: np.ndarray[Any, Any], sharding: Sharding) -> int | None:
     """Of values that every process of a job holds whole: a checksum for the job to compare. None alone."""
-    if sharding is None or sharding.is_fully_addressable or _hosts.job() is None:
+    if sharding is None or sharding.is_fully_addressable or _join.job() is None:
         return None
     held = host if any(host.strides) else host.reshape(-1)[:1]  # one value repeated has no memory to go through
     return _agreement.digest(np.ascontiguousarray(held).reshape(-1).view(np.uint8))

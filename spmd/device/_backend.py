@@ -17,12 +17,12 @@ from torch.utils._foreach_utils import _foreach_supported_types as _in_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import mesh
-from mesh import _hosts
-from spmd._errors import DeviceSlotError, TraceError, called_at, message
+from mesh.job import _join
+from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.device import _bags, _modules, _serialize
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
-from spmd.device._random import default_stream, share_seed
+from spmd.device._random_stream import default_stream, share_seed
 from spmd.device._storage import recording
 
 NAME = "jax"
@@ -124,7 +124,7 @@ def register() -> None:
     metaclass: Any = type(torch.Generator)
     if metaclass is not type:  # an older torch has none of its own there, and keeps its refusal of Generator(device="jax")
         metaclass.__call__ = made
-    _hosts.when_joined(lambda job: share_seed())
+    _join.when_joined(lambda job: share_seed())
 
 
 def installed() -> Installed:

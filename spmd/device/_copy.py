@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from spmd import _counters
-from spmd._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
-from spmd._errors import TraceError, called_at, message
-from spmd._jax import is_tracer, is_tracing, known_value
+from spmd.base import _counters
+from spmd.base._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
+from spmd.base._errors import TraceError, called_at, message
+from spmd.base._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import fetched, moved
 from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted

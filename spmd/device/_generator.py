@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 import jax
 import torch
 
-from spmd._convert import exact_dtypes
-from spmd._errors import SpmdError, called_at, message
-from spmd.device import _random
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, called_at, message
+from spmd.device import _random_stream
 from spmd.device._storage import load, store, wrap_host
 
 
@@ -30,7 +30,7 @@ class DeviceGenerator(torch.Generator):
 
     def __init__(self) -> None:
         self._seed = super().initial_seed()  # torch's default: the same for every new generator
-        self._words = wrap_host(_random.RandomStream(self._seed).words())
+        self._words = wrap_host(_random_stream.RandomStream(self._seed).words())
         _by_address[_address(self)] = self
 
     @property
@@ -39,7 +39,7 @@ class DeviceGenerator(torch.Generator):
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
         """Start anew from `seed` (64 bits)."""
-        self._set(_random.RandomStream(seed))
+        self._set(_random_stream.RandomStream(seed))
         return self
 
     def seed(self) -> int:
@@ -60,7 +60,7 @@ class DeviceGenerator(torch.Generator):
         Raises:
             SpmdError: it is no such state.
         """
-        stream = _random.RandomStream(0)
+        stream = _random_stream.RandomStream(0)
         stream.set_state(_new_state)
         self._set(stream)
         return self
@@ -78,7 +78,7 @@ class DeviceGenerator(torch.Generator):
     def __repr__(self) -> str:
         return f"torch.Generator(device='{self.device}')"
 
-    def _set(self, stream: _random.RandomStream) -> None:
+    def _set(self, stream: _random_stream.RandomStream) -> None:
         self._seed = stream.seed
         super().manual_seed(stream.seed)
         with exact_dtypes():
@@ -106,7 +106,7 @@ def next_key(generator: Any = None) -> Any:
         SpmdError: the generator is another device's.
     """
     if generator is None:
-        return _random.next_key()
+        return _random_stream.next_key()
     own = _by_address.get(_address(generator))
     if own is None:
         raise SpmdError(
@@ -126,7 +126,7 @@ def _address(generator: torch.Generator) -> int:
 
 @jax.jit
 def _drawn(words: Any) -> tuple[Any, Any]:
-    return _random.key_of_words(words), _random.advanced(words, 1)
+    return _random_stream.key_of_words(words), _random_stream.advanced(words, 1)
 
 
 _by_address: WeakValueDictionary[int, DeviceGenerator] = WeakValueDictionary()

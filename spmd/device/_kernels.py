@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import torch
 from torch._decomp import decomposition_table
 
-from spmd._convert import exact_dtypes, to_torch_dtype
-from spmd._errors import UnsupportedOpError, called_at, message
-from spmd.device import _aliases, _autocast, _copy, _experts, _like, _linalg
+from spmd.base._convert import exact_dtypes, to_torch_dtype
+from spmd.base._errors import UnsupportedOpError, called_at, message
+from spmd.device import _aliases, _autocast, _copy, _experts, _like, _strided_linalg
 from spmd.device._adapter import Adapter
-from spmd.device._attention import Attention
+from spmd.device._attention_masks import Attention
 from spmd.device._refusals import check_in_place, check_out, check_out_dtype
 from spmd.device._storage import Buffer, buffer_of, load, store
 from spmd.device._whole import WholeOp
@@ -72,7 +72,12 @@ class Installed:
 def install() -> Installed:
     """Register every kernel; called once by `_backend`."""
     installed = Installed()
-    for name, kernel in (*_SPECIAL.items(), *_aliases.view_kernels().items(), *_linalg.linalg_kernels().items(), ("resize_", resize_)):
+    for name, kernel in (
+        *_SPECIAL.items(),
+        *_aliases.view_kernels().items(),
+        *_strided_linalg.linalg_kernels().items(),
+        ("resize_", resize_),
+    ):
         installed.add(name, kernel)
     for op, lowering in lowerings().items():
         name = _short(op)

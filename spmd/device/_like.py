@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd._convert import to_numpy_dtype
-from spmd._jax import is_tracing
+from spmd.base._convert import to_numpy_dtype
+from spmd.base._jax import is_tracing
 from spmd.device._copy import empty_strided
 from spmd.device._storage import buffer_of, is_whole, recording, wrap_host
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from spmd._convert import exact_dtypes
-from spmd._errors import TraceError, called_at, message
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceError, called_at, message
 from spmd.device._storage import once
 
 Evaluate = Callable[[], float]

@@ -24,9 +24,9 @@ import torch
 from jax import lax
 
 import mesh
-from spmd._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
-from spmd._errors import DroppedValueError, SpmdError, message
-from spmd._jax import current_trace, is_tracer
+from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
+from spmd.base._errors import DroppedValueError, SpmdError, message
+from spmd.base._jax import current_trace, is_tracer
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 

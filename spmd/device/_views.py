@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from spmd._jax import is_tracing
+from spmd.base._jax import is_tracing
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from spmd._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes
 from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
 from spmd.device._storage import load, wrap

@@ -2,7 +2,7 @@
 
 Their own meaning is the two products around a softmax; `spmd.lowering._splash` has TPU kernels for them. They are one equation
 each until a program is lowered, so that what needs to know how their arguments will be sharded can ask the partitioner first
-(`spmd.program._partition`).
+(`spmd.program.xla._partition`).
 
     B batch   H heads of queries   K heads of keys and values, each for H/K heads of queries   T queries   S keys   D width of a head
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmd._jax import is_tracer
+from spmd.base._jax import is_tracer
 from spmd.lowering._registry import lower, scaled
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from spmd._convert import to_torch_dtype
+from spmd.base._convert import to_torch_dtype
 from spmd.lowering._registry import is_static, lower
 from spmd.lowering.norm import wide
 

@@ -18,20 +18,20 @@ import torch
 from jax.sharding import NamedSharding
 
 import mesh
-from spmd._convert import exact_dtypes, host_array
-from spmd._errors import NonFiniteError, SpmdError, TraceError, message
-from spmd._jax import inline_jaxpr
+from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
+from spmd.base._jax import inline_jaxpr
 from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
-from spmd.device._random import default_stream
+from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
-from spmd.program import _hlo, _partition
-from spmd.program._capture import Captured
-from spmd.program._channels_last import has_convolution, run_channels_last
-from spmd.program._job import require_sound, watched
-from spmd.program._objects import Flat, flatten, unflatten
-from spmd.program._place import common_mesh, platform_of
-from spmd.program._repeat import repeated
+from spmd.program._job_checks import require_sound, watched
+from spmd.program.find._objects import Flat, flatten, unflatten
+from spmd.program.flow._repeat import repeated
+from spmd.program.trace._capture import Captured
+from spmd.program.xla import _hlo, _partition
+from spmd.program.xla._channels_last import has_convolution, run_channels_last
+from spmd.program.xla._target import common_mesh, platform_of
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Program:
                 return jnp.asarray(host)
             if self.replicated.is_fully_addressable:
                 return jax.device_put(host, self.replicated)
-            # jax.device_put would run a collective of its own to compare the processes' values; see `_job` for that
+            # jax.device_put would run a collective of its own to compare the processes' values; see `_job_checks` for that
             return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:

@@ -19,21 +19,22 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-from spmd._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
-from spmd.program import _guards, _hlo
-from spmd.program._averages import bring_counts
-from spmd.program._capture import Captured, UnequalCounters, capture
-from spmd.program._check import require_same
-from spmd.program._discover import Reachable, reachable
-from spmd.program._gradients import StaleGradients
-from spmd.program._job import compiling
-from spmd.program._objects import Compiled, NewHolders
-from spmd.program._optim import OptimizerStates, prepare_state
+from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
-from spmd.program._repeat import first_of_stack
-from spmd.program._signature import Signature, changed_signature, signature
-from spmd.program._watch import Unreached
+from spmd.program.find._discover import Reachable, reachable
+from spmd.program.find._objects import Compiled, NewHolders
+from spmd.program.flow._repeat import first_of_stack
+from spmd.program.optim._averages import bring_counts
+from spmd.program.optim._preparation import OptimizerStates, prepare_state
+from spmd.program.reuse import _guards
+from spmd.program.reuse._check import require_same
+from spmd.program.reuse._signature import Signature, changed_signature, signature
+from spmd.program.trace._capture import Captured, UnequalCounters, capture
+from spmd.program.trace._gradients import StaleGradients
+from spmd.program.trace._watch import Unreached
+from spmd.program.xla import _hlo
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from torch import nn
 
 import mesh as mesh_
-from spmd._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message
 
 MODEL_AXES = ("model", "tensor", "tp")
 FSDP_AXES = ("fsdp", "shard", "data", "dp")

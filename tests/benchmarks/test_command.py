@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from spmd.bench import BenchArgs, _chart, _document, _facts, _table, run
-from spmd.bench._command import job_of
+from spmd.bench import BenchArgs, _chart, _document, _facts, _result_table, run
 from spmd.bench._entrants import entrants_of
 from spmd.bench._measure import Effort, Entrant, measure, num_phases
+from spmd.bench._run_command import job_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGS = BenchArgs("megatron", preset="tiny", against="jax,torch,torchax", torchax_python=Path("/nowhere/python"))
@@ -44,7 +44,7 @@ def test_every_goal_is_reported(result: dict[str, Any]) -> None:
 
 def test_peer_that_is_not_there_says_so(result: dict[str, Any]) -> None:
     assert "torchax has no environment here: make torchax" in result["peers"]["torchax"]["absent"]
-    assert any("make torchax" in cell for row in _table.rows_of(result) for cell in row)
+    assert any("make torchax" in cell for row in _result_table.rows_of(result) for cell in row)
 
 
 def test_json_names_no_host_and_no_path(result: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def test_json_names_no_host_and_no_path(result: dict[str, Any]) -> None:
 
 def test_result_is_shown(result: dict[str, Any], tmp_path: Path) -> None:
     console = Console(width=200, record=True)
-    console.print(_table.table(result), _table.goals(result), _table.collectives(result), _chart.bars(result))
+    console.print(_result_table.table(result), _result_table.goals(result), _result_table.collectives(result), _chart.bars(result))
     shown = console.export_text()
     assert "all-reduce over model" in shown and "MFU n/a" in shown and "megatron plain tiny data=4,model=2" in shown
     pytest.importorskip("matplotlib")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spmd.bench._facts import model_flops, program_facts
-from spmd.bench._job import Job
+from spmd.bench._task import Job
 from spmd.bench.peers import by_hand, ours
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

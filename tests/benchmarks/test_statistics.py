@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd.bench._statistics import paired_ratio, percentile, summary
+from spmd.bench._timing_statistics import paired_ratio, percentile, summary
 
 VALUES = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
 

@@ -10,7 +10,7 @@ import safetensors.torch
 
 import spmd
 from spmd import checkpoint
-from spmd.checkpoint import _gang
+from spmd.checkpoint import _coordination
 from tests.oracle import assert_reordered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +55,10 @@ class Service:
             del self.values[name]
 
 
-def members(count: int) -> list[_gang.Coordinated]:
+def members(count: int) -> list[_coordination.Coordinated]:
     service, found = Service(), []
     for index in range(count):
-        member = _gang.Coordinated()
+        member = _coordination.Coordinated()
         member.index, member.size, member._service, member._scope = index, count, service, "test"  # type: ignore[assignment]
         found.append(member)
     return found

@@ -23,9 +23,9 @@ XLA = torch.device("xla:0")
 def test_every_module_can_be_imported_by_either_form() -> None:
     import importlib
 
-    from spmd.compat.torch_xla import _table
+    from spmd.compat.torch_xla import _module_table
 
-    for name in _table.contents():
+    for name in _module_table.contents():
         module = importlib.import_module(name)
         assert sys.modules[name] is module and module.__name__ == name
         parent, _, last = name.rpartition(".")

@@ -350,7 +350,7 @@ def test_manual_sharding_as_its_documentation_has_it() -> None:
         with pytest.raises(RuntimeError):
             wrong()
     xs().get_global_mesh()
-    from spmd import _global_mesh
+    from spmd.xla_names import _global_mesh
 
     _global_mesh._current.clear()
 

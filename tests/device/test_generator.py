@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spmd
-from spmd._errors import SpmdError
+from spmd.base._errors import SpmdError
 
 
 def generator(seed: int = 3) -> torch.Generator:

@@ -17,7 +17,7 @@ from torch import nn
 import mesh
 import spmd
 from mesh import PartitionSpec
-from spmd import _counters
+from spmd.base import _counters
 from tests.oracle import descend
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spmd
-from spmd._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes
 from spmd.device._storage import load, wrap
 
 

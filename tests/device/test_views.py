@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import spmd
-from spmd._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes
 from spmd.device._views import GatherWindow, Window, contiguous_stride, plan_window
 
 Step = Callable[[torch.Tensor], torch.Tensor]

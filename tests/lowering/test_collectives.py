@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import mesh
 import spmd
-from spmd.program import _hlo
+from spmd.program.xla import _hlo
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.multidevice(num=8)

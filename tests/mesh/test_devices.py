@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import mesh
-from mesh import _devices, _errors
+from mesh import _devices, _mesh_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,11 +134,11 @@ def test_errors_form_the_tree_of_their_docstring() -> None:
     assert mesh.DeviceError.__bases__ == (mesh.MeshError, RuntimeError)
     assert mesh.AcceleratorIdle.__bases__ == (UserWarning,)
     for name in ("MeshError", "SpecError", "DeviceError", "AcceleratorIdle"):
-        assert name in (_errors.__doc__ or "")
+        assert name in (_mesh_errors.__doc__ or "")
 
 
 def test_message_shows_what_then_details_then_fix() -> None:
-    assert _errors.message("what", ["one", "two"], "do") == "what\n  one\n  two\n  fix: do"
+    assert _mesh_errors.message("what", ["one", "two"], "do") == "what\n  one\n  two\n  fix: do"
 
 
 FAULTS_OF_A_SECOND_BLOCK = """

@@ -12,15 +12,15 @@ from typing import cast
 import pytest
 
 from mesh import DeviceError, JobError, _devices
-from mesh._agreement import Steps, compare, difference
-from mesh._clusters import detect, expand_hostlist, on_tpu_vm
 from mesh._devices import gpu_share
-from mesh._host import Host
-from mesh._hosts import init
-from mesh._preemption import Preemption
-from mesh._rollcall import MAX_BYTES, Report, RollCall, report, require_reachable_name, resolve
-from mesh._service import Service
-from mesh._watchdog import Beat, Limits, Watchdog, blame
+from mesh.job._agreement import Steps, compare, difference
+from mesh.job._clusters import detect, expand_hostlist, on_tpu_vm
+from mesh.job._join import init
+from mesh.job._place import Host
+from mesh.job._preemption import Preemption
+from mesh.job._rollcall import MAX_BYTES, Report, RollCall, report, require_reachable_name, resolve
+from mesh.job._service import Service
+from mesh.job._watchdog import Beat, Limits, Watchdog, blame
 
 VERSIONS = {"jax": "1"}
 
@@ -539,7 +539,7 @@ def test_all_processes_stop_at_the_same_step_wherever_they_are() -> None:
 
 
 def test_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh._preemption._AGREE_S", 0.1)
+    monkeypatch.setattr("mesh.job._preemption._AGREE_S", 0.1)
     preemption = Preemption(2, lambda step: preemption.hear(0, step))
     preemption.ask()
     with pytest.raises(JobError, match="process 1 did not say within 0.1 s where it can stop"):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh._host import PREEMPTED, STUCK
+from mesh.job._place import PREEMPTED, STUCK
 from mesh.launch import main
 from mesh.launch._attempt import meaning
 from mesh.launch._emit import emit
-from mesh.launch._options import KINDS, Options, parse
+from mesh.launch._launch_options import KINDS, Options, parse
 from tests.launched import ROOT, command, environ, launch, steps
 
 TWO = ("-n", 2, "--devices-per-process", 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh._records import write_record
+from mesh.job._records import write_record
 
 TEXTS = ("a" * 5000, "b" * 9000)
 

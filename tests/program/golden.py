@@ -20,7 +20,7 @@ from torch import nn
 
 import mesh
 import spmd
-from spmd.program import _hlo
+from spmd.program.xla import _hlo
 
 VOCABULARY, WIDTH, HIDDEN, HEADS, LAYERS = 64, 32, 64, 8, 3
 BATCH, SEQ = 16, 8

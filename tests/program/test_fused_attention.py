@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 import mesh
 import spmd
-from spmd._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes
 from spmd.lowering import _splash, fused_attention
-from spmd.program import _capture, _partition
+from spmd.program.trace import _capture
+from spmd.program.xla import _partition
 from tests.oracle import assert_same
 
 WIDTH = 64  # of a head

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import mesh
 import spmd
-from spmd.program import _hlo
+from spmd.program.xla import _hlo
 from tests.models import GPT2
 
 VOCAB, DIM, HEADS, DEPTH, LENGTH, BATCH = 512, 128, 4, 2, 64, 32

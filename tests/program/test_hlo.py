@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from spmd.program._hlo import Collective, CollectiveReport, collectives, flops, instruction_count, memory
+from spmd.program.xla._hlo import Collective, CollectiveReport, collectives, flops, instruction_count, memory
 
 P = PartitionSpec
 NAMES, SIZES = ("data", "model"), (4, 2)

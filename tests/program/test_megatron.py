@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import mesh
 import spmd
 from benchmarks import megatron
-from spmd.program import _hlo
+from spmd.program.xla import _hlo
 from tests.oracle import assert_reordered, assert_same
 
 WIDTH, HIDDEN, BATCH = 1024, 4096, 64

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 import spmd
-from spmd.program import _objects
+from spmd.program.find import _objects
 from tests.oracle import batch
 
 

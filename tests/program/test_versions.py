@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.program import _versions
-from spmd.program._versions import DictVersions
+from spmd.program.reuse import _versions
+from spmd.program.reuse._versions import DictVersions
 from tests.oracle import batch, descend
 
 WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -114,7 +114,7 @@ def follow(folder: Path, number: int) -> None:
     """A rank beyond the first: do what rank 0 says."""
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("_bench_job", Path(__file__).resolve().parents[1] / "_job.py")
+    spec = importlib.util.spec_from_file_location("_bench_job", Path(__file__).resolve().parents[1] / "_task.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules["_bench_job"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

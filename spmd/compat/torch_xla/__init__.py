@@ -16,10 +16,10 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
 import mesh as mesh_
-from mesh.launch._torch_xla import torch_xla_environment
-from spmd._errors import DeviceSlotError, message
-from spmd._mode import use_spmd
-from spmd.compat.torch_xla import _device, _metrics, _table, _views
+from mesh.launch._xla_environment import torch_xla_environment
+from spmd.base._errors import DeviceSlotError, message
+from spmd.compat.torch_xla import _debug_metrics, _device_names, _module_table, _tensor_views
+from spmd.xla_names._mode import use_spmd
 
 _installed: list[ExitStack] = []
 _listening: list[bool] = []
@@ -43,15 +43,15 @@ def install() -> None:
         )
     _take_environment()
     if not _listening:
-        _metrics.listen()
+        _debug_metrics.listen()
         _listening.append(True)
     with ExitStack() as stack:
-        made = _table.modules()
+        made = _module_table.modules()
         sys.modules.update(made)
         stack.callback(lambda: [sys.modules.pop(name, None) for name in made])
-        _views.enter(stack)
+        _tensor_views.enter(stack)
         _extend_meshes(stack)
-        _device.enter(stack)
+        _device_names.enter(stack)
         _installed.append(stack.pop_all())
 
 

@@ -6,7 +6,7 @@ import os.path
 import runpy
 import sys
 
-from spmd._errors import message
+from spmd.base._errors import message
 from spmd.compat.torch_xla import install
 
 

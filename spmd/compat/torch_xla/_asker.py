@@ -9,9 +9,10 @@ import jax
 import torch
 
 import mesh
-import spmd._errors
+import spmd.base
 
-_OURS = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (mesh, spmd._errors, torch, jax))
+_SPMD = os.path.dirname(os.path.dirname(os.path.abspath(str(spmd.base.__file__)))) + os.sep
+_OURS = (_SPMD, *(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (mesh, torch, jax)))
 
 
 def is_user(depth: int) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import rich.console
 import torch
 
-from spmd._errors import SpmdError, message
-from spmd._manual import ManualTensor
-from spmd._picture import Picture
-from spmd.compat.torch_xla._views import sharding_text
+from spmd.base._errors import SpmdError, message
+from spmd.compat.torch_xla._tensor_views import sharding_text
+from spmd.draw._picture import Picture
 from spmd.visualize import visualize
 from spmd.visualize import visualize_sharding as picture_of
+from spmd.xla_names._manual import ManualTensor
 
 
 class NoShardingError(SpmdError, ValueError):

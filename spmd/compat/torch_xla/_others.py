@@ -11,11 +11,11 @@ import torch
 import torch.utils.checkpoint as torchs_checkpoint
 from torch import nn
 
-from spmd._call_jax import call_jax as call_jax
-from spmd._fsdp_v2 import recursive_wrap as recursive_wrap
-from spmd._loader import MpDeviceLoader as OurLoader
-from spmd.compat.torch_xla import _device
-from spmd.compat.torch_xla._steps import mark_step
+from spmd.compat.torch_xla import _device_names
+from spmd.compat.torch_xla._step_ends import mark_step
+from spmd.device._call_jax import call_jax as call_jax
+from spmd.xla_names._device_loader import MpDeviceLoader as OurLoader
+from spmd.xla_names._fsdp_v2 import recursive_wrap as recursive_wrap
 
 
 class MpDeviceLoader(OurLoader):
@@ -52,7 +52,7 @@ class _InMode:
     def __iter__(self) -> Iterator[Any]:
         items = iter(self._loader)
         while True:
-            with _device.mode:
+            with _device_names.mode:
                 item = next(items, _END)
             if item is _END:
                 return
@@ -159,8 +159,8 @@ def extract_compiled_graph(graph: Any, args: Any) -> Callable[..., Any]:
 
     A graph that writes to its inputs runs operation by operation.
     """
-    from spmd._errors import TraceError
-    from spmd.program._pure import assume_pure
+    from spmd.base._errors import TraceError
+    from spmd.program.flow._pure import assume_pure
 
     pure = assume_pure(graph.forward)
 

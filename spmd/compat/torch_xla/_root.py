@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from spmd._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message
 from spmd.compat.torch_xla import _xla_model as xm
-from spmd.compat.torch_xla._device import XLA
-from spmd.compat.torch_xla._steps import mark_step as sync
+from spmd.compat.torch_xla._device_names import XLA
+from spmd.compat.torch_xla._step_ends import mark_step as sync
 from spmd.program._step import Step
 from spmd.program._step import compile as compile_step
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 import mesh as mesh_
-from mesh.launch._torch_xla import torch_xla_environment
-from spmd._mode import is_spmd as is_spmd
-from spmd._mode import use_spmd as use_spmd
-from spmd.compat.torch_xla._device import XLA
-from spmd.compat.torch_xla._metrics import num_compilations
+from mesh.launch._xla_environment import torch_xla_environment
+from spmd.compat.torch_xla._debug_metrics import num_compilations
+from spmd.compat.torch_xla._device_names import XLA
+from spmd.xla_names._mode import is_spmd as is_spmd
+from spmd.xla_names._mode import use_spmd as use_spmd
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> Any:

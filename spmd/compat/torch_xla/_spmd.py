@@ -11,28 +11,29 @@ import mesh as mesh_
 from mesh import HybridMesh as HybridMesh
 from mesh import Mesh as Mesh
 from mesh import ShardingType as ShardingType
-from spmd import _annotate, _distribute
-from spmd._annotate import wrap_if_sharded as wrap_if_sharded
-from spmd._barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
-from spmd._distribute import auto_policy as auto_policy
-from spmd._distribute import xla_distribute_module as xla_distribute_module
-from spmd._distribute import xla_distribute_tensor as xla_distribute_tensor
-from spmd._errors import SpmdError, message
-from spmd._functional import annotate_custom_sharding as annotate_custom_sharding
-from spmd._functional import mark_sharding_with_gradients as mark_sharding_with_gradients
-from spmd._functional import shard_as as shard_as
-from spmd._global_mesh import get_1d_mesh as get_1d_mesh
-from spmd._global_mesh import get_global_mesh as get_global_mesh
-from spmd._global_mesh import set_global_mesh as set_global_mesh
-from spmd._linear import XLAPatchedLinear as XLAPatchedLinear
-from spmd._linear import xla_patched_nn_linear_forward as xla_patched_nn_linear_forward
-from spmd._manual import ManualTensor
-from spmd._manual import disable_manual_sharding as disable_manual_sharding
-from spmd._manual import enable_manual_sharding as enable_manual_sharding
-from spmd._shard import XLAShard as XLAShard
-from spmd._spec import ShardingSpec as ShardingSpec
-from spmd._tensor import XLAShardedTensor as XLAShardedTensor
+from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer, buffer_of, recording
+from spmd.sharding import _annotate
+from spmd.sharding._annotate import wrap_if_sharded as wrap_if_sharded
+from spmd.sharding._shard import XLAShard as XLAShard
+from spmd.sharding._tensor import XLAShardedTensor as XLAShardedTensor
+from spmd.xla_names import _distribute
+from spmd.xla_names._barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from spmd.xla_names._distribute import auto_policy as auto_policy
+from spmd.xla_names._distribute import xla_distribute_module as xla_distribute_module
+from spmd.xla_names._distribute import xla_distribute_tensor as xla_distribute_tensor
+from spmd.xla_names._functional import annotate_custom_sharding as annotate_custom_sharding
+from spmd.xla_names._functional import mark_sharding_with_gradients as mark_sharding_with_gradients
+from spmd.xla_names._functional import shard_as as shard_as
+from spmd.xla_names._global_mesh import get_1d_mesh as get_1d_mesh
+from spmd.xla_names._global_mesh import get_global_mesh as get_global_mesh
+from spmd.xla_names._global_mesh import set_global_mesh as set_global_mesh
+from spmd.xla_names._linear import XLAPatchedLinear as XLAPatchedLinear
+from spmd.xla_names._linear import xla_patched_nn_linear_forward as xla_patched_nn_linear_forward
+from spmd.xla_names._manual import ManualTensor
+from spmd.xla_names._manual import disable_manual_sharding as disable_manual_sharding
+from spmd.xla_names._manual import enable_manual_sharding as enable_manual_sharding
+from spmd.xla_names._sharding_spec import ShardingSpec as ShardingSpec
 
 PartitionSpec = tuple  # torch_xla's name for a type; specs are written as tuples
 

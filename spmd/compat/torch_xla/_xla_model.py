@@ -13,24 +13,24 @@ import torch
 from torch.utils import _pytree as pytree
 
 import mesh as mesh_
-from spmd._barrier import optimization_barrier_ as optimization_barrier_
-from spmd._loader import placed
-from spmd.compat.torch_xla._collectives import REDUCE_AND as REDUCE_AND
-from spmd.compat.torch_xla._collectives import REDUCE_MAX as REDUCE_MAX
-from spmd.compat.torch_xla._collectives import REDUCE_MIN as REDUCE_MIN
-from spmd.compat.torch_xla._collectives import REDUCE_MUL as REDUCE_MUL
-from spmd.compat.torch_xla._collectives import REDUCE_OR as REDUCE_OR
-from spmd.compat.torch_xla._collectives import REDUCE_SUM as REDUCE_SUM
-from spmd.compat.torch_xla._collectives import all_gather as all_gather
-from spmd.compat.torch_xla._collectives import all_reduce as all_reduce
-from spmd.compat.torch_xla._collectives import all_to_all as all_to_all
-from spmd.compat.torch_xla._collectives import collective_permute as collective_permute
-from spmd.compat.torch_xla._collectives import reduce_scatter as reduce_scatter
-from spmd.compat.torch_xla._device import XLA
-from spmd.compat.torch_xla._steps import add_step_closure as add_step_closure
-from spmd.compat.torch_xla._steps import mark_step as mark_step
-from spmd.compat.torch_xla._steps import wait_device_ops as wait_device_ops
-from spmd.device._random import default_stream
+from spmd.compat.torch_xla._device_names import XLA
+from spmd.compat.torch_xla._step_ends import add_step_closure as add_step_closure
+from spmd.compat.torch_xla._step_ends import mark_step as mark_step
+from spmd.compat.torch_xla._step_ends import wait_device_ops as wait_device_ops
+from spmd.compat.torch_xla._xm_collectives import REDUCE_AND as REDUCE_AND
+from spmd.compat.torch_xla._xm_collectives import REDUCE_MAX as REDUCE_MAX
+from spmd.compat.torch_xla._xm_collectives import REDUCE_MIN as REDUCE_MIN
+from spmd.compat.torch_xla._xm_collectives import REDUCE_MUL as REDUCE_MUL
+from spmd.compat.torch_xla._xm_collectives import REDUCE_OR as REDUCE_OR
+from spmd.compat.torch_xla._xm_collectives import REDUCE_SUM as REDUCE_SUM
+from spmd.compat.torch_xla._xm_collectives import all_gather as all_gather
+from spmd.compat.torch_xla._xm_collectives import all_reduce as all_reduce
+from spmd.compat.torch_xla._xm_collectives import all_to_all as all_to_all
+from spmd.compat.torch_xla._xm_collectives import collective_permute as collective_permute
+from spmd.compat.torch_xla._xm_collectives import reduce_scatter as reduce_scatter
+from spmd.device._random_stream import default_stream
+from spmd.xla_names._barrier import optimization_barrier_ as optimization_barrier_
+from spmd.xla_names._device_loader import placed
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:

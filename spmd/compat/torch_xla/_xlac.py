@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import mesh as mesh_
-from spmd._spec import ShardingSpec
-from spmd.compat.torch_xla import _spmd, _views
+from spmd.compat.torch_xla import _spmd, _tensor_views
+from spmd.xla_names._sharding_spec import ShardingSpec
 
 
 def mark_by_op_sharding(t: Any, op_sharding: mesh_.ShardingSpec) -> None:
@@ -17,10 +17,10 @@ def mark_by_op_sharding(t: Any, op_sharding: mesh_.ShardingSpec) -> None:
 
 QUERIES: dict[str, Callable[..., Any]] = {
     "OpSharding": ShardingSpec,
-    "_get_xla_op_sharding": _views.layout,
-    "_get_xla_sharding_spec": _views.sharding_text,
-    "_get_xla_sharding_type": _views.sharding_type,
-    "_get_xla_tensor_debug_info": _views.debug_info,
+    "_get_xla_op_sharding": _tensor_views.layout,
+    "_get_xla_sharding_spec": _tensor_views.sharding_text,
+    "_get_xla_sharding_type": _tensor_views.sharding_type,
+    "_get_xla_tensor_debug_info": _tensor_views.debug_info,
     "_mark_manual_sharding": _spmd.manual_only,
     "_spmd_full_to_shard_shape": _spmd.full_to_shard_shape,
     "_spmd_shard_to_full_shape": _spmd.shard_to_full_shape,

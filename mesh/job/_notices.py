@@ -1,0 +1,74 @@
+"""Notices: what one process tells all others at once, whatever their main threads do, as an ordered list in the service.
+
+A daemon thread of each process waits for the next notice and hands it to the listeners; a failure reaches the others in
+milliseconds, also while they wait in a collective. It ends by a notice of its own (`leave`): a thread that still waits in
+the service while Python shuts down would abort the process.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mesh.job._service import Service, ServiceLost
+
+_FOLDER = "spmd/notice"
+_POLL_S = 2.0
+
+Notice = dict[str, Any]
+
+
+class Notices:
+    """The job's list of notices, written and heard.
+
+    Args:
+        service: where the list lives.
+        index: this process; every notice says who wrote it ("by").
+        hear: called with each notice, in order, on the listening thread.
+        on_lost: called on that thread when process 0 is gone.
+    """
+
+    def __init__(self, service: Service, index: int, hear: Callable[[Notice], None], on_lost: Callable[[ServiceLost], None]) -> None:
+        self._service, self._index, self._hear, self._on_lost = service, index, hear, on_lost
+        self._has_left = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="notices", daemon=True)
+        self._thread.start()
+
+    def post(self, kind: str, **what: Any) -> None:
+        """Tell everybody.
+
+        Raises:
+            ServiceLost: process 0 is gone.
+        """
+        number = self._service.next("spmd/notices")
+        self._service.set(f"{_FOLDER}/{number}", json.dumps({"kind": kind, "by": self._index, **what}))
+
+    def leave(self) -> None:
+        """Say that this process ends as it should, and stop listening."""
+        try:
+            self.post("left")
+        except ServiceLost:
+            return
+        self._has_left.wait(3 * _POLL_S)
+        self._thread.join(_POLL_S)
+
+    def _listen(self) -> None:
+        number = 0
+        while True:
+            try:
+                text = self._service.get(f"{_FOLDER}/{number}", _POLL_S)
+                if text is None:  # a writer that died between taking its number and writing leaves a gap
+                    number += self._service.look(f"{_FOLDER}/{number + 1}") is not None
+                    continue
+            except ServiceLost as lost:
+                if not self._has_left.is_set():
+                    self._on_lost(lost)
+                return
+            number += 1
+            notice: Notice = json.loads(text)
+            if notice["kind"] == "left" and notice["by"] == self._index:
+                self._has_left.set()
+                return
+            self._hear(notice)

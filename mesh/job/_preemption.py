@@ -1,0 +1,81 @@
+"""Preemption: SIGTERM reaches some process, and all agree on one step before which they stop.
+
+    for step in range(start, steps):
+        if mesh.should_stop(step):
+            save(step)
+            sys.exit(mesh.PREEMPTED)
+        train_step(...)
+
+# Note [One step for all]
+Processes are not at the same step: devices run behind Python, and one process is asked before the others have heard. So
+each says, on the thread that hears notices, the first step before which it can still stop: one more than the last it was
+let into. The agreed step is the largest of these. A process that reaches `should_stop` before all have spoken waits; it
+has dispatched every step that the others may still be in, so nobody waits for it in a collective.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from mesh._mesh_errors import JobError, message
+
+_AGREE_S = 60.0
+
+
+class Preemption:
+    """Where this process is, and what was agreed.
+
+    Args:
+        count: number of processes.
+        say: tells all processes the first step before which this one can stop.
+    """
+
+    def __init__(self, count: int, say: Callable[[int], None]) -> None:
+        self._count, self._say = count, say
+        self._lock = threading.Lock()
+        self._reached = threading.Condition(self._lock)
+        self._entered = -1
+        self._asked = False
+        self._steps: dict[int, int] = {}
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether some process was told to stop."""
+        return self._asked
+
+    def ask(self) -> None:
+        """Some process was told to stop: say where this one is (once)."""
+        with self._lock:
+            if self._asked:
+                return
+            self._asked = True
+            first = self._entered + 1
+        self._say(first)
+
+    def hear(self, index: int, step: int) -> None:
+        """Process `index` can stop before `step` at the earliest."""
+        with self._reached:
+            self._steps[index] = step
+            self._reached.notify_all()
+
+    def should_stop(self, step: int) -> bool:
+        """True at the agreed step, in every process; called before each step with its number.
+
+        Raises:
+            JobError: some process did not say in time where it is.
+        """
+        with self._reached:
+            if not self._asked:
+                self._entered = step
+                return False
+            if not self._reached.wait_for(lambda: len(self._steps) == self._count, _AGREE_S):
+                silent = [i for i in range(self._count) if i not in self._steps]
+                raise JobError(
+                    message(
+                        f"process {', '.join(map(str, silent))} did not say within {_AGREE_S:g} s where it can stop",
+                        [f"{len(self._steps)} of {self._count} processes did"],
+                        "look at the last lines that it wrote",
+                    )
+                )
+            return step >= max(self._steps.values())

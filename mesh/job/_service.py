@@ -1,0 +1,102 @@
+"""The coordination service of a job: keys, values and barriers, each wait with a limit. The one user of jax's private client.
+
+jax starts the service in process 0 (`jax.distributed.initialize`) and every process talks to it over gRPC. Nothing here
+knows what the keys mean.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+from jax._src.distributed import global_state
+
+from mesh._mesh_errors import JobError, message
+
+
+class ServiceLost(JobError):
+    """Process 0, or the way to it, is gone."""
+
+
+class Service:
+    """Keys, values and barriers that all processes of the job share.
+
+    Args:
+        count: number of processes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    @property
+    def _client(self) -> Any:
+        return global_state.client
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
+        """Store a value; ServiceLost when process 0 is gone. Without `overwrite` a key is set once."""
+        self._call(self._client.key_value_set, key, value, overwrite)
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """The value as soon as somebody has set it; None after `timeout_s`."""
+        return self._call(self._client.blocking_key_value_get, key, max(1, int(timeout_s * 1000)))
+
+    def look(self, key: str) -> str | None:
+        """The value now, or None."""
+        return self._call(self._client.key_value_try_get, key)
+
+    def below(self, folder: str) -> dict[str, str]:
+        """All keys that start with `folder` + "/", without it, and their values."""
+        found = self._call(self._client.key_value_dir_get, folder)
+        return {key.removeprefix(folder).lstrip("/"): value for key, value in found or ()}
+
+    def next(self, key: str) -> int:
+        """Numbers from 0 on, each handed out once."""
+        number: int | None = self._call(self._client.key_value_increment, key, 1)
+        assert number is not None
+        return number - 1
+
+    def delete(self, key: str) -> None:
+        """Forget a key, or all below it."""
+        self._call(self._client.key_value_delete, key)
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        """Wait until every process has come; each name is used once.
+
+        Raises:
+            JobError: some did not come in time; the message names them.
+        """
+        try:
+            self._client.wait_at_barrier(name, max(1, int(timeout_s * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            absent = sorted({int(number) for number in re.findall(r"task:(\d+)", _after(str(error), "timed out task"))})
+            who = f"process {', '.join(map(str, absent))}" if absent else "a process"
+            raise JobError(
+                message(
+                    f"{who} did not come to the barrier {name!r} within {timeout_s:g} s",
+                    [f"{self.count} processes; the service says: {str(error).splitlines()[0][:300]}"],
+                    "look at the last lines that this process wrote; all processes must reach the same barriers",
+                )
+            ) from error
+
+    def _call(self, method: Any, *args: Any) -> Any:
+        if self._client is None:
+            raise ServiceLost(message("this process has left the job", [], "call mesh.init() before"))
+        try:
+            return method(*args)
+        except jax.errors.JaxRuntimeError as error:
+            text = str(error)
+            if text.startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+                return None
+            raise ServiceLost(
+                message(
+                    "process 0 cannot be reached: it coordinates the job",
+                    [text.splitlines()[0][:300]],
+                    "look at what process 0 wrote last; if it still runs, at the network between the hosts",
+                )
+            ) from error
+
+
+def _after(text: str, mark: str) -> str:
+    _, found, rest = text.partition(mark)
+    return rest if found else ""

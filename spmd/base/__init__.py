@@ -1,0 +1,1 @@
+"""What every other room stands on: errors, dtypes and buffers, counters, and the private names of jax."""

@@ -1,0 +1,83 @@
+"""dtypes and buffers between torch and numpy/jax: the only file that maps one library's element types to the other's.
+
+A dtype is the truth that torch states: int64 is int64 and float64 is float64 here, so everything of ours that runs or
+traces does so inside `exact_dtypes()`, jax's thread-local 64-bit context; the process-wide flag stays as the user set it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+from spmd.base._errors import SpmdError, message
+
+_TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int16: np.dtype(np.int16),
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.bool: np.dtype(np.bool_),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+    torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: np.dtype(ml_dtypes.float8_e5m2),
+    torch.float8_e4m3fnuz: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    torch.float8_e5m2fnuz: np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+_TO_TORCH: dict[np.dtype[Any], torch.dtype] = {v: k for k, v in _TO_NUMPY.items()}
+# numpy has no such element type in torch's own conversion: travel as bits of the same width
+_AS_BITS = {2: torch.int16, 1: torch.uint8}
+
+
+def exact_dtypes() -> AbstractContextManager[None]:
+    """The context in which jax keeps 64-bit types, for this thread only."""
+    return jax.enable_x64(True)
+
+
+def to_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The numpy dtype that holds `dtype`'s values bit for bit; SpmdError if jax has none (quantized, bits types)."""
+    try:
+        return _TO_NUMPY[dtype]
+    except KeyError:
+        raise SpmdError(
+            message(f"device 'jax' has no element type for {dtype}", fix="convert the tensor to a dtype that jax has")
+        ) from None
+
+
+def to_torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a numpy or jax dtype; SpmdError if torch has none (int4, float0)."""
+    try:
+        return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]
+    except KeyError:
+        raise SpmdError(message(f"torch has no dtype for jax's {dtype}", fix="convert the array to a dtype that torch has")) from None
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """A private numpy copy of a CPU tensor's values, same shape and dtype, row-major."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    dtype = to_numpy_dtype(plain.dtype)
+    if dtype.type.__module__ == "ml_dtypes" or plain.dtype in (torch.bfloat16,):
+        return np.array(plain.contiguous().view(_AS_BITS[plain.element_size()]).numpy(), order="C", copy=True).view(dtype)
+    return np.array(plain.numpy(), order="C", copy=True)
+
+
+def host_tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+    """A CPU tensor that owns a copy of `array`, same shape and dtype."""
+    dtype = to_torch_dtype(array.dtype)
+    if array.dtype.type.__module__ == "ml_dtypes":
+        bits = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]
+        return torch.from_numpy(np.array(array, order="C", copy=True).view(bits)).view(dtype)
+    return torch.from_numpy(np.array(array, order="C", copy=True))

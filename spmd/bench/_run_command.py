@@ -1,0 +1,134 @@
+"""One run of a benchmark, as the command line asks for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import mesh
+from spmd.base._errors import SpmdError, message
+from spmd.bench import _chart, _result_table
+from spmd.bench._entrants import entrants_of
+from spmd.bench._measure import Effort, measure, num_phases
+from spmd.bench._task import Job, load
+
+NAMES = ("megatron", "gpt2", "resnet50")
+
+
+@dataclass(frozen=True)
+class BenchArgs:
+    """Run a benchmark beside its peers: each in a process of its own, taking turns."""
+
+    name: Annotated[Literal["megatron", "gpt2", "resnet50"], tyro.conf.Positional]
+    """Which one."""
+    mesh: str = ""
+    """Mesh axes and their sizes, "data=4,model=2"; the script's own by default."""
+    preset: str = "small"
+    """Sizes: tiny, small or full."""
+    variant: str = ""
+    """Model: plain or sequence (megatron), own or hf (gpt2)."""
+    against: str = "jax"
+    """Peers, separated by commas: jax, torchax, torch, torch.compile, fsdp."""
+    topology: str = ""
+    """Compile for these TPU chips ("v5e:2x4") and compare the programs; nothing runs."""
+    platform: Literal["cpu", "gpu"] = "cpu"
+    """Virtual CPU devices, or the GPUs of this machine."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and floating inputs."""
+    batch: int = 0
+    """Size of a batch over all devices; the preset's by default."""
+    rounds: int = 20
+    """Timed steps of each contender."""
+    losses: int = 20
+    """Steps before them whose loss is recorded."""
+    traces: int = 2
+    """Times that a fresh program is traced and compiled with empty caches, and again with full ones."""
+    real_data: Path | None = None
+    """A text (gpt2) or a folder with one folder of images per class (resnet50)."""
+    weights: Path | None = None
+    """Start from these weights (gpt2: Hugging Face's model.safetensors)."""
+    save: Path | None = None
+    """Where our trained weights go, in the same form."""
+    torchax_python: Path | None = None
+    """Interpreter of the environment that has torchax; that of `make torchax` by default."""
+    json: Path | None = None
+    """Where the result goes."""
+    chart: Path | None = None
+    """Where a PNG chart goes; needs the extra `bench`."""
+
+
+def scripts() -> Path:
+    """The folder of the benchmarks' scripts: inside an installed package, at the top of a checkout."""
+    packaged = Path(__file__).with_name("scripts")
+    return packaged if packaged.exists() else Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def job_of(args: BenchArgs) -> Job:
+    """What the contenders are told.
+
+    Raises:
+        SpmdError: the script has no such preset or variant, or the mesh is none.
+    """
+    name = args.name
+    script = load(scripts() / f"{name}.py")
+    variant = args.variant or script.VARIANTS[0]
+    for what, given, known in (("preset", args.preset, tuple(script.PRESETS)), ("variant", variant, script.VARIANTS)):
+        if given not in known:
+            raise SpmdError(message(f"{name} has no {what} {given!r}", f"known: {', '.join(known)}", fix=f"--{what} {known[0]}"))
+    text = args.mesh or ("data=1" if args.platform == "gpu" else script.MESH)
+    axes = [part.partition("=") for part in text.split(",")]
+    if not all(axis.strip() and size.strip().isdecimal() and int(size) for axis, _, size in axes):
+        raise SpmdError(message(f"{text!r} is no mesh", "an axis and its size, separated by commas", fix=f"--mesh {script.MESH}"))
+    return Job(
+        name,
+        str(scripts()),
+        args.variant,
+        args.preset,
+        (("batch", args.batch),) if args.batch else (),
+        tuple((axis.strip(), int(size)) for axis, _, size in axes),
+        args.dtype,
+        args.topology,
+        args.platform,
+        real_data="" if args.real_data is None else str(args.real_data.resolve()),
+        weights="" if args.weights is None else str(args.weights.resolve()),
+    )
+
+
+def run(args: BenchArgs) -> int:
+    """Measure, show a table, write what was asked for. The exit code is 0 when our step ran."""
+    console = Console(highlight=False)
+    try:
+        result = measured(args, console)
+    except (mesh.MeshError, SpmdError) as error:
+        console.print(f"{error}", style="red", markup=False)
+        return 2
+    console.print(_result_table.table(result), _result_table.goals(result), _result_table.collectives(result), sep="\n")
+    console.print(_chart.bars(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.chart is not None:
+        _chart.save([result], args.chart)
+    return 0
+
+
+def measured(args: BenchArgs, console: Console) -> dict[str, Any]:
+    """The result, with a progress bar while it comes about."""
+    job = job_of(args)
+    entrants = entrants_of(args.against.split(","), job, args.torchax_python)
+    effort = Effort(0, 0, 0) if args.topology else Effort(args.rounds, args.losses, args.traces)
+    columns = TextColumn("{task.fields[title]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=num_phases(entrants, effort), title=f"{job.name} on {job.mesh_text}")
+        return measure(job, entrants, effort, lambda done: bar.update(task, advance=1, description=done), args.save)
+
+
+def script(name: str) -> None:
+    """`python benchmarks/<name>.py`: the same as `spmd bench <name>`."""
+    raise SystemExit(run(tyro.cli(BenchArgs, args=[name, *sys.argv[1:]], prog=f"{name}.py")))

@@ -1,0 +1,212 @@
+"""Which steps a folder holds, and whether they are whole: read from the manifests and the bytes, never from names alone.
+
+for found in spmd.checkpoint.steps("runs/a"):
+    print(found.step, found.nbytes)
+spmd.checkpoint.verify("runs/a").problems       # () if every byte of the latest step is as it was written
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmd.base._errors import CheckpointError, message
+from spmd.checkpoint import _files, _manifest
+from spmd.checkpoint._manifest import Manifest
+
+MAX_MANIFEST_BYTES = 2**30
+_FOREIGN = {
+    ".metadata": "torch.distributed.checkpoint: its .metadata is a pickle, which executes code when it is read",
+    "_CHECKPOINT_METADATA": "orbax",
+    "_METADATA": "orbax",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One committed step.
+
+    Attributes:
+        step: its number.
+        folder: where it is.
+        problem: why its manifest cannot be read; None if it can.
+        manifest: what it holds; None if it cannot be read.
+    """
+
+    step: int
+    folder: Path
+    problem: str | None
+    manifest: Manifest | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return 0 if self.manifest is None else self.manifest.nbytes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What reading a step's every byte showed.
+
+    Attributes:
+        step: its number.
+        folder: where it is.
+        problems: one line per damaged file or piece; empty if it is whole.
+        nbytes: how many bytes were read.
+    """
+
+    step: int
+    folder: Path
+    problems: tuple[str, ...]
+    nbytes: int
+
+
+def committed(root: Path) -> list[_files.StepName]:
+    """Steps by their folders' names, the newest first. Links and unfinished saves are not among them."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _files.failed(f"{root} cannot be read", error) from error
+    found = [name for name in map(_files.parse_name, names) if name is not None and _files.is_real_folder(root / name.folder)]
+    return sorted(found, reverse=True)
+
+
+def steps(path: str | os.PathLike[str]) -> list[Step]:
+    """All committed steps under a folder, the newest first; their manifests are read, their data are not.
+
+    Raises:
+        CheckpointError: the folder is another library's checkpoint, or cannot be read.
+    """
+    root = Path(path)
+    _refuse_foreign(root)
+    return [_step(root, name) for name in committed(root)]
+
+
+def _step(root: Path, name: _files.StepName) -> Step:
+    try:
+        return Step(name.step, root / name.folder, None, read_manifest(root, name))
+    except CheckpointError as error:
+        return Step(name.step, root / name.folder, _in_one_line(error), None)
+
+
+def problem_of(root: Path, name: _files.StepName) -> str | None:
+    """Why a step's manifest, or the sizes of its files, are not as they were written; None if they are."""
+    return _step(root, name).problem
+
+
+def _in_one_line(error: CheckpointError) -> str:
+    """What is wrong and the values, without the fix."""
+    return ": ".join(line.strip() for line in str(error).splitlines() if not line.strip().startswith("fix:"))
+
+
+def read_manifest(root: Path, name: _files.StepName) -> Manifest:
+    """A step's manifest, checked; and its files are there, each with its size.
+
+    Raises:
+        CheckpointError: anything is not as it was written.
+    """
+    folder = root / name.folder
+    manifest = _manifest.parse(_files.read_small(folder / _manifest.NAME, MAX_MANIFEST_BYTES))
+    if manifest.step != name.step:
+        raise CheckpointError(
+            message(f"{folder} holds step {manifest.step}", "a folder was renamed or copied", fix=f"rename it to step_{manifest.step:08d}")
+        )
+    for file in manifest.files:
+        size = _files.size_of(folder / file.name)
+        if size != file.nbytes:
+            what = "is missing, or no regular file" if size is None else f"has {size} bytes, {file.nbytes} were written"
+            raise CheckpointError(message(f"{folder / file.name} {what}", fix="restore another step: `spmd ckpt ls` shows them"))
+    return manifest
+
+
+def _refuse_foreign(root: Path) -> None:
+    for name, what in _FOREIGN.items():
+        if os.path.lexists(root / name):
+            raise CheckpointError(
+                message(
+                    f"{root} is a checkpoint of another library",
+                    f"{name} belongs to {what}",
+                    fix="write it as safetensors where it was made, and read that with spmd.checkpoint.load_safetensors",
+                )
+            )
+
+
+def candidates(root: Path, step: int | None) -> list[_files.StepName]:
+    """Steps in the order in which they are to be tried.
+
+    Raises:
+        CheckpointError: there is none, or not the one that was asked for.
+    """
+    _refuse_foreign(root)
+    names = committed(root)
+    chosen = names if step is None else [name for name in names if name.step == step]
+    if not chosen:
+        there = ", ".join(str(number) for number in sorted({name.step for name in names})[-5:]) or "none"
+        wanted = "a step" if step is None else f"step {step}"
+        raise CheckpointError(message(f"{root} holds no checkpoint of {wanted}", f"committed steps: {there}", fix="look at the path"))
+    return chosen
+
+
+def verify(path: str | os.PathLike[str], step: int | None = None) -> Verdict:
+    """Read every byte of a step (the latest by default) and compare it with the checksums.
+
+    Raises:
+        CheckpointError: there is no such step.
+    """
+    root = Path(path)
+    return verify_folder(root, candidates(root, step)[0])
+
+
+def verify_step(step: Step) -> Verdict:
+    """As `verify`, for a step that `steps` found."""
+    name = _files.parse_name(step.folder.name)
+    assert name is not None
+    return verify_folder(step.folder.parent, name)
+
+
+def verify_folder(root: Path, name: _files.StepName) -> Verdict:
+    """Read every byte of one step's folder and compare it with the checksums."""
+    folder = root / name.folder
+    problems: list[str] = []
+    num_read = 0
+    try:
+        manifest = read_manifest(root, name)
+    except CheckpointError as error:
+        return Verdict(name.step, folder, (_in_one_line(error),), 0)
+    store = _files.Store(folder)
+    for entry in manifest.arrays:
+        for piece in entry.pieces:
+            try:
+                found = store.checksum(manifest.files[piece.file].name, piece.offset, piece.nbytes)
+            except CheckpointError as error:
+                problems.append(_in_one_line(error))
+                continue
+            num_read += piece.nbytes
+            if found != piece.crc32:
+                problems.append(damaged(entry.name, piece, manifest))
+    return Verdict(name.step, folder, tuple(problems), num_read)
+
+
+def damaged(name: str, piece: _manifest.Piece, manifest: Manifest) -> str:
+    """The line that says which bytes are not what was written."""
+    where = f"{manifest.files[piece.file].name}, bytes {piece.offset} to {piece.offset + piece.nbytes}"
+    return f"{name!r}[{', '.join(f'{a}:{b}' for a, b in zip(piece.box.start, piece.box.stop, strict=True))}] is damaged ({where})"
+
+
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "Step",
+    "Verdict",
+    "candidates",
+    "committed",
+    "damaged",
+    "problem_of",
+    "read_manifest",
+    "steps",
+    "verify",
+    "verify_folder",
+    "verify_step",
+]

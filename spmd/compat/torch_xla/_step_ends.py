@@ -1,0 +1,61 @@
+"""Step boundaries. Nothing is pending here, so they run the closures that the program left for the end of the step, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from spmd.base import _counters
+from spmd.base._errors import TraceError, called_at, message
+from spmd.device._storage import recording
+
+_closures: list[Callable[[], Any]] = []
+_async_closures: list[Callable[[], Any]] = []
+_pool = ThreadPoolExecutor(1, "torch_xla.step_closures")
+_running: list[Future[Any]] = []
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
+    """`xm.mark_step`, `torch_xla.sync`: the end of a step; with `wait`, until the devices have finished it.
+
+    An error of a closure that ran in the other thread is raised at the end of the next step.
+    """
+    if recording.get() is not None:  # part of a compiled step: its end is the end of the program
+        return
+    _counters.count("MarkStep")
+    now, later = _closures[:], _async_closures[:]
+    _closures.clear()
+    _async_closures.clear()
+    ended = [future for future in _running if future.done()]
+    _running[:] = [*(future for future in _running if future not in ended), *(_pool.submit(closure) for closure in later)]
+    for closure in now:
+        closure()
+    if wait:
+        wait_device_ops()
+    for future in ended:
+        future.result()
+
+
+def wait_device_ops(devices: Any = ()) -> None:
+    """`xm.wait_device_ops`: until the devices have finished what was dispatched to them."""
+    torch.get_device_module("jax").synchronize()
+
+
+def add_step_closure(closure: Callable[..., Any], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
+    """`xm.add_step_closure`: call `closure(*args)` at the end of the step, with `run_async` in another thread.
+
+    Raises:
+        TraceError: inside a compiled function, which runs its Python code once and not in every step.
+    """
+    if recording.get() is not None:
+        raise TraceError(
+            message(
+                "a compiled function adds a step closure, which would run once and not in every step",
+                *called_at(),
+                fix="return the values from the compiled function and report them after it",
+            )
+        )
+    (_async_closures if run_async else _closures).append(lambda: closure(*args))

@@ -1,0 +1,104 @@
+"""What a program written for torch_xla sees of a sharded tensor: text for its sharding, a tuple for its spec, lists of slices.
+
+The properties of `XLAShardedTensor` are replaced while the modules are installed. Code of this package still gets its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+import mesh as mesh_
+from spmd.base._jax import is_tracer
+from spmd.compat.torch_xla._asker import is_user
+from spmd.device._storage import buffer_of, is_whole
+from spmd.sharding._shard import XLAShard
+from spmd.sharding._tensor import XLAShardedTensor, sharding_of
+from spmd.xla_names._manual import ManualTensor
+
+
+def enter(stack: ExitStack) -> None:
+    """Show tensors as torch_xla does until `stack` closes."""
+    for name, seen in (("sharding_spec", sharding_text), ("partition_spec", spec_tuple), ("local_shards", shards)):
+        ours: Any = XLAShardedTensor.__dict__[name]
+        setattr(XLAShardedTensor, name, property(_by_asker(ours.fget, seen)))
+        stack.callback(setattr, XLAShardedTensor, name, ours)
+
+
+def _by_asker(ours: Any, seen: Any) -> Any:
+    return lambda self: seen(self) if is_user(1) else ours(self)
+
+
+def layout(t: torch.Tensor) -> mesh_.ShardingSpec | None:
+    """How `t` was marked, else how its value lies if that is in pieces, else None."""
+    if t.device.type != "jax":
+        return None
+    buffer = buffer_of(t)
+    is_marked = buffer.annotation is not None and is_whole(t, buffer)
+    if not is_marked and (buffer.value is None or is_tracer(buffer.value)):
+        return None  # still on the host, where asking would upload it, or a value of a program
+    found = sharding_of(t)
+    return None if found is not None and found.is_replicated and not is_marked else found
+
+
+def sharding_text(t: torch.Tensor) -> str:
+    """`torch_xla._XLAC._get_xla_sharding_spec(t)`: "{devices=[2,4]0,1,...}", "{replicated}", "{manual}", or "" if it has none."""
+    if isinstance(t, ManualTensor):
+        return "{manual}"
+    spec = layout(t)
+    return "" if spec is None else spec.to_xla()
+
+
+def sharding_type(t: torch.Tensor) -> mesh_.ShardingType | None:
+    """`torch_xla._XLAC._get_xla_sharding_type(t)`: None if it has no sharding."""
+    if isinstance(t, ManualTensor):
+        return mesh_.ShardingType.MANUAL
+    spec = layout(t)
+    if spec is None:
+        return None
+    return mesh_.ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
+
+
+def spec_tuple(t: torch.Tensor) -> tuple[Any, ...] | None:
+    """The partition spec as a tuple; axes that the program gave no names to, by index."""
+    spec = layout(t)
+    if spec is None:
+        return None
+    unnamed = spec.mesh.axis_names == tuple(map(str, range(len(spec.mesh.axis_names))))
+    shown = (lambda axis: int(axis)) if unnamed else (lambda axis: axis)
+    return tuple(
+        tuple(map(shown, entry)) if isinstance(entry, tuple) else None if entry is None else shown(entry) for entry in spec.partition_spec
+    )
+
+
+def shards(t: torch.Tensor) -> list[XLAShard]:
+    """The local shards with torch_xla's indices: `...` for the whole, else a list of full slices."""
+    ours: Any = XLAShardedTensor(t.detach())
+    held: list[XLAShard] = _local_shards(ours)
+    spec = layout(t)
+    whole = spec is None or spec.is_replicated
+    for position, shard in enumerate(held):
+        if whole:
+            shard.indices, shard.replica_id = ..., position
+        elif not isinstance(shard.indices, EllipsisType):
+            shard.indices = [slice(*s.indices(size)) for s, size in zip(shard.indices, t.shape, strict=True)]
+    return held
+
+
+def _local_shards(t: Any) -> list[XLAShard]:
+    return t.local_shards
+
+
+def debug_info(t: torch.Tensor) -> str:
+    """`torch_xla._XLAC._get_xla_tensor_debug_info(t)`: where the value is and how it lies."""
+    buffer = buffer_of(t)
+    if buffer.value is None and buffer.host is not None:
+        return f"XLATensor {{\nDevice: SPMD:0\nIR: None\nXLAData: None\nTensor on host: with size {list(t.shape)}\n}}"
+    spec = layout(t)
+    data = "XLAData: \n  Data Device: SPMD:0\n"
+    if spec is not None:
+        data = f"XLAData: \n  XLAShardedData(\n  Data Device: SPMD:0\n  OpSharding: {spec.to_xla()}\n  NumShards: {spec.mesh.size()}\n  )\n"
+    return f"XLATensor {{\nDevice: SPMD:0\nIR: xla::device_data\n{data}Tensor on host: None\n}}"

@@ -1,0 +1,102 @@
+"""`call_jax`: a JAX function called on torch tensors, differentiable by torch's autograd through `jax.vjp`.
+
+    y = spmd.call_jax(jnp.sin, (x,))                  # x a tensor on device 'jax', y too
+    y.sum().backward()
+
+Any container may hold the tensors; other values are handed on as they are, and are part of what is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes, to_numpy_dtype
+from spmd.base._errors import SpmdError, message
+from spmd.device._storage import load, wrap
+from spmd.device._whole import Call, differentiable
+
+_NO_TENSOR = object()
+
+
+def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, name: str | None = None) -> Any:
+    """`jax_func(*args, **kwargs)` with tensors in place of arrays, in and out.
+
+    Args:
+        jax_func: a function of jax arrays that `jax.jit` can trace; it has no side effects.
+        args: positional arguments; tensors on device 'jax' anywhere in them become arrays.
+        kwargs: keyword arguments, alike.
+        name: what the call is called in profiles and programs.
+
+    Returns:
+        What `jax_func` returns, its arrays as tensors on device 'jax'.
+
+    Raises:
+        SpmdError: a tensor is not on device 'jax'.
+    """
+    flat, tree = pytree.tree_flatten((args, kwargs or {}))
+    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if tensor.device.type != "jax":
+            raise SpmdError(
+                message(
+                    f"{name or getattr(jax_func, '__name__', 'the function')} was given a tensor on device '{tensor.device}'",
+                    fix="move it first: x.to('jax')",
+                )
+            )
+    static = tuple(_NO_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+    try:
+        call = _remembered(jax_func, static, tuple(map(type, static)), _Tree(tree), name)
+    except TypeError:  # an argument that cannot be the key of a dict
+        call = _JaxCall(jax_func, static, tree, name)
+    return call(tensors)
+
+
+class _JaxCall:
+    """One function with its static arguments."""
+
+    def __init__(self, fn: Callable[..., Any], static: tuple[Any, ...], tree: Any, name: str | None) -> None:
+        self._results: dict[Any, tuple[Any, list[Any]]] = {}
+
+        def run(dynamic: Any, key: Any) -> tuple[Any, tuple[Any, ...]]:
+            arrays = iter(dynamic)
+            args, kwargs = pytree.tree_unflatten([next(arrays) if leaf is _NO_TENSOR else leaf for leaf in static], tree)
+            leaves, out_tree = pytree.tree_flatten(fn(*args, **kwargs))
+            shapes = tuple((array.shape, array.dtype) for array in dynamic)
+            self._results[shapes] = out_tree, [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves]
+            results = tuple(leaf for leaf in leaves if isinstance(leaf, jax.Array))
+            return results[0] if len(results) == 1 else results, ()
+
+        self._call = Call(run, name or getattr(fn, "__name__", "call_jax"))
+        self._plain = jax.jit(lambda dynamic: run(dynamic, None)[0])
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            made: Any = differentiable(self._call, tensors)
+        else:
+            with exact_dtypes():
+                made = jax.tree.map(wrap, self._plain([load(t) for t in tensors]))
+        results = iter(made if isinstance(made, tuple) else (made,))
+        tree, leaves = self._results[tuple((tuple(t.shape), to_numpy_dtype(t.dtype)) for t in tensors)]
+        return pytree.tree_unflatten([next(results) if leaf is None else leaf[0] for leaf in leaves], tree)
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A container's structure that can be the key of a dict; torch's own is compared by value and has no hash."""
+
+    spec: Any
+
+    def __hash__(self) -> int:
+        return hash(str(self.spec))
+
+
+@functools.lru_cache(maxsize=256)  # of compiled calls; a function that is made anew for each call is compiled for each call
+def _remembered(fn: Any, static: tuple[Any, ...], kinds: tuple[type, ...], tree: _Tree, name: str | None) -> _JaxCall:
+    return _JaxCall(fn, static, tree.spec, name)

@@ -1,0 +1,96 @@
+"""The device's random stream: a seed and a count of draws, both on the host, from which every key is derived.
+
+The n-th draw after `torch.manual_seed(s)` uses the key fold_in(s, n), whatever the mesh or the number of devices. While a
+program is traced, seed and count at its start are inputs of the program, so one executable serves every call, and the
+count advances by the number of draws in the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from mesh.job import _join
+from spmd.base._errors import SpmdError, message
+from spmd.device._storage import recording
+
+_WORDS = 4  # (seed high, seed low, count high, count low), 32 bits each
+
+
+class RandomStream:
+    """Seed and number of draws so far.
+
+    Attributes:
+        seed: 64-bit integer.
+        draws: keys handed out since the seed was set.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed % 2**64
+        self.draws = 0
+
+    def words(self) -> np.ndarray[Any, Any]:
+        """The state as uint32[4]: seed and draws, high word first."""
+        return np.array([self.seed >> 32, self.seed & 0xFFFFFFFF, self.draws >> 32, self.draws & 0xFFFFFFFF], np.uint32)
+
+    def get_state(self) -> torch.Tensor:
+        """The state as a CPU byte tensor of 16 elements, as `torch.get_rng_state` gives it."""
+        return torch.from_numpy(self.words().view(np.uint8).copy())
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Take a state from `get_state`."""
+        if state.dtype != torch.uint8 or state.numel() != 4 * _WORDS:
+            raise SpmdError(
+                message(
+                    "this is no random state of device 'jax'",
+                    f"expected 16 bytes (uint8), got {state.numel()} elements of {state.dtype}",
+                    fix="pass what torch.jax.get_rng_state() returned",
+                )
+            )
+        words = [int(w) for w in state.cpu().numpy().view(np.uint32)]
+        self.seed, self.draws = words[0] << 32 | words[1], words[2] << 32 | words[3]
+
+
+default_stream = RandomStream(torch.initial_seed())
+
+
+def share_seed() -> None:
+    """In a job, take process 0's seed: PyTorch seeds itself differently in every process until `torch.manual_seed`."""
+    torch.manual_seed(int(_join.shared("torch seed", str(torch.initial_seed()))))
+
+
+def next_key() -> Any:
+    """Key data (uint32[2]) of the stream's next draw; advances the stream."""
+    recorder = recording.get()
+    if recorder is None:
+        words: Any = default_stream.words()
+        key = key_of_words(words)
+    else:
+        words, start = recorder.random_state()
+        key = _key(words[:2], words[2:], default_stream.draws - start)
+    default_stream.draws += 1
+    return key
+
+
+def advanced(words: Any, draws: int) -> Any:
+    """The state `draws` draws later, as uint32[4], computed on the device."""
+    low = words[3] + np.uint32(draws)
+    high = words[2] + (low < words[3]).astype(np.uint32)
+    return words.at[2].set(high).at[3].set(low)
+
+
+def _key(seed: Any, draws: Any, ahead: int) -> Any:
+    """fold_in of the draw's 64-bit number, `ahead` draws after the one whose two words are given."""
+    low = draws[1] + np.uint32(ahead % 2**32)
+    high = draws[0] + (low < draws[1]).astype(np.uint32)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), high), low)
+    return jax.random.key_data(key)
+
+
+@jax.jit
+def key_of_words(words: Any) -> Any:
+    """Key data of the next draw after a state, uint32[4]."""
+    return _key(words[:2], words[2:], 0)

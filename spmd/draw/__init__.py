@@ -1,0 +1,1 @@
+"""Drawings of layouts: `spmd.visualize` makes them."""

@@ -1,0 +1,132 @@
+"""A tensor cut into tiles, and which devices hold each: what pictures of shardings are drawn from. A value.
+
+Tiling.of_spec(ShardingSpec(m, ("data", None)), (64, 16))
+Tiling.of_string("{devices=[2,2]0,1,2,3}")             # as XLA and torch_xla write shardings
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+
+_DEVICES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\s*(.*?)\}")
+_TRAILING = re.compile(r"(last_tile_dim_replicate|last_tile_dims=\{(.*)\})?")
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """How a tensor is cut.
+
+    Attributes:
+        title: what is drawn.
+        names: a word for each dim: "dim 0", or an axis of a mesh.
+        sizes: of the dims, or None where only the number of tiles is known.
+        devices: ids, shape = tiles along each dim, then the copies of one tile.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+    devices: npt.NDArray[np.int64]
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Number of tiles along each dim."""
+        return self.devices.shape[:-1]
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold each tile."""
+        return self.devices.shape[-1]
+
+    def range_text(self, dim: int, tile: int) -> str:
+        """What of a dim one tile holds: "16:32", or "1" where sizes are not known."""
+        if self.sizes is None:
+            return str(tile)
+        piece = -(-self.sizes[dim] // self.tiles[dim])
+        return f"{min(tile * piece, self.sizes[dim])}:{min((tile + 1) * piece, self.sizes[dim])}"
+
+    @classmethod
+    def of_spec(cls, sharding: mesh_.ShardingSpec, shape: tuple[int, ...] | None, title: str = "") -> Tiling:
+        """The tiles of a tensor of `shape`, or of any tensor of the spec's rank."""
+        grid, names = sharding.mesh.get_logical_mesh(), list(sharding.mesh.axis_names)
+        per_dim = [[names.index(str(axis)) for axis in mesh_.entry_axes(entry)] for entry in sharding.partition_spec]
+        used = [axis for axes in per_dim for axis in axes]
+        rest = [axis for axis in range(grid.ndim) if axis not in used]
+        tiles = tuple(math.prod(grid.shape[axis] for axis in axes) for axes in per_dim)
+        words = tuple(f"dim {dim}" + _over(sharding, dim) for dim in range(len(tiles)))
+        return cls(title or str(sharding.partition_spec), words, shape, grid.transpose(used + rest).reshape(*tiles, -1))
+
+    @classmethod
+    def of_mesh(cls, mesh: mesh_.Mesh) -> Tiling:
+        """The devices of a mesh, one tile each."""
+        return cls(str(mesh), tuple(mesh.axis_names), None, mesh.get_logical_mesh()[..., None])
+
+    @classmethod
+    def of_string(cls, text: str, num_devices: int | None = None) -> Tiling:
+        """A sharding as XLA writes it: tiled, partly replicated, replicated, maximal or manual.
+
+        Args:
+            num_devices: for "{replicated}" and "{manual}", which do not say; default: those of this process.
+
+        Raises:
+            SpmdError: the text is none of these.
+        """
+        stripped = text.strip()
+        if stripped in ("{replicated}", "{manual}", ""):
+            count = mesh_.device_count() if num_devices is None else num_devices
+            word = {"{manual}": "manual: each device has its own"}.get(stripped, "whole")
+            return cls(stripped or "{replicated}", (word,), None, np.arange(count)[None])
+        maximal = re.fullmatch(r"\{maximal device=(\d+)\}", stripped)
+        if maximal:
+            return cls(stripped, ("whole",), None, np.array([[int(maximal[1])]]))
+        match = _DEVICES.fullmatch(stripped)
+        if not match or not _TRAILING.fullmatch(match[5]):
+            raise SpmdError(
+                message(
+                    f"{text!r} is no sharding",
+                    "known: {devices=[2,2]0,1,2,3}, {devices=[2,1,2]<=[4] last_tile_dim_replicate}, {replicated}, {maximal device=0}",
+                    fix="pass what XLA or torch_xla printed",
+                )
+            )
+        tiles = [int(n) for n in match[1].split(",")]
+        ids = _ids(match)
+        if ids.size != math.prod(tiles):
+            raise SpmdError(message(f"{text!r} names {ids.size} devices for {math.prod(tiles)} tiles", fix="name one device per tile"))
+        trailing = match[5].count(",") + 1 if match[5].startswith("last_tile_dims") else 1 if match[5] else 0
+        own = tiles[: len(tiles) - trailing]
+        return cls(stripped, tuple(f"dim {dim}" for dim in range(len(own))), None, ids.reshape(*own, -1))
+
+
+def _over(sharding: mesh_.ShardingSpec, dim: int) -> str:
+    axes = mesh_.entry_axes(sharding.partition_spec[dim])
+    return f" over {' and '.join(map(str, axes))}" if axes else ""
+
+
+def _ids(match: re.Match[str]) -> npt.NDArray[np.int64]:
+    """The device ids of a tiled sharding, listed or as a transposed iota."""
+    if match[4]:
+        return np.array([int(n) for n in match[4].split(",") if n])
+    shape = [int(n) for n in match[2].split(",")]
+    order = [int(n) for n in match[3].split(",")] if match[3] else list(range(len(shape)))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel()
+
+
+def device_text(ids: npt.NDArray[np.int64]) -> str:
+    """Ids in a few characters: "0", "0 2 4", "0-7", "0 8 ... 56"."""
+    found = [int(i) for i in ids]
+    if len(found) > 2 and found == list(range(found[0], found[0] + len(found))):
+        return f"{found[0]}-{found[-1]}"
+    if len(found) > 4:
+        return f"{found[0]} {found[1]} … {found[-1]}"
+    return " ".join(map(str, found))
+
+
+__all__ = ["Tiling", "device_text"]

@@ -1,0 +1,122 @@
+"""What a compiled step does more in a job of several processes: it is the same in all of them, and watched.
+
+Before a program runs for the first time its digest is compared; each call enters the watchdog's count and the running
+check of what the processes feed. Alone, a step has no `Watched` and pays nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+import mesh
+from mesh.job import _agreement, _join
+from spmd.base._errors import SpmdError, message
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer
+
+# What of jax's settings changes what a program computes.
+_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+    "jax_debug_nans",
+)
+_SHOWN = 160
+
+
+def compiling() -> AbstractContextManager[None]:
+    """While active, the watchdog waits as long as a compilation may take."""
+    return nullcontext() if _join.job() is None else mesh.long("compiling")
+
+
+class Watched:
+    """The job's hooks of one program."""
+
+    def __init__(self, job: _join.Job) -> None:
+        self._job = job
+
+    def require_same(self, name: str, lowered: Any, grid: mesh.Mesh | None, state: list[Buffer], args: list[Buffer]) -> None:
+        """Compare the program with the other processes', before anything of it runs.
+
+        Raises:
+            mesh.JobError: a process differs; the message names it and the item.
+            SpmdError: the program holds a collective that is known to compute wrong numbers here.
+        """
+        text = lowered.as_text()
+        items = {
+            "function": name,
+            "flags": _short({**_join.program_environment(), **{s: str(jax.config.values.get(s)) for s in _SETTINGS}}),
+            "mesh": "none" if grid is None else grid.to_string(),
+            "arguments": _short([_layout(b) for b in args]),
+            "state": _short([_layout(b) for b in state]),
+            "seed": f"torch {torch.initial_seed()}, device {default_stream.seed}, {default_stream.draws} draws",
+            "uploaded values": f"digest {_agreement.digest(repr([b.digest for b in (*state, *args)]).encode()):08x}",
+            "program": hashlib.sha256(text.encode()).hexdigest()[:16],
+        }
+        number = self._job.next_program()
+        limit_s = self._job.watchdog.first_s
+        _agreement.compare(self._job.service, self._job.host.index, f"program {number} ({name})", items, limit_s)
+
+    def begin(self, numbers: list[float], args: list[Buffer], hosts: list[np.ndarray[Any, Any]]) -> None:
+        """A call begins, with these numbers of the optimizers, device tensors and CPU tensors.
+
+        Raises:
+            mesh.JobError: the processes fed different data one step ago.
+        """
+        job = self._job
+        job.watchdog.enter()
+        job.steps.note("random stream", _agreement.digest(default_stream.words().tobytes()))
+        job.steps.note("numbers of the optimizers", _agreement.digest(np.array(numbers, np.float64).tobytes()))
+        job.steps.note("uploaded values", _agreement.digest(repr([b.digest for b in args]).encode()))
+        for host in hosts:
+            job.steps.note("CPU tensors", _agreement.digest(host.reshape(-1).view(np.uint8)))
+        job.steps.begin()
+
+    def end(self) -> None:
+        """The call was dispatched."""
+        self._job.watchdog.leave()
+
+
+def require_sound(hlo: str) -> None:
+    """Refuse what computes wrong numbers between CPU processes; see mesh/platform/_gloo.py.
+
+    Raises:
+        SpmdError: the compiled program holds a reduce-scatter.
+    """
+    if " reduce-scatter(" in hlo or " reduce-scatter-start(" in hlo:
+        raise SpmdError(
+            message(
+                "the compiled program holds a reduce-scatter, which computes wrong numbers between CPU processes (jax#40830)",
+                "gloo's reduce-scatter is wrong for chunks of 4 MiB and more, without an error",
+                fix="run on one process, or on another platform",
+            )
+        )
+
+
+def watched() -> Watched | None:
+    """The hooks for a new program, or None alone."""
+    job = _join.job()
+    return None if job is None else Watched(job)
+
+
+def _layout(buffer: Buffer) -> str:
+    annotation = buffer.annotation
+    placed = "" if annotation is None else str(annotation.partition_spec)
+    return f"{buffer.dtype}{list(buffer.shape)}{placed}"
+
+
+def _short(value: Any) -> str:
+    """The value's text if it is short, else its beginning and a digest of it all."""
+    text = str(value)
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... ({len(text)} characters, digest {hashlib.sha256(text.encode()).hexdigest()[:12]})"

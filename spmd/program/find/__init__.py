@@ -1,0 +1,1 @@
+"""What a function can reach: modules, optimizers, Python values, objects that hold tensors."""

@@ -1,0 +1,241 @@
+"""Finds what a function can reach: its closure, the globals it names, its `self`, its arguments, and what these hold.
+
+Modules are found for their names and flags, optimizers because their numbers and state must be prepared before the trace,
+leaf tensors for their gradients, and every place that holds a Python value so that a change of it is noticed (`_held`). Of
+an object only the attributes that some function in reach names count: a counter that nobody reads causes no retrace.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spmd.device._storage import is_device_tensor
+from spmd.program.find._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
+from spmd.program.find._objects import flatten
+
+_DEPTH = 4
+_LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
+    sys.stdlib_module_names - {"__main__", "types", "argparse", "dataclasses"}
+)
+_PROGRAMS = ("spmd.demo", "spmd.bench")  # are users of this package
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
+_OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
+
+
+@dataclass
+class Reachable:
+    """What a function can reach.
+
+    Attributes:
+        modules: root modules with the name they were found under.
+        optimizers: all optimizers.
+        tensors: tensors that no module holds.
+        holders: classes of arguments that are containers even while they hold no tensor.
+    """
+
+    modules: dict[int, tuple[str, torch.nn.Module]] = field(default_factory=dict[int, tuple[str, torch.nn.Module]])
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    holders: frozenset[type] = frozenset()
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
+    _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
+    _held: list[Held] = field(default_factory=list[Held])
+    _objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+    _owners: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
+    _classes: dict[type, str] = field(default_factory=dict[type, str])
+
+    def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
+        """Walk `value`: modules, optimizers, functions, containers, and plain objects a few levels deep."""
+        if depth > _DEPTH or id(value) in self._seen or isinstance(value, (*PLAIN, types.ModuleType)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
+        elif isinstance(value, torch.nn.Module):
+            self._visit_module(value, name, depth)
+        elif isinstance(value, torch.optim.Optimizer):
+            if any(p.device.type == "jax" for group in value.param_groups for p in group["params"]):
+                self.optimizers.append(value)
+        elif isinstance(value, (list, tuple, set, dict)):
+            self._visit_container(value, name, depth)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.visit(part, name, depth + 1)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, "self", depth + 1)
+            self.visit(value.__func__, name, depth)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, depth)
+        elif isinstance(getattr(value, "__wrapped__", None), types.FunctionType):  # another compiled function
+            self.visit(value.__wrapped__, name, depth)
+        elif isinstance(value, type):
+            self._note_class(value, value.__name__)
+        elif not _is_library(type(value).__module__):
+            self._visit_object(value, name, depth)
+
+    def add(self, value: Any) -> None:
+        """Visit what the function turned out to reach."""
+        self.visit(value)
+        self._visit_named()
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Tensors that may get a gradient."""
+        return [t for t in self.device_tensors() if t.requires_grad and t.is_leaf]
+
+    def device_tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers and other tensors in reach that are on device 'jax'."""
+        return [t for _, t in self.named_tensors()]
+
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        """The optimizers' state that is on device 'jax'."""
+        states = (s for o in self.optimizers for s in o.state.values() if isinstance(s, dict))
+        return [v for s in states for v in s.values() if is_device_tensor(v)]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor in reach that is on device 'jax', once, with a name for messages."""
+        yield from ((name, t) for name, t in self._named() if t.device.type == "jax")
+
+    def cpu_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Each tensor in reach that is on the CPU, with a name for messages."""
+        return [(name, t) for name, t in self._named() if t.device.type == "cpu"]
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = [(f"{n}.{k}", t) for n, m in self.all_modules() for r in ("_parameters", "_buffers") for k, t in m.__dict__[r].items()]
+        named.extend(("a parameter of an optimizer", p) for o in self.optimizers for group in o.param_groups for p in group["params"])
+        named.extend(("a tensor that the function reads", t) for t in self.tensors.values())
+        yield from {id(t): (name, t) for name, t in reversed(named) if t is not None}.values()
+
+    def places(self) -> list[Held]:
+        """Every place that holds a Python value."""
+        held = list(self._held)
+        for name, attributes in self._objects:
+            held.append(in_object(f"{name}.{{}}", attributes, self._names))
+        for owner, name in self._classes.items():
+            keys = [k for k, v in vars(owner).items() if k in self._names and isinstance(v, PLAIN)]
+            if keys:
+                held.append(in_class(f"{name}.{{}}", owner, keys))
+        return held
+
+    def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Every module under the roots, once, with its qualified name."""
+        seen: set[int] = set()
+        for root_name, root in self.modules.values():
+            for name, module in root.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield name or root_name, module
+
+    def _visit_module(self, root: torch.nn.Module, name: str, depth: int) -> None:
+        self.modules[id(root)] = (name, root)
+        for module in root.modules():
+            self._note_class(type(module), type(module).__name__)
+            self._owners.append((depth + 1, {k: v for k, v in module.__dict__.items() if k not in _OF_EVERY_MODULE}))
+
+    def _visit_container(self, value: Any, name: str, depth: int) -> None:
+        items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        if type(value) is list and len(value) <= MAX_ITEMS:
+            self._held.append(in_list(f"{name}[{{}}]", value))
+        elif isinstance(value, dict) and len(value) <= MAX_ITEMS:
+            self._held.append(in_dict(f"{name}[{{!r}}]", value))
+        for key, item in items:
+            self.visit(item, str(key) if isinstance(key, str) else f"{name}[{key}]", depth + 1)
+
+    def _visit_object(self, value: Any, name: str, depth: int) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
+            return
+        self._objects.append((name or type(value).__name__, attributes))
+        self._note_class(type(value), type(value).__name__)
+        self._owners.append((depth + 1, attributes))
+
+    def _note_class(self, owner: type, name: str) -> None:
+        for base in owner.__mro__:
+            if not _is_library(base.__module__):
+                self._classes.setdefault(base, name)
+
+    def _visit_named(self) -> None:
+        """The attributes of objects, and the methods of classes in reach, that a function in reach names; these name others."""
+        before = -1
+        while before != len(self._seen):
+            before = len(self._seen)
+            for depth, attributes in list(self._owners):
+                for name in self._names & attributes.keys():
+                    self.visit(attributes[name], name, depth)
+            for owner in list(self._classes):
+                for name in self._names & vars(owner).keys():
+                    method = vars(owner)[name]
+                    method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+                    if isinstance(method, types.FunctionType) or hasattr(method, "__wrapped__"):
+                        self.visit(method, name, 1)
+
+    def _visit_function(self, fn: types.FunctionType, depth: int) -> None:
+        if _is_library(fn.__module__ or ""):
+            return
+        named = _names_in(fn.__code__)
+        self._names.update(named)
+        cells = fn.__closure__ or ()
+        if cells:
+            self._held.append(in_closure(fn.__code__.co_freevars, cells))
+        for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
+            try:
+                self.visit(cell.cell_contents, name, depth + 1)
+            except ValueError:  # an empty cell: the name is bound later
+                continue
+        found = [name for name in dict.fromkeys(_globals_in(fn.__code__)) if name in fn.__globals__]
+        self._held.append(in_globals(fn.__globals__, [n for n in found if not isinstance(fn.__globals__[n], _CODE)]))
+        for name in found:
+            self.visit(fn.__globals__[name], name, depth + 1)
+        self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
+        self.visit(fn.__defaults__, "", depth + 1)
+
+
+def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], holders: frozenset[type] = frozenset()) -> Reachable:
+    """Everything `fn(*args, **kwargs)` can name."""
+    found = Reachable(holders=holders)
+    found.visit(fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)) else fn.__call__, "fn")
+    names = fn.__code__.co_varnames if isinstance(fn, types.FunctionType) else ()
+    for i, value in enumerate((*args, *kwargs.values())):
+        for leaf in flatten(value, classes=holders).leaves:  # containers and tensors are part of the signature
+            if not isinstance(leaf, torch.Tensor):
+                found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
+    found._visit_named()
+    return found
+
+
+def _is_library(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_PROGRAMS)
+
+
+_GLOBAL_LOADS = {dis.opmap["LOAD_NAME"]: 0, dis.opmap["LOAD_GLOBAL"]: 1}  # bits of the argument below the name's number
+
+
+def _globals_in(code: types.CodeType) -> list[str]:
+    """Names that the code, or a function defined inside it, looks up as globals: not the attribute of `optimizer.step()`,
+    or a loop variable `step` of the script would be taken for state of its function."""
+    names, higher = list[str](), 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):  # `dis` also finds jumps and lines: ten times slower
+        arg = higher | low
+        higher = arg << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _GLOBAL_LOADS:
+            names.append(code.co_names[arg >> _GLOBAL_LOADS[op]])
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_globals_in(constant))
+    return names
+
+
+def _names_in(code: types.CodeType) -> Sequence[str]:
+    """Names that the code, or a function defined inside it, may look up as globals or attributes."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_names_in(constant))
+    return names

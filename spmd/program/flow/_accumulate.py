@@ -1,0 +1,105 @@
+"""`spmd.accumulate(k)`: a loop over k micro-batches that is traced twice, whatever k is.
+
+    @spmd.compile
+    def step(xs, ys):                      # [k, batch, ...]
+        opt.zero_grad()
+        losses = spmd.accumulate(k)(micro)(xs, ys)
+        opt.step()
+        return losses.mean()
+
+It means `[micro(xs[i], ys[i]) for i in range(k)]`, stacked. Eagerly it is that loop. In a compiled function the first round
+runs as it stands, so that gradients are born as PyTorch makes them; the other rounds are one `jax.lax.scan` whose carry is
+every buffer that a round writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.device._random_stream import advanced, default_stream
+from spmd.device._storage import Buffer, load, recording, wrap
+from spmd.program.flow._round import one_round, words_now
+
+
+def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a function on each of `rounds` micro-batches and stack its results.
+
+    Args:
+        rounds: number of micro-batches k, at least 1.
+
+    Returns:
+        A decorator: the decorated function takes tensors with a first dim of size k and returns its results stacked along
+        a new first dim of size k.
+
+    Raises:
+        SpmdError: an argument has no first dim of size k.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: torch.Tensor) -> Any:
+            for arg in args:
+                if arg.dim() == 0 or arg.shape[0] != rounds:
+                    raise SpmdError(
+                        message(
+                            f"accumulate({rounds}) needs every argument stacked along a first dim of {rounds}",
+                            f"got one of shape {tuple(arg.shape)}",
+                            fix=f"reshape the batch to [{rounds}, batch // {rounds}, ...]",
+                        )
+                    )
+            first = _detached(fn(*(arg[0] for arg in args)))
+            if rounds == 1:
+                return pytree.tree_map(lambda t: t.unsqueeze(0), first)
+            if recording.get() is None:
+                rest = [_detached(fn(*(arg[i] for arg in args))) for i in range(1, rounds)]
+                return pytree.tree_map(lambda *ts: torch.stack(ts), first, *rest)
+            with exact_dtypes():
+                stacked = _scanned(fn, [load(arg)[1:] for arg in args], rounds - 1)
+            return pytree.tree_map(lambda head, tail: torch.cat([head.unsqueeze(0), tail]), first, stacked)
+
+        return run
+
+    return decorate
+
+
+def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
+    """The rounds as one scan: carry is what a round writes and the random state; results are stacked."""
+    words = words_now()
+    tree: list[Any] = []
+    carried: list[Buffer] = []
+    draws = [0]
+
+    def discover(slices: list[Any], now: Any) -> None:
+        with one_round(now) as round_:
+            fn(*map(wrap, slices))
+        carried.extend(round_.written)
+        draws[0] = round_.draws
+
+    jax.eval_shape(discover, [stack[0] for stack in stacks], words)
+
+    def one(carry: Any, slices: list[Any]) -> Any:
+        values, now = carry
+        with one_round(now) as round_:
+            round_.hold(dict(zip(carried, values, strict=True)))
+            flat, spec = pytree.tree_flatten(fn(*map(wrap, slices)))
+            tree.append(spec)
+            outputs = [load(t) for t in flat]
+            new = [buffer.value for buffer in carried]
+        return (new, advanced(now, draws[0])), outputs
+
+    start = [buffer.get() for buffer in carried]
+    (final, _), outputs = jax.lax.scan(one, (start, words), stacks, length=rounds)
+    for buffer, value in zip(carried, final, strict=True):
+        buffer.set(value)
+    default_stream.draws += draws[0] * rounds
+    return pytree.tree_unflatten([wrap(o) for o in outputs], tree[-1])
+
+
+def _detached(result: Any) -> Any:
+    return pytree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, result)

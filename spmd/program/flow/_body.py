@@ -1,0 +1,131 @@
+"""A function of tensors that a trace runs in another place than it stands: a branch, the body of a loop.
+
+It may read and write what lies around it. The first, abstract trace finds what; its gradient is torch's own, from a trace with
+leaves in place of operands and closure tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceError, called_at, message
+from spmd.device._storage import Buffer, is_device_tensor, load, wrap
+from spmd.program.flow._closure import Closure, gradients
+from spmd.program.flow._round import one_round
+
+Fn = Callable[..., Any]
+
+
+@dataclass
+class Body:
+    """A function of tensors that is traced more than once, and what its first trace found.
+
+    Attributes:
+        fn: takes the operands, returns any container of tensors.
+        operands: its example operands; what is no device tensor is passed on as it is.
+        closure: tensors with a gradient that it takes from around it.
+        written: buffers from around it that it writes.
+        seen: buffers from around it that it reads or writes, with their values then.
+        draws: random numbers that one run of it draws.
+        shapes: shape and dtype of each result.
+        tree: container of the results.
+        grads: for each result whether a gradient flows back from it.
+    """
+
+    fn: Fn
+    operands: Sequence[Any]
+    words: Any
+    closure: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    written: list[Buffer] = field(default_factory=list[Buffer])
+    seen: dict[Buffer, Any] = field(default_factory=dict[Buffer, Any])
+    draws: int = 0
+    shapes: list[Any] = field(default_factory=list[Any])
+    tree: Any = None
+    grads: list[bool] = field(default_factory=list[bool])
+
+    def __post_init__(self) -> None:
+        """Trace it once, abstractly."""
+
+        def discover(arrays: list[Any]) -> list[Any]:
+            with one_round(self.words) as round_:
+                operands = self.bound(arrays)
+                for old, new in zip(self.operands, operands, strict=True):
+                    if is_device_tensor(old) and old.requires_grad:
+                        new.requires_grad_()
+                with Closure(round_.newborn.__contains__) as closure:
+                    flat, self.tree = pytree.tree_flatten(self.fn(*operands))
+                self.closure = list(closure.tensors.values())
+                self.grads = [is_device_tensor(t) and t.requires_grad for t in flat]
+                outputs = [_as_array(t) for t in flat]
+            self.written, self.seen, self.draws = list(round_.written), dict(round_.seen), round_.draws
+            return outputs
+
+        with exact_dtypes():
+            self.shapes = jax.eval_shape(discover, self.arrays(self.operands))
+
+    @staticmethod
+    def arrays(operands: Sequence[Any]) -> list[Any]:
+        """The arrays among some operands."""
+        return [load(t) for t in operands if is_device_tensor(t)]
+
+    def bound(self, arrays: Sequence[Any]) -> list[Any]:
+        """The operands with other arrays, as tensors of their own."""
+        rest = iter(arrays)
+        return [wrap(next(rest)) if is_device_tensor(t) else t for t in self.operands]
+
+    def run(self, arrays: Sequence[Any], words: Any, written: Sequence[Buffer], values: Sequence[Any] | None = None) -> Any:
+        """(results, new values of `written`) as arrays; `values`: what these held before, if not what they hold now."""
+        with one_round(words) as round_:
+            if values is not None:
+                round_.hold(dict(zip(written, values, strict=True)))
+            with torch.no_grad():
+                flat = pytree.tree_leaves(self.fn(*self.bound(arrays)))
+            return [_as_array(t) for t in flat], [buffer.get() for buffer in written]
+
+    def pull_back(
+        self, arrays: Sequence[Any], closure: Sequence[Any], held: dict[Buffer, Any], words: Any, wanted: Sequence[int], cotangents: Any
+    ) -> list[Any]:
+        """Gradients, as arrays, for the operands at the positions `wanted` (of the tensors among them) and the closure.
+
+        Args:
+            arrays, closure: the values of the operands and of the closure tensors.
+            held: buffers from around it, with the values that they had when it ran.
+            cotangents: one array per result, None where no gradient flows.
+        """
+        with one_round(words) as round_:
+            round_.hold(held)
+            operands = self.bound(arrays)
+            tensors = [t for t in operands if is_device_tensor(t)]
+            leaves = [tensors[i].requires_grad_() for i in wanted]
+            stand_ins = [wrap(value).requires_grad_() for value in closure]
+            pairs = list(zip(self.closure, stand_ins, strict=True))
+            flowing = [None if c is None else wrap(c) for c in cotangents]
+            found = gradients(self.fn, operands, pairs, [*leaves, *stand_ins], flowing)
+            return [load(g) for g in found]
+
+
+def _as_array(value: Any) -> Any:
+    """A result of a branch or a body as an array.
+
+    Raises:
+        TraceError: it is no tensor on device 'jax'.
+    """
+    if is_device_tensor(value):
+        return load(value)
+    raise TraceError(
+        message(
+            f"a branch or loop body in a compiled function returns {type(value).__name__}, not a tensor on device 'jax'",
+            *called_at(),
+            fix="return tensors on device 'jax'",
+        )
+    )
+
+
+__all__ = ["Body", "Fn"]

@@ -1,0 +1,119 @@
+"""Torch's control flow operators on device tensors: `torch.cond`, `while_loop`, `scan`, `associative_scan`.
+
+Eager they are the Python they stand for; in a trace they are lax's (`_cond`, `_loops`). `associative_scan` is torch's own
+recursion over halves in both, as it is in jax. torch hands these operators to Dynamo first, which this device has no need
+of: what is a constant of the trace to Dynamo, a parameter of a module, is state of the program here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._higher_order_ops import utils as torchs
+from torch._higher_order_ops.associative_scan import associative_scan, associative_scan_op, generic_associative_scan
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.while_loop import while_loop_op
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from spmd.device._numbers import NumberNode, carried
+from spmd.device._storage import is_device_tensor, recording, wrap
+from spmd.program.flow._body import Fn
+from spmd.program.flow._cond import conditional
+from spmd.program.flow._loops import looped, scanned
+
+_DEVICE_KEYS = (DispatchKey.PrivateUse1, DispatchKey.AutogradPrivateUse1)
+
+
+def register() -> None:
+    """Give the operators kernels for this device, and let calls with its tensors go to them directly."""
+    kernels: dict[Any, Fn] = {cond_op: cond, while_loop_op: while_loop, scan_op: scan, associative_scan_op: combine}
+    for op, kernel in kernels.items():
+        for key in _DEVICE_KEYS:
+            op.py_impl(key)(kernel)
+        op.fallthrough(DispatchKey.AutocastPrivateUse1)  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("_hop_compile_and_call", "_maybe_compile_and_run_fn"):
+        original = getattr(torchs, name)
+        for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops") and getattr(m, name, None) is original]:
+            setattr(module, name, _directly(original))
+    for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops")]:
+        if getattr(module, "associative_scan", None) is associative_scan:
+            module.associative_scan = _in_any_mode  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _directly(original: Fn) -> Fn:
+    """A funnel of torch's through which these operators reach Dynamo, except for those on this device."""
+
+    @functools.wraps(original)
+    def call(fn: Fn, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        ours = recording.get() is not None or any(is_device_tensor(leaf) or _is_lifted(leaf) for leaf in leaves)
+        if not ours or any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return original(fn, *args, **kwargs)
+        if original.__name__ == "_hop_compile_and_call":  # its arguments come as one tuple
+            args, kwargs = args[0], kwargs.get("kwargs") or (args[1] if len(args) > 1 else None) or {}
+        args, kwargs = pytree.tree_map(lambda v: wrap(carried(v)) if _is_lifted(v) else v, (args, kwargs))
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _is_lifted(value: Any) -> bool:
+    return isinstance(value, torch.SymBool) and isinstance(value.node, NumberNode)
+
+
+@functools.wraps(associative_scan)
+def _in_any_mode(combine_fn: Fn, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+    """`associative_scan`, whose default mode torch has for two devices only: on this one a pointwise function is one of many.
+
+    Who imported the function before `spmd` has torch's own, which asks for `combine_mode="generic"`.
+    """
+    if all(map(is_device_tensor, pytree.tree_leaves(xs))) and combine_mode == "pointwise":
+        combine_mode = "generic"
+    return associative_scan(combine_fn, xs, dim, reverse, combine_mode)
+
+
+def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
+    """Kernel of `cond`: `pred` one element."""
+    if recording.get() is not None and isinstance(pred, torch.Tensor):
+        return conditional(pred if is_device_tensor(pred) else pred.to("jax"), true_fn, false_fn, operands)
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
+def while_loop(
+    cond_fn: Fn, body_fn: Fn, carried_inputs: Sequence[Any], additional_inputs: Sequence[Any], mutated_arg_indices: str = ""
+) -> Any:
+    """Kernel of `while_loop`."""
+    if recording.get() is not None:
+        return looped(cond_fn, body_fn, carried_inputs, additional_inputs)
+    values = tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in carried_inputs)
+    while cond_fn(*values, *additional_inputs):
+        values = body_fn(*values, *additional_inputs)
+    return values
+
+
+def scan(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], additional_inputs: Sequence[Any]) -> Any:
+    """Kernel of `scan`: returns what `combine_fn` returns, carry first, with its results stacked."""
+    if recording.get() is not None:
+        return scanned(combine_fn, init, xs, additional_inputs)
+    carry, rounds, tree = list(init), [], None
+    for i in range(xs[0].shape[0]):
+        flat, tree = pytree.tree_flatten(combine_fn(*carry, *(x[i] for x in xs), *additional_inputs))
+        carry = flat[: len(carry)]
+        rounds.append(flat[len(carry) :])
+    assert tree is not None, "torch refuses a scan over nothing"
+    return pytree.tree_unflatten([*carry, *(torch.stack(parts) for parts in zip(*rounds, strict=True))], tree)
+
+
+def combine(combine_fn: Fn, xs: Sequence[torch.Tensor], additional_inputs: Sequence[Any]) -> Any:
+    """Kernel of `associative_scan`, for one that Dynamo traced."""
+    return generic_associative_scan(combine_fn, xs, additional_inputs=additional_inputs)
+
+
+__all__ = ["register"]

@@ -1,0 +1,168 @@
+"""A function of torch tensors and its gradient as two jax functions, traced once: torch's own autograd writes the backward pass.
+
+The function and `torch.autograd.grad` of it run in one jax trace, as a function of inputs and of the results' cotangents. What
+does not depend on a cotangent is the forward pass; the rest is the backward pass, which gets the values it needs from the
+first. So `detach`, `no_grad` and `autograd.Function` mean what they mean in torch, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceError, called_at, message
+from spmd.base._jax import eval_jaxpr, split_by_dependence, with_constants_as_inputs
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer, buffer_of, load, wrap
+from spmd.program.find._discover import reachable
+from spmd.program.flow._round import Round, one_round
+
+TensorFunction = Callable[..., Any]
+
+
+class _Pure(Round):
+    """A round that may not write to what lies around it."""
+
+    def replace(self, tensor: torch.Tensor, value: Any) -> None:
+        """Let a tensor from outside have this value inside."""
+        buffer = buffer_of(tensor)
+        buffer.get()
+        self.hold({buffer: value})
+
+    def will_write(self, buffer: Buffer) -> None:
+        if buffer not in self.newborn:
+            raise TraceError(
+                message(
+                    "a function that is traced on its own writes in place to a tensor from outside it",
+                    *called_at(),
+                    f"the tensor has shape {buffer.shape}",
+                    fix="return the new value instead; for running statistics, call the layers one after the other",
+                )
+            )
+
+
+@dataclass
+class Joint:
+    """The two passes of one traced function.
+
+    Attributes:
+        consts: values from outside, leading inputs of `forward`; with the buffer each was read from, None for a mere constant.
+        captured: tensors with a gradient that the function reaches by itself; inputs after its arguments.
+        tree: structure of the function's result.
+        leaves: per leaf of the result: None for a tensor, else (the value,).
+        has_gradient: per tensor of the result, whether it takes a cotangent.
+        gradient_of: positions among arguments and captured tensors of the ones whose gradients `backward` returns.
+        draws: random numbers drawn per call.
+        num_outputs: tensors in the result.
+    """
+
+    forward: Any
+    backward: Any
+    consts: list[tuple[Any, Buffer | None]]
+    captured: list[torch.Tensor]
+    tree: Any
+    leaves: list[Any]
+    has_gradient: list[bool]
+    gradient_of: list[int]
+    draws: int
+    num_outputs: int
+    _gradient_known: list[bool]
+
+    def outer_values(self) -> list[Any]:
+        """Today's values of `consts`."""
+        return [value if buffer is None else buffer.get() for value, buffer in self.consts]
+
+    def run_forward(self, consts: Sequence[Any], inputs: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
+        """(results, residuals) of arrays; `inputs`: arguments, then captured."""
+        flat = eval_jaxpr(self.forward.jaxpr, self.forward.consts, *consts, *inputs, words)
+        count = self.num_outputs + sum(self._gradient_known)
+        return flat[: self.num_outputs], [*flat[count:], *flat[self.num_outputs : count]]
+
+    def run_backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients, in the order of `gradient_of`; `cotangents`: one per result that takes one."""
+        num_known = sum(self._gradient_known)
+        split = len(residuals) - num_known
+        known = iter(residuals[split:])
+        computed = iter(eval_jaxpr(self.backward.jaxpr, self.backward.consts, *residuals[:split], *cotangents))
+        return [next(known) if is_known else next(computed) for is_known in self._gradient_known]
+
+    def results(self, ctx: Any, outputs: Sequence[Any], residuals: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Of a forward pass on autograd's tape: its results as tensors; the residuals are saved for the backward pass."""
+        ctx.save_for_backward(*map(wrap, residuals))
+        results = tuple(map(wrap, outputs))
+        ctx.mark_non_differentiable(*(t for t, takes in zip(results, self.has_gradient, strict=True) if not takes))
+        return results
+
+
+def captured_by(fn: TensorFunction) -> list[torch.Tensor]:
+    """Tensors with a gradient that `fn` can reach without being given them."""
+    return [t for t in reachable(fn, (), {}).device_tensors() if t.requires_grad]
+
+
+def trace_joint(
+    fn: TensorFunction, args: Sequence[torch.Tensor], wanted: Sequence[bool], captured: Sequence[torch.Tensor], words: Any
+) -> Joint:
+    """Trace `fn(*args)`, a function of tensors, and the gradients of the `wanted` arguments and the captured tensors."""
+    found: dict[str, Any] = {}
+    needed = [*wanted, *[True] * len(captured)]
+    gradient_of = [i for i, is_needed in enumerate(needed) if is_needed]
+
+    def call(
+        arrays: Sequence[Any], now: Any, cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    ) -> tuple[list[Any], list[Any]]:
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace is this thread's
+        with one_round(now, _Pure) as part, one_thread, torch.enable_grad():
+            inputs = [wrap(a) for a in arrays[: len(args)]]
+            for tensor, is_wanted in zip(inputs, wanted, strict=True):
+                tensor.requires_grad_(is_wanted)
+            for tensor, value in zip(captured, arrays[len(args) :], strict=True):
+                part.replace(tensor, value)
+            leaves, tree = pytree.tree_flatten(fn(*inputs))
+            found.update(tree=tree, leaves=[None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves])
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            found["has_gradient"] = [o.requires_grad for o in outputs]
+            flowing = [o for o in outputs if o.requires_grad]
+            sources = [t for t, is_needed in zip([*inputs, *captured], needed, strict=True) if is_needed]
+            grads: list[Any] = [None] * len(sources)
+            if flowing and sources:
+                grads = list(torch.autograd.grad(flowing, sources, cotangents(flowing), allow_unused=True))
+            found["draws"] = default_stream.draws - part.start_draws
+            found["reads"] = {id(value): buffer for buffer, value in part.seen.items()}
+            arrays_out = [load(o.detach()) for o in outputs]
+            return arrays_out, [jnp.zeros(t.shape, load(t).dtype) if g is None else load(g) for g, t in zip(grads, sources, strict=True)]
+
+    with exact_dtypes():
+        examples = [jax.typeof(load(t)) for t in (*args, *captured)]
+        state = jax.typeof(jnp.asarray(words))
+        shapes = jax.eval_shape(lambda *a: call(a[:-1], a[-1], lambda outs: [torch.ones_like(o) for o in outs])[0], *examples, state)
+        flowing = [s for s, takes in zip(shapes, found["has_gradient"], strict=True) if takes]
+
+        def joint(known: Any, cotangents: Any) -> Any:
+            return call(known[:-1], known[-1], lambda outs: [wrap(c) for c in cotangents])
+
+        closed = jax.make_jaxpr(joint)([*examples, state], [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in flowing])
+        closed, consts = with_constants_as_inputs(closed)
+        num_known = len(closed.in_avals) - len(flowing)
+        forward, backward, is_unknown = split_by_dependence(closed, [False] * num_known + [True] * len(flowing))
+    num_outputs = len(shapes)
+    assert not any(is_unknown[:num_outputs])
+    return Joint(
+        forward,
+        backward,
+        [(value, found["reads"].get(id(value))) for value in consts],
+        list(captured),
+        found["tree"],
+        found["leaves"],
+        found["has_gradient"],
+        gradient_of,
+        found["draws"],
+        num_outputs,
+        [not unknown for unknown in is_unknown[num_outputs:]],
+    )

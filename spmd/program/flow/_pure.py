@@ -1,0 +1,140 @@
+"""`assume_pure`: a function without side effects, traced once per shapes, then run as one program forward and one backward.
+
+    block = spmd.assume_pure(block)        # the same results and gradients, without PyTorch's work per operation
+
+Unlike `spmd.compile` its results take part in autograd. Inside a compiled function it is the function itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.base._jax import is_tracing
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import load, recording, wrap
+from spmd.program.find._discover import reachable
+from spmd.program.flow._joint import Joint, captured_by, trace_joint
+from spmd.program.reuse._signature import modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_is_training = attrgetter("training")
+
+
+def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
+    """A function that computes what `fn` computes, traced once for each structure, shapes, dtypes and other arguments, under autocast
+    or not, and for modules in training or in evaluation.
+
+    Args:
+        fn: reads only its arguments and tensors that stay the same objects (parameters), and changes nothing: what else it
+            reads, a module's `p` or `eps`, is as it was when traced.
+
+    Returns:
+        The function; its results carry gradients to arguments and parameters.
+
+    Raises:
+        TraceError: while tracing, if `fn` writes in place to a tensor from outside or needs a value on the host.
+        SpmdError: an argument is no tensor and cannot be hashed.
+    """
+    programs: dict[Any, _Program] = {}
+
+    @functools.cache
+    def modules() -> list[torch.nn.Module]:
+        return [module for _, module in reachable(fn, (), {}).all_modules()]
+
+    @functools.wraps(fn)
+    def pure(*args: P.args, **kwargs: P.kwargs) -> R:
+        if recording.get() is not None or is_tracing():
+            return fn(*args, **kwargs)
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        with_gradient = torch.is_grad_enabled()
+        wanted = [with_gradient and t.requires_grad for t in tensors]
+        key = (str(tree), *map(_described, flat), tuple(wanted), modes(), *map(_is_training, modules()))
+        program = programs.get(key)
+        if program is None:
+            program = programs[key] = _Program(fn, flat, tree, wanted, with_gradient)
+        return program(tensors)
+
+    return pure
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        raise SpmdError(
+            message(
+                f"assume_pure was given a {type(leaf).__name__}, which cannot be told apart from another",
+                fix="pass tensors and plain values",
+            )
+        ) from None
+    return type(leaf), leaf
+
+
+class _Program:
+    """The two passes for one signature."""
+
+    def __init__(self, fn: Callable[..., Any], flat: list[Any], tree: Any, wanted: list[bool], with_gradient: bool) -> None:
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in flat]
+        static = [None if tensor else leaf for tensor, leaf in zip(is_tensor, flat, strict=True)]
+
+        def of_tensors(*tensors: torch.Tensor) -> Any:
+            given = iter(tensors)
+            leaves = [next(given) if tensor else leaf for tensor, leaf in zip(is_tensor, static, strict=True)]
+            args, kwargs = pytree.tree_unflatten(leaves, tree)
+            return fn(*args, **kwargs)
+
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        captured = captured_by(fn) if with_gradient else []
+        self.joint: Joint = trace_joint(of_tensors, tensors, wanted, captured, default_stream.words())
+        self.forward = jax.jit(self.joint.run_forward)
+        self.backward = jax.jit(self.joint.run_backward)
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
+        joint = self.joint
+        words = np.array(default_stream.words())
+        default_stream.draws += joint.draws
+        inputs = [*tensors, *joint.captured]
+        if joint.gradient_of and any(joint.has_gradient):
+            results = iter(_Passes.apply(self, words, *inputs))
+        else:
+            with exact_dtypes():
+                results = iter([wrap(a) for a in self.forward(joint.outer_values(), [load(t) for t in inputs], words)[0]])
+        return pytree.tree_unflatten([next(results) if leaf is None else leaf[0] for leaf in joint.leaves], joint.tree)
+
+
+class _Passes(torch.autograd.Function):
+    """Both passes on autograd's tape."""
+
+    @staticmethod
+    def forward(ctx: Any, program: _Program, words: Any, *tensors: torch.Tensor) -> Any:
+        joint = program.joint
+        with exact_dtypes():
+            outputs, residuals = program.forward(joint.outer_values(), [load(t) for t in tensors], words)
+        ctx.program, ctx.count = program, len(tensors)
+        return joint.results(ctx, outputs, residuals)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        joint: Joint = ctx.program.joint
+        flowing = [g for g, takes in zip(grads, joint.has_gradient, strict=True) if takes]
+        with exact_dtypes():
+            computed = ctx.program.backward([load(t) for t in ctx.saved_tensors], [load(g) for g in flowing])
+        result: list[Any] = [None] * ctx.count
+        for position, gradient in zip(joint.gradient_of, computed, strict=True):
+            result[position] = wrap(gradient)
+        return None, None, *result

@@ -1,0 +1,153 @@
+"""Recomputation in the backward pass: `spmd.remat`, and `torch.utils.checkpoint` in a compiled program.
+
+    for block in model.blocks:
+        spmd.remat("dots")(block)       # keeps the results of matrix products, computes the rest again
+
+Traced as it stands, a recomputed forward is the same operations on the same values, and XLA's common-subexpression
+elimination merges it with the first one: nothing would be saved. So during a trace the inputs of every recomputation pass
+through an optimization barrier, which XLA does not look through (as `jax.checkpoint` does). For `remat` the barrier also waits
+for the gradient that flows in, so that the compiler cannot recompute early and keep the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import jax
+import torch
+import torch.utils.checkpoint as checkpoint_module
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.device._kept import Kept
+from spmd.device._storage import is_device_tensor, load, recording, wrap
+
+F = TypeVar("F", bound=Callable[..., Any])
+Policy = str | Callable[[str], bool]
+
+_DOTS = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "einsum", "addmm", "addmv", "addbmm", "baddbmm"),
+        *("convolution", "scaled_dot_product_attention"),
+    )
+)
+_POLICIES: dict[str, Callable[[str], bool]] = {"nothing": lambda name: False, "dots": _DOTS.__contains__, "everything": lambda name: True}
+
+
+def remat(policy: Policy = "nothing") -> Callable[[F], F]:
+    """Compute a module or a function again in the backward pass, instead of keeping its intermediate values.
+
+    Args:
+        policy: what is kept all the same: "nothing", "dots" (results of matrix products, convolutions and attention),
+            "everything" (no recomputation at all), each also by jax's name (`"dots_saveable"`); or a function of an operator's
+            name (`"linear"`, `"gelu"`) that says whether its result is kept.
+
+    Returns:
+        A decorator. A function comes back as another one; a module is changed in place and comes back itself, its
+        `state_dict` as before.
+
+    Raises:
+        SpmdError: there is no policy of that name.
+    """
+    chosen = policy if callable(policy) else _POLICIES.get(policy.removesuffix("_saveable"))
+    if chosen is None:
+        raise SpmdError(message(f"there is no remat policy {policy!r}", f"policies: {', '.join(_POLICIES)}", fix='choose one, e.g. "dots"'))
+
+    def decorate(fn: Any) -> Any:
+        if chosen is _POLICIES["everything"]:
+            return fn
+        if isinstance(fn, torch.nn.Module):
+            inner = getattr(fn.forward, "__func__", None)
+            fn.forward = types.MethodType(_recomputed(inner, chosen) if inner else _ignoring_self(_recomputed(fn.forward, chosen)), fn)
+            return fn
+        return _recomputed(fn, chosen)
+
+    return decorate
+
+
+def _recomputed(fn: Callable[..., Any], policy: Callable[[str], bool]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        kept, flowing = Kept(policy), list[torch.Tensor]()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if flowing and recording.get() is not None:  # the second time, in the backward pass
+                flat, tree = pytree.tree_flatten((args, kwargs))
+                args, kwargs = pytree.tree_unflatten(_behind_barrier(flat, flowing), tree)
+            return fn(*args, **kwargs)
+
+        contexts = (kept.first(), kept.again())
+        result = checkpoint_module.checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda grads: flowing.extend(g for g in grads if g is not None))
+        return result
+
+    return forward
+
+
+def _ignoring_self(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: fn(*args, **kwargs)
+
+
+@contextmanager
+def recomputing_for_real() -> Generator[None]:
+    """While active, checkpointed functions recompute from inputs behind a barrier."""
+    frame: Any = checkpoint_module._CheckpointFrame
+    torchs_init: Callable[..., None] = frame.__init__
+    get_inputs: Callable[[Any], Any] = frame.get_inputs
+    detach_variable = checkpoint_module.detach_variable
+
+    def inputs_behind_barrier(self: Any) -> Any:
+        return _behind_barrier(get_inputs(self))
+
+    def detached_behind_barrier(inputs: Any) -> Any:
+        return tuple(_behind_barrier(detach_variable(inputs)))
+
+    def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        torchs_init(self, _with_fenced_randomness(recompute_fn), *args, **kwargs)
+
+    frame.__init__ = init
+    frame.get_inputs = inputs_behind_barrier
+    checkpoint_module.detach_variable = detached_behind_barrier
+    try:
+        yield
+    finally:
+        frame.__init__ = torchs_init
+        frame.get_inputs = get_inputs
+        checkpoint_module.detach_variable = detach_variable
+
+
+def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as a recomputation: it draws the same numbers again instead of keeping them, a dropout mask is as large as what it masks."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        recorder: Any = recording.get()
+        if recorder is None:
+            return fn(*args, **kwargs)
+        words = recorder.words
+        recorder.words = jax.lax.optimization_barrier(words)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            recorder.words = words
+
+    return again
+
+
+def _behind_barrier(values: Any, after: Sequence[torch.Tensor] = ()) -> list[Any]:
+    """The same values; tensors on the device as new leaves that XLA cannot trace back to the old ones, nor compute before `after`."""
+    held = list(values)
+    places = [i for i, v in enumerate(held) if is_device_tensor(v)]
+    with exact_dtypes():
+        fenced, _ = jax.lax.optimization_barrier(([load(held[i]) for i in places], [load(t) for t in after]))
+    for i, array in zip(places, fenced, strict=True):
+        held[i] = wrap(array).as_subclass(type(held[i])).requires_grad_(held[i].requires_grad)
+    return held

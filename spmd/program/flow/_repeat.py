@@ -1,0 +1,100 @@
+"""`steps_per_call=n`: one program that runs a step n times over a batch stacked along a new first dim.
+
+The step is traced once, on the first element of the stack; the program is a `jax.lax.scan` of it whose carry is the state.
+A schedule sees one value for all n steps, as it would if its `step()` were called after every n-th.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+import mesh
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, TraceError, message
+from spmd.device._random_stream import advanced
+from spmd.device._storage import buffer_of, load, wrap
+
+
+def first_of_stack(args: Any, kwargs: Any, steps: int) -> tuple[Any, Any]:
+    """The arguments of the first of the n steps, with the sharding of the stack less its first entry.
+
+    Raises:
+        SpmdError: a tensor argument has no first dim of size `steps`, or that dim is sharded.
+    """
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    for i, value in enumerate(flat):
+        if isinstance(value, torch.Tensor):
+            flat[i] = _first(value, steps)
+    return pytree.tree_unflatten(flat, tree)
+
+
+def _first(stack: torch.Tensor, steps: int) -> torch.Tensor:
+    if stack.device.type != "jax" or stack.dim() == 0 or stack.shape[0] != steps:
+        raise SpmdError(
+            message(
+                f"steps_per_call={steps} needs every tensor argument stacked along a first dim of {steps}",
+                f"got one of shape {tuple(stack.shape)} on {stack.device}",
+                fix="torch.stack the batches of the steps, on device 'jax'",
+            )
+        )
+    with exact_dtypes():
+        first = wrap(load(stack)[0])
+    annotation = buffer_of(stack).annotation
+    if annotation is not None:
+        leading, *rest = annotation.partition_spec
+        if leading is not None:
+            raise SpmdError(
+                message(
+                    f"the first dim of a stacked argument is the step and cannot be sharded, it is over {leading!r}",
+                    f"shape {tuple(stack.shape)}, spec {annotation.partition_spec}",
+                    fix="put None first: mark_sharding(x, m, (None, 'data', ...))",
+                )
+            )
+        spec = mesh.ShardingSpec(annotation.mesh, mesh.PartitionSpec(*rest))
+        buffer_of(first).place(spec.to_jax())
+        buffer_of(first).annotation = spec
+    return first.requires_grad_(stack.requires_grad)
+
+
+def repeated(
+    run: Callable[..., Any], steps: int, draws: int, writes_arguments: bool, creates_state: bool, keeps_grads: bool
+) -> Callable[..., Any]:
+    """`run` of one step as a function of the same arguments whose per-step inputs and outputs are stacked.
+
+    Raises:
+        TraceError: the step writes to an argument in place: which of the n values would stay is not clear.
+    """
+    if creates_state:
+        raise TraceError(
+            message(
+                "the first step of this optimizer creates its state from gradients, the following ones do not",
+                fix="run one step without steps_per_call first",
+            )
+        )
+    if keeps_grads:
+        raise TraceError(
+            message("a step with steps_per_call > 1 cannot keep its gradients", fix="leave keep_grads out, or return what you need")
+        )
+    if writes_arguments:
+        raise TraceError(
+            message("a step with steps_per_call > 1 writes in place to an argument", fix="return the new value, or keep it in the state")
+        )
+
+    def many(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
+        num_donated = len(donated[0])
+
+        def one(carry: Any, stacked: Any) -> Any:
+            state, now = carry
+            args, step_hosts = stacked
+            state, _, _, outputs = run((state[:num_donated], []), state[num_donated:], read, args, step_hosts, vector, now)
+            return (state, advanced(now, draws)), outputs
+
+        (state, _), outputs = jax.lax.scan(one, ([*donated[0], *scalars], words), (kept_args, hosts), length=steps)
+        return state, [], [], outputs
+
+    return many

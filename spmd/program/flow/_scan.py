@@ -1,0 +1,249 @@
+"""`scan` and `scan_layers`: a loop over the first dim of tensors, or over equal layers, compiled once whatever its length.
+
+    h = spmd.scan_layers(model.layers, h)          # == torch.nn.Sequential(*model.layers)(h)
+
+Outside a compiled function they are that loop. Inside, the body is traced once: its forward pass becomes one `jax.lax.scan`
+and its backward pass, which PyTorch's autograd writes, another one in reverse.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.device._random_stream import advanced, default_stream
+from spmd.device._storage import load, recording, wrap
+from spmd.program.find._held import ABSENT, PLAIN
+from spmd.program.flow._joint import captured_by, trace_joint
+from spmd.program.flow._round import words_now
+
+
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, partition_fn: Any = None, is_fn_pure: bool = False
+) -> tuple[Any, Any]:
+    """`for x in xs: carry, y = fn(carry, x)`, returning the last carry and the stacked ys.
+
+    Args:
+        fn: (carry, x) -> (new carry, y), both any containers of tensors; carry keeps structure, shapes and dtypes. It may use
+            tensors from around it, which get gradients too, but not write to them.
+        init: the first carry.
+        xs: a container of tensors with one first dim of size n.
+        partition_fn: taken for torch_xla's sake. What the backward pass needs is kept; use `torch.utils.checkpoint` in `fn`
+            to recompute instead.
+        is_fn_pure: taken for torch_xla's sake.
+
+    Returns:
+        (carry, ys), the leaves of ys stacked along a new first dim; None leaves stay None.
+
+    Raises:
+        SpmdError: xs has no tensor or first dims of different sizes, or the carry changes.
+        TraceError: inside a compiled function, `fn` writes to a tensor from around it.
+    """
+    flat_xs, xs_tree = pytree.tree_flatten(xs)
+    lengths = {x.shape[0] if x.dim() else 0 for x in flat_xs}
+    if len(lengths) != 1:
+        raise SpmdError(
+            message("scan needs tensors with one first dim in common", f"sizes: {sorted(lengths)}", fix="stack them to one length")
+        )
+    length = lengths.pop()
+    if length == 0 or recording.get() is None:
+        return _loop(fn, init, flat_xs, xs_tree, length)
+    return _Scanned(fn, init, flat_xs, xs_tree, length)()
+
+
+def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any = None, is_layer_pure: bool = False) -> Any:
+    """`torch.nn.Sequential(*layers)(input_data)` for layers of one structure, compiled as one layer.
+
+    Args:
+        layers: modules that differ in the values of their parameters and buffers only.
+        input_data: a tensor, or what one layer returns and the next one takes.
+        partition_fn: taken for torch_xla's sake, as for `scan`.
+        is_layer_pure: taken for torch_xla's sake.
+
+    Raises:
+        SpmdError: two layers have different parameters or shapes.
+        TraceError: inside a compiled function, a layer writes to its buffers.
+    """
+    listed = list(layers)
+    if not listed:
+        return input_data
+    state = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed]
+    _require_alike(state)
+    _require_same_settings(listed)
+    recorder: Any = recording.get()
+    if recorder is None or len(listed) == 1 or not state[0]:
+        for layer in listed:
+            input_data = layer(input_data)
+        return input_data
+    for module in (m for layer in listed for m in layer.modules()):
+        recorder.ran(module)
+    stacked = {name: torch.stack([values[name] for values in state]) for name in state[0]}
+    example = _shell(listed[0])
+
+    def one_layer(carry: Any, values: dict[str, torch.Tensor]) -> tuple[Any, None]:
+        return torch.func.functional_call(example, values, carry), None
+
+    return scan(one_layer, input_data, stacked)[0]
+
+
+def _shell(layer: nn.Module) -> nn.Module:
+    """A copy of the module that holds nothing of its own: every parameter and buffer is the meta tensor of its shape."""
+    memo: dict[int, Any] = {}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        empty = torch.empty_like(tensor.detach().as_subclass(torch.Tensor), device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(layer, memo)
+
+
+def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in state[0].items()}
+    for index, values in enumerate(state):
+        found = {name: tuple(tensor.shape) for name, tensor in values.items()}
+        if found != shapes:
+            names = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
+            raise SpmdError(
+                message(
+                    f"layers 0 and {index} are not alike: {', '.join(names)}",
+                    *(f"{name}: {shapes.get(name, 'missing')} and {found.get(name, 'missing')}" for name in names),
+                    fix="scan layers of one structure, and call the others one by one",
+                )
+            )
+
+
+def _require_same_settings(layers: Sequence[nn.Module]) -> None:
+    """The body of a scan is traced once, for layer 0: another `p`, `training` or number of heads elsewhere would be lost."""
+    first = _settings(layers[0]) if layers else {}
+    for index, layer in enumerate(layers):
+        theirs = _settings(layer)
+        name = next((n for n in (*first, *theirs) if first.get(n, ABSENT) != theirs.get(n, ABSENT)), None)
+        if name is not None:
+            raise SpmdError(
+                message(
+                    f"layers 0 and {index} are not alike: {name}",
+                    f"{first.get(name, ABSENT)!r} in layer 0, {theirs.get(name, ABSENT)!r} in layer {index}",
+                    fix="scan layers with the same settings, and call the others one by one",
+                )
+            )
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """The class and the plain attributes of every module under a layer, by name."""
+    found: dict[str, Any] = {}
+    for name, module in layer.named_modules():
+        title = name or "the layer"
+        found[title] = type(module)
+        found.update((f"{title}.{k}", v) for k, v in module.__dict__.items() if isinstance(v, PLAIN) and k != "_is_full_backward_hook")
+    return found
+
+
+def _loop(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int) -> tuple[Any, Any]:
+    ys: list[Any] = []
+    for i in range(length):
+        carry, y = fn(carry, pytree.tree_unflatten([x[i] for x in flat_xs], xs_tree))
+        ys.append(y)
+    return carry, pytree.tree_map(lambda *slices: None if slices[0] is None else torch.stack(slices), *ys) if ys else None
+
+
+class _Scanned:
+    """One scan inside a trace."""
+
+    def __init__(
+        self, fn: Callable[[Any, Any], tuple[Any, Any]], init: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int
+    ) -> None:
+        self.flat_init, self.carry_tree = pytree.tree_flatten(init)
+        self.flat_xs, self.length = flat_xs, length
+        self.num_carry = len(self.flat_init)
+
+        def one(*tensors: torch.Tensor) -> Any:
+            carry = pytree.tree_unflatten(list(tensors[: self.num_carry]), self.carry_tree)
+            new, y = fn(carry, pytree.tree_unflatten(list(tensors[self.num_carry :]), xs_tree))
+            flat, tree = pytree.tree_flatten(new)
+            if tree != self.carry_tree or [(t.shape, t.dtype) for t in flat] != [(t.shape, t.dtype) for t in self.flat_init]:
+                then, now = (", ".join(f"{t.dtype}{list(t.shape)}" for t in ts) for ts in (self.flat_init, flat))
+                raise SpmdError(
+                    message("the carry of a scan changed", f"from {then}", f"to {now}", fix="return a carry like the one given")
+                )
+            return flat, y
+
+        wanted = [torch.is_grad_enabled() and t.is_floating_point() for t in self.flat_init]  # a gradient may flow round to round
+        wanted += [torch.is_grad_enabled() and t.requires_grad for t in flat_xs]
+        captured = captured_by(fn) if torch.is_grad_enabled() else []
+        with exact_dtypes():
+            examples = [*self.flat_init, *(wrap(load(x)[0]) for x in flat_xs)]
+        self.words = words_now()
+        self.joint = trace_joint(one, examples, wanted, captured, self.words)
+
+    def __call__(self) -> tuple[Any, Any]:
+        joint = self.joint
+        flat = list(_Passes.apply(self, *self.flat_init, *self.flat_xs, *joint.captured))
+        default_stream.draws += joint.draws * self.length
+        results = iter(flat)
+        carry, ys = pytree.tree_unflatten([next(results) if leaf is None else leaf[0] for leaf in joint.leaves], joint.tree)
+        return pytree.tree_unflatten(carry, self.carry_tree), ys
+
+    def forward(self, consts: list[Any], init: list[Any], xs: list[Any], captured: list[Any]) -> tuple[list[Any], list[Any]]:
+        """(last carry and stacked ys, stacked residuals)."""
+        joint = self.joint
+
+        def body(state: Any, x: Any) -> Any:
+            carry, words = state
+            outputs, residuals = joint.run_forward(consts, [*carry, *x, *captured], words)
+            return (outputs[: self.num_carry], advanced(words, joint.draws)), (outputs[self.num_carry :], residuals)
+
+        (carry, _), (ys, residuals) = jax.lax.scan(body, (init, self.words), xs, length=self.length)
+        return [*carry, *ys], residuals
+
+    def backward(self, residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Gradients of the first carry, of xs and of what is captured, where wanted, else None."""
+        joint, count = self.joint, self.num_carry
+        num_args = count + len(self.flat_xs)
+        carried = [i for i in range(count) if i in joint.gradient_of]
+        shared = [i for i in joint.gradient_of if i >= num_args]
+
+        def body(state: Any, slices: Any) -> Any:
+            of_carry, of_shared = state
+            residual, of_ys = slices
+            flowing = [g for g, takes in zip([*of_carry, *of_ys], joint.has_gradient, strict=True) if takes]
+            grads = dict(zip(joint.gradient_of, joint.run_backward(residual, flowing), strict=True))
+            new = [grads.get(i, zero) for i, zero in enumerate(of_carry)]
+            total = [old + grads[i] for i, old in zip(shared, of_shared, strict=True)]
+            return (new, total), [grads[i] for i in joint.gradient_of if count <= i < num_args]
+
+        zeros = [jnp.zeros(t.shape, load(t).dtype) for t in joint.captured]
+        (first, total), of_xs = jax.lax.scan(
+            body, (cotangents[:count], zeros), (residuals, cotangents[count:]), length=self.length, reverse=True
+        )
+        in_order = iter(of_xs)
+        xs = [next(in_order) if i in joint.gradient_of else None for i in range(count, num_args)]
+        return [g if i in carried else None for i, g in enumerate(first)], xs, total
+
+
+class _Passes(torch.autograd.Function):
+    """Both scans on autograd's tape."""
+
+    @staticmethod
+    def forward(ctx: Any, scanned: _Scanned, *tensors: torch.Tensor) -> Any:
+        joint, count = scanned.joint, scanned.num_carry
+        with exact_dtypes():
+            arrays = [load(t) for t in tensors]
+            split = count + len(scanned.flat_xs)
+            outputs, residuals = scanned.forward(joint.outer_values(), arrays[:count], arrays[count:split], arrays[split:])
+        ctx.scanned, ctx.tensors = scanned, tensors
+        return joint.results(ctx, outputs, residuals)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scanned: _Scanned = ctx.scanned
+        with exact_dtypes():
+            first, xs, captured = scanned.backward([load(t) for t in ctx.saved_tensors], [load(g) for g in grads])
+        return None, *(None if g is None else wrap(g) for g in (*first, *xs, *captured))

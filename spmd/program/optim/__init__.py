@@ -1,0 +1,1 @@
+"""Optimizers and running averages under a trace."""

@@ -1,0 +1,396 @@
+"""Optimizers under a trace: their numbers become inputs of the program, their state exists before the first step.
+
+Learning rates, betas and momenta are Python floats that schedulers change between steps. During the trace each is a
+lifted number (`spmd.device._numbers`), read from one float64 vector that every call fills anew; so a schedule costs no
+retrace and no constant is baked in. State that the first step would create (Adam's moments) is created before the trace,
+from a trace of that step alone, with its parameter's sharding; so the loop has one executable, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.optim._adafactor as adafactor_module
+
+from spmd.base._convert import exact_dtypes, to_numpy_dtype
+from spmd.base._errors import TraceError, message
+from spmd.base._jax import eval_jaxpr
+from spmd.device._arrays import padded, padded_shape
+from spmd.device._copy import from_host
+from spmd.device._layout import state_sharding_of
+from spmd.device._numbers import lifted
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
+from spmd.program.xla._jaxpr import constant_outputs, pruned
+
+Groups = list[dict[str, Any]]
+
+
+class LiftedNumbers:
+    """The floats of some optimizers' `param_groups`, and the numbers in their state, as one vector.
+
+    Attributes:
+        slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.slots: list[tuple[dict[str, Any], str, int | None]] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.slots.extend(_float_slots(group))
+        self._num_settings = len(self.slots)
+        for optimizer in optimizers:
+            states = (s for s in optimizer.state.values() if isinstance(s, dict))
+            self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
+        self.today = self.values()
+
+    def values(self) -> list[float]:
+        """The numbers now."""
+        return [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
+
+    @contextmanager
+    def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
+        """While tracing: every slot holds a lifted number read from `vector` (float64[len(slots)])."""
+        kept = [(group, key, group[key]) for group, key, _ in self.slots]
+        for index, (group, key, position) in enumerate(self.slots):
+            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
+            if position is None:
+                group[key] = number
+            else:
+                group[key] = (*group[key][:position], number, *group[key][position + 1 :])
+        placed = [(group, key, group[key]) for group, key, _ in self.slots]
+        try:
+            yield
+            for group, key, number in placed[: self._num_settings]:
+                if group[key] is not number:
+                    raise TraceError(
+                        message(
+                            f"the compiled function sets the optimizer's {key!r}",
+                            "a number that changes from step to step is an input of the program",
+                            fix="call scheduler.step() after the compiled step, not inside it",
+                        )
+                    )
+        finally:
+            for group, key, value in kept:
+                group[key] = value
+
+
+def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if _is_number(value):
+            yield group, key, None
+        elif type(value) is tuple and value and all(map(_is_number, value)):
+            for position in range(len(value)):
+                yield group, key, position
+
+
+def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """What of the groups the trace bakes in besides their parameters: which flags, which keys are lifted."""
+    return [tuple((k, _kind(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
+
+
+def _is_number(value: Any) -> bool:
+    """A float (numpy's too: schedules compute with it), or a 0-dim CPU tensor of floats, as `lr` may be."""
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu")
+
+
+def _kind(value: Any) -> Any:
+    """Of a lifted number only that it is one, of a tensor which one it is; any other setting as it is."""
+    if _is_number(value):
+        return float
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    return tuple(map(_kind, value)) if type(value) is tuple else value
+
+
+@contextmanager
+def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
+    """While active, these optimizers take the paths that do not branch on the step counter's value.
+
+    RAdam and ASGD have one for graph capture; Adafactor only takes `min` and `max` of numbers.
+    """
+    groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
+    kept = [group["capturable"] for group in groups]
+    names: Any = vars(adafactor_module)
+    try:
+        for group in groups:
+            group["capturable"] = True
+        names.update(min=torch.sym_min, max=torch.sym_max)
+        yield
+    finally:
+        for group, flag in zip(groups, kept, strict=True):
+            group["capturable"] = flag
+        del names["min"], names["max"]
+
+
+def prepare_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that the first step would create, and bring host-side counters to the device.
+
+    Exact for optimizers whose new state does not depend on gradients (zeros, ones, constants), and for SGD's momentum
+    without dampening, where a zero buffer gives the same first step. Others create their state in the first traced step.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TraceError(
+            message(
+                "LBFGS cannot run inside a compiled step",
+                "it evaluates the loss a number of times that depends on values",
+                fix="run it eagerly on the same tensors, or choose another optimizer",
+            )
+        )
+    missing = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+    missing = [p for p in missing if p.device.type == "jax"]
+    if missing and type(optimizer) is torch.optim.SGD:
+        _prepare_sgd(optimizer)
+    elif missing and all(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"]):
+        _give_birth(optimizer, missing)
+    for parameter, state in optimizer.state.items():
+        if parameter.device.type == "jax":
+            _settle(parameter, state)
+
+
+class OptimizerStates:
+    """Optimizer states as they were, to be put back if making a program fails. A context."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.optim.Optimizer, dict[Any, Any]]] = {}
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the state of `optimizer`, the first time.
+
+        Raises:
+            TraceError: another optimizer of the same class holds the same parameters: each trace makes a new one.
+        """
+        if id(optimizer) in self._kept:
+            return
+        for other, _ in self._kept.values():
+            if type(other) is type(optimizer) and other.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]:
+                raise TraceError(
+                    message(
+                        f"the compiled function makes its own {type(optimizer).__name__}",
+                        "each call would start with an optimizer without state",
+                        fix="make the optimizer once, outside of the function",
+                    )
+                )
+        state = {p: dict(s) if isinstance(s, dict) else s for p, s in optimizer.state.items()}
+        self._kept[id(optimizer)] = optimizer, state
+
+    def __enter__(self) -> OptimizerStates:
+        return self
+
+    def put_back(self) -> None:
+        """Give the optimizers the state that they had."""
+        for optimizer, state in self._kept.values():
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is not None:
+            self.put_back()
+
+
+def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
+    for group in optimizer.param_groups:
+        if group["momentum"] != 0 and group["dampening"] == 0:
+            for p in group["params"]:
+                if p.requires_grad and not optimizer.state.get(p):
+                    optimizer.state[p]["momentum_buffer"] = wrap_unset(tuple(p.shape), to_numpy_dtype(p.dtype))
+
+
+def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Counters move to the device; tensors of the parameter's shape take its sharding."""
+    annotation = state_sharding_of(parameter)
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type == "cpu":
+            value = state[key] = from_host(value)
+        if annotation is not None and value.shape == parameter.shape:
+            buffer = buffer_of(value)
+            elsewhere = buffer_of(parameter).state_annotation is not None and buffer.annotation != annotation
+            if (buffer.annotation is None or elsewhere) and buffer.shape == tuple(value.shape):
+                buffer.annotate(annotation)
+
+
+def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]:
+    """The 0-dim state of the optimizers, each with a key that it shares with the state of the same name, group and value.
+
+    Note [Equal counters]. torch's Adam keeps one step counter per parameter, jax's users keep one for all. Counters that are
+    equal when the trace begins are read as one: the bias corrections are computed once, and the program has one counter
+    among its inputs and outputs, whose array all of them hold afterwards (so 0-dim state is never donated). A guard looks
+    whether they are still equal; where a trace gave two of them different new values, it is made again without sharing.
+    """
+    found: dict[Buffer, tuple[Any, ...]] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if is_device_tensor(value) and value.dim() == 0:
+                        found[buffer_of(value)] = (id(optimizer), number, key, value.dtype)
+    values = jax.device_get([buffer.get() for buffer in found])
+    return {buffer: (*key, value.tobytes()) for (buffer, key), value in zip(found.items(), values, strict=True)}
+
+
+class _AllBorn(Exception):
+    """Every parameter has its state: the rest of the step need not be traced."""
+
+
+class _Births:
+    """Recorder of a birth trace: the first value that each new buffer gets.
+
+    torch's own optimizers make a group's whole state before they use it, so their trace ends at the first write to anything
+    that existed before, once every parameter of `missing` has state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
+        self.first: dict[Buffer, Any] = {}
+        self.before: dict[Buffer, tuple[Any, Any]] = {}
+        self.existing: set[int] = set()  # ids of the arrays that were read and not made here
+        self.scalars: dict[Any, Any] = {}
+        self._state = optimizer.state
+        self._waiting_for = missing if type(optimizer).__module__.startswith("torch.optim.") else []
+
+    def born(self, buffer: Buffer) -> None:
+        self.first[buffer] = buffer.value
+
+    def read(self, buffer: Buffer) -> None:
+        buffer.reads.clear()
+        if buffer not in self.first:
+            self.existing.add(id(buffer.value))
+        elif self.first[buffer] is None:  # was born on the host
+            self.first[buffer] = buffer.value
+
+    def will_write(self, buffer: Buffer) -> None:
+        if self._waiting_for and all(self._state.get(p) for p in self._waiting_for):
+            raise _AllBorn
+        if buffer not in self.first:
+            self.before.setdefault(buffer, (buffer.value, buffer.host))
+
+    def is_state(self, array: Any) -> bool:
+        """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
+        return True
+
+    def host_argument(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def random_state(self) -> Any:
+        raise TraceError("the optimizer draws random numbers while it creates its state")
+
+
+def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
+    """Trace one `optimizer.step()` alone with zero gradients, and keep the first value of each state tensor it makes."""
+    births = _Births(optimizer, missing)
+    made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+    others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not m for m in missing)]
+    waiting = [b for b in dict.fromkeys(map(buffer_of, (*missing, *others))) if b.value is None and b.host is not None]
+
+    def first_step(values: list[Any]) -> list[Any]:
+        for buffer, value in zip(waiting, values, strict=True):
+            births.before[buffer] = None, buffer.host
+            buffer.value = value
+        for p in others:
+            p.grad = None
+        for p in missing:
+            p.grad = wrap(jnp.zeros(p.shape, to_numpy_dtype(p.dtype)))
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_AllBorn):
+            optimizer.step()
+        for p in missing:
+            made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
+        return [births.first[buffer_of(v)] for _, _, v in made]
+
+    with _as_before(optimizer, [*missing, *others], births, made):
+        try:
+            with exact_dtypes():
+                jaxpr = jax.make_jaxpr(first_step)([jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting])
+        except TraceError:
+            made.clear()  # its state depends on values: left to the first traced step
+            return
+    _fill_births(optimizer, made, jaxpr, births.existing)
+
+
+@contextmanager
+def _as_before(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _Births, made: list[Any]) -> Generator[None]:
+    """Around a birth trace: flags, gradients and values are put back, and all state but what is in `made`."""
+    groups = optimizer.param_groups
+    kept_grads = [p.grad for p in params]
+    kept_flags = [group.get("capturable") for group in groups]
+    kept_state = {p: dict(s) for p, s in optimizer.state.items()}
+    for group in groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    token = recording.set(births)
+    try:
+        yield
+    finally:
+        recording.reset(token)
+        for group, flag in zip(groups, kept_flags, strict=True):
+            if flag is not None:
+                group["capturable"] = flag
+        for p, grad in zip(params, kept_grads, strict=True):
+            p.grad = grad
+        for buffer, (value, host) in births.before.items():
+            buffer.value, buffer.host = value, host
+            buffer.reads.clear()
+        for p in list(optimizer.state):
+            if p in kept_state:
+                optimizer.state[p] = kept_state[p]
+            elif not any(m[0] is p for m in made):
+                del optimizer.state[p]
+
+
+def _fill_births(
+    optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any, existing: set[int]
+) -> None:
+    """Give the new state tensors their first values, laid out like their parameter; forget state that depends on values."""
+    constant = constant_outputs(closed.jaxpr, [id(c) not in existing for c in closed.consts])
+    by_parameter: dict[int, list[int]] = {}
+    for i, (p, _, _) in enumerate(made):
+        by_parameter.setdefault(id(p), []).append(i)
+    ready: list[int] = []
+    for entries in by_parameter.values():
+        state = optimizer.state[made[entries[0]][0]]
+        host_side = any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in state.values())
+        host_side = host_side or any(type(v) in (int, float) for v in state.values())  # already counted once
+        if host_side or not all(constant[i] for i in entries):
+            del optimizer.state[made[entries[0]][0]]
+        else:
+            ready.extend(entries)
+    if not ready:
+        return
+    if any(a is not None and a.mesh.topology is not None for a in (buffer_of(p).annotation for p, _, _ in made)):
+        for p, key, state in (made[i] for i in ready if made[i][2].dim()):  # to compile for, and not to run on: shapes only
+            optimizer.state[p][key] = wrap_unset(tuple(state.shape), to_numpy_dtype(state.dtype))
+        ready = [i for i in ready if not made[i][2].dim()]
+    # Two programs: the trace reads the counters and must not wait for the moments. See Note [Equal counters].
+    for chosen in filter(None, ([i for i in ready if not made[i][2].dim()], [i for i in ready if made[i][2].dim()])):
+        annotations = [_inherited(made[i][0], made[i][2]) for i in chosen]
+        jaxpr = pruned(closed.jaxpr, chosen)
+        placed = [None if a is None else a.to_jax() for a in annotations]
+        with exact_dtypes():
+            values = jax.jit(lambda jaxpr=jaxpr, placed=placed: _evaluated(jaxpr, closed.consts, placed), out_shardings=placed)()
+        for i, value, annotation in zip(chosen, values, annotations, strict=True):
+            parameter, key, state = made[i]
+            made_now = wrap(value) if annotation is None else wrap_stored(value, tuple(state.shape), annotation)
+            optimizer.state[parameter][key] = made_now
+
+
+def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
+    """The outputs of a jaxpr, padded where their sharding is uneven."""
+    values = eval_jaxpr(jaxpr, consts)
+    return [v if padded_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
+
+
+def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:
+    """The parameter's annotation, for state of its shape."""
+    return state_sharding_of(parameter) if state.shape == parameter.shape else None
+
+
+__all__ = ["LiftedNumbers", "OptimizerStates", "equal_counters", "prepare_state", "static_settings"]

@@ -1,0 +1,53 @@
+"""`check=True`: trace again on every call and compare, so that no value baked into the program can go stale unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd.base._errors import TraceError, message
+from spmd.program.trace._capture import Captured
+
+
+def require_same(name: str, old: Captured, new: Captured) -> None:
+    """Raise if today's trace of step `name` differs from the one its program was made from.
+
+    Raises:
+        TraceError: names the first value, operation or state tensor that differs.
+    """
+    difference = _difference(old, new)
+    if difference is not None:
+        raise TraceError(
+            message(
+                f"{name} would be another program today: a value that Python computes was baked into it",
+                *difference,
+                fix="pass the value as a tensor argument, or keep it in an attribute of a module (which retraces when it changes)",
+            )
+        )
+
+
+def _difference(old: Captured, new: Captured) -> list[str] | None:
+    then, now = str(old.jaxpr.jaxpr).splitlines(), str(new.jaxpr.jaxpr).splitlines()
+    for a, b in zip(then, now, strict=False):
+        if a != b:
+            return [f"traced: {a.strip()}", f"now:    {b.strip()}"]
+    if len(then) != len(now):
+        return [f"traced: {len(then)} operations", f"now:    {len(now)} operations"]
+    for held, held_now, buffer, buffer_now in zip(old.jaxpr.consts, new.jaxpr.consts, old.const_buffers, new.const_buffers, strict=True):
+        if buffer is not buffer_now:
+            return [f"it reads another tensor of shape {tuple(np.shape(held_now))}"]
+        if buffer is None and not np.array_equal(np.asarray(held), np.asarray(held_now), equal_nan=_is_float(held)):
+            return [f"traced: the constant {_short(held)}", f"now:    the constant {_short(held_now)}"]
+    for leaf, leaf_now in zip(old.leaves, new.leaves, strict=True):
+        if leaf.kind == "static" and leaf.value != leaf_now.value:
+            return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
+    return None
+
+
+def _is_float(value: Any) -> bool:
+    return np.issubdtype(np.asarray(value).dtype, np.inexact)
+
+
+def _short(value: Any) -> str:
+    return np.array2string(np.asarray(value), threshold=6, edgeitems=3)

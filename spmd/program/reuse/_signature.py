@@ -1,0 +1,131 @@
+"""The signature of a call: what of its arguments decides which program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from spmd.base._errors import TraceError, message
+from spmd.device._storage import Buffer, buffer_of
+from spmd.program.find._objects import flatten, unflatten
+from spmd.program.trace._capture import own_storage
+
+_MODES = ("grad mode", "default dtype", "autocast", "inference mode")
+_DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
+
+
+class Signature(NamedTuple):
+    """What one call's arguments are.
+
+    Attributes:
+        key: equal for calls that may run the same program.
+        buffers: of the device tensors, each once.
+        hosts: the CPU tensors.
+        args, kwargs: the arguments, where each view is a tensor of its own.
+        copied: for each such view its base's buffer, and the position in `buffers` of the tensor that stands for it.
+    """
+
+    key: Any
+    buffers: list[Buffer]
+    hosts: list[torch.Tensor]
+    args: Any
+    kwargs: Any
+    copied: list[tuple[Buffer, int]]
+
+
+def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: frozenset[type] = frozenset()) -> Signature:
+    """The signature of a call.
+
+    Tensors enter the key by shape, dtype, requires_grad, sharding and by which of them are the same; other values by type
+    and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity. Objects of the classes `holders`
+    are containers.
+
+    Raises:
+        TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
+    """
+    flat, tree = _flattened(args, kwargs, holders)
+    key: list[Any] = [tree, *modes()]
+    buffers: dict[int, tuple[int, Buffer]] = {}
+    hosts: list[torch.Tensor] = []
+    copied: list[tuple[Buffer, int]] = []
+    for index, value in enumerate(flat):
+        if not isinstance(value, torch.Tensor):
+            key.append(_static(value))
+            continue
+        if value.device.type != "jax":
+            hosts.append(value)
+            key.append((str(value.device), tuple(value.shape), value.dtype))
+            continue
+        own = own_storage(value)
+        buffer = buffer_of(own)
+        position, _ = buffers.setdefault(id(buffer), (len(buffers), buffer))
+        place: Any = ("state", id(buffer)) if id(buffer) in state else position
+        if own is not value:
+            flat[index], place = own, ("view", position)
+            copied.append((buffer_of(value), position))
+        gradient = value.requires_grad and _gradient(value)
+        key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
+    if copied:
+        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else unflatten(flat, tree)[0]
+    return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied)
+
+
+def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments and what stands for their tree: of a few tensors, the usual arguments of a step, their number."""
+    if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
+        return flatten((args, kwargs), classes=holders)[:2]
+    return list(args), len(args)
+
+
+def changed_signature(old: Any, new: Any) -> str | None:
+    """What differs between two keys, in words; None if they are equal."""
+    if old == new:
+        return None
+    if old[0] != new[0]:
+        return "the arguments are nested differently, or their number changed"
+    for name, a, b in zip(_MODES, old[1:], new[1:], strict=False):
+        if a != b:
+            return f"{name} changed from {a} to {b}"
+    first = 1 + len(_MODES)
+    for i, (a, b) in enumerate(zip(old[first:], new[first:], strict=True)):
+        if a == b:
+            continue
+        if len(a) == len(b) == len(_DEVICE_PARTS):
+            parts = [f"{n} changed from {x} to {y}" for n, x, y in zip(_DEVICE_PARTS, a, b, strict=True) if x != y]
+            return f"argument {i}: {'; '.join(parts)}"
+        return f"argument {i} changed from {a[-1]!r} to {b[-1]!r}" if len(a) == len(b) == 2 else f"argument {i} is of another kind"
+    return None
+
+
+def _gradient(value: torch.Tensor) -> Any:
+    """Of an argument that requires a gradient: None, or which one it has."""
+    if value.grad_fn is not None and torch.is_grad_enabled():
+        raise TraceError(
+            message(
+                f"an argument of shape {tuple(value.shape)} was computed from tensors that require gradients",
+                "a gradient does not flow out of a compiled function into the graph of its argument",
+                fix="pass x.detach(), or compute it inside the function",
+            )
+        )
+    return None if value.grad is None else id(buffer_of(value.grad))
+
+
+def _static(value: Any) -> tuple[Any, Any]:
+    try:
+        hash(value)
+    except TypeError:
+        raise TraceError(
+            message(
+                f"an argument of type {type(value).__name__} can be neither traced nor compared with the next call's",
+                fix="pass a tensor (torch.from_numpy(a).to('jax') for an array), a number, a string, or a list, tuple or dict of these",
+            )
+        ) from None
+    return type(value), value
+
+
+def modes() -> tuple[Any, ...]:
+    """What of torch's own state decides what a function computes."""
+    autocast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else False
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()

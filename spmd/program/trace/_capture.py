@@ -1,0 +1,480 @@
+"""One trace of a user's function: what it computes, which storages it read and wrote, and what it returned.
+
+While jax traces, every device array that the function reads appears as a constant of the jaxpr by identity, so constants
+map back to the buffers they came from. Buffers that hold a tracer afterwards were written. Nothing of the user's state
+changes here: whatever the outcome, values, gradients and numbers are put back before `capture` returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._errors import DroppedValueError, TraceError, line_of, message
+from spmd.base._jax import eval_jaxpr
+from spmd.device._arrays import padded
+from spmd.device._layout import state_sharding_of
+from spmd.device._numbers import carried, needs_value
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, recording, wrap
+from spmd.program.find._discover import Reachable
+from spmd.program.find._held import Action, Assigned, PythonState, lost_update
+from spmd.program.find._objects import Unfilled, flatten, unflatten
+from spmd.program.flow._remat import recomputing_for_real
+from spmd.program.optim._averages import counting_on_device
+from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
+from spmd.program.optim._traced_state import TracedState
+from spmd.program.reuse import _guards
+from spmd.program.reuse._guards import Guard, LeafState
+from spmd.program.trace._ahead import on_topology, waiting_for_topology
+from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
+from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
+from spmd.program.trace._watch import functorch_left_on, said_to_be_compiling, watching
+from spmd.program.xla._jaxpr import constant_outputs, pruned, with_constants_first
+from spmd.program.xla._target import likely_platform
+from spmd.sharding._tensor import XLAShardedTensor
+
+DROPPED_VALUE = (
+    "this tensor was made inside a compiled function and its value was not kept\n"
+    "  only what the function returns leaves the program\n"
+    "  fix: return the tensor from the function"
+)
+
+
+class UnequalCounters(Exception):
+    """Equal step counters that were read as one have different new values: trace again with each on its own."""
+
+
+@dataclass
+class Leaf:
+    """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
+
+    Attributes:
+        kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
+            before: returned as it is), "argument" (a tensor that an argument holds: the caller's own), "static" (any other
+            value, as the trace returned it).
+        value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position.
+    """
+
+    kind: str
+    value: Any = None
+
+
+@dataclass
+class Captured:
+    """What one trace found.
+
+    Attributes:
+        gradients: (parameter or position of an argument, gradient made in the trace or None) for each one that it left.
+        born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
+        effects: the changes it made to Python values, for every call to make.
+        shared: arguments that the function also reaches without being passed them.
+        copies: state whose new value is that of other state. See Note [Equal counters].
+        holders: classes of arguments that are containers even while they hold no tensor.
+    """
+
+    jaxpr: Any
+    arg_buffers: list[Buffer]
+    const_buffers: list[Buffer | None]
+    written: list[Buffer]
+    leaves: list[Leaf]
+    tree: Any
+    numbers: LiftedNumbers
+    draws: int
+    guards: list[Guard]
+    leaf_state: LeafState
+    gradients: list[tuple[torch.Tensor | int, torch.Tensor | None]]
+    kept_gradients: list[torch.Tensor]
+    host_tensors: int
+    finite: list[str]
+    effects: list[Action]
+    born: list[tuple[torch.Tensor, torch.Tensor]]
+    shared: list[Buffer]
+    copies: dict[Buffer, Buffer]
+    holders: frozenset[type]
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its tensors lie on a topology that is not here."""
+        return any(on_topology(b) for b in (*self.arg_buffers, *self.const_buffers, *self.written) if b is not None)
+
+
+@dataclass
+class Recorder:
+    """The trace's ears: births, reads and writes of buffers, host reads, random draws."""
+
+    words: Any
+    host_inputs: dict[Any, Any]
+    start_draws: int
+    counters: dict[Buffer, Any]
+    scalars: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    counter_of: dict[Any, Buffer] = field(default_factory=dict[Any, Buffer])
+    leaders: dict[Buffer, Buffer] = field(default_factory=dict[Buffer, Buffer])
+    reads: dict[int, Buffer] = field(default_factory=dict[int, Buffer])
+    touched: dict[Buffer, tuple[Any, Any]] = field(default_factory=dict[Buffer, tuple[Any, Any]])
+    births: list[weakref.ref[Buffer]] = field(default_factory=list[weakref.ref[Buffer]])
+    newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
+    written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
+    host_reads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
+    finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
+    ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    reduce_dtype: Any = None
+    platform: str | None = None
+
+    def born(self, buffer: Buffer) -> None:
+        self.births.append(weakref.ref(buffer))
+        self.newborn.add(buffer)
+
+    def read(self, buffer: Buffer) -> None:
+        if buffer not in self.touched and buffer not in self.newborn:
+            buffer.reads.clear()
+            self.touched[buffer] = (buffer.value, buffer.host)
+            leader = self.counter_of.setdefault(self.counters.get(buffer, id(buffer)), buffer)
+            if leader is buffer:
+                self.reads[id(buffer.value)] = buffer
+            else:  # See Note [Equal counters]
+                self.leaders[buffer] = leader
+                buffer.value = self.touched[leader][0]
+
+    def will_write(self, buffer: Buffer) -> None:
+        if buffer in self.newborn:
+            return
+        self.touched.setdefault(buffer, (buffer.value, buffer.host))
+        self.written[buffer] = None
+
+    def is_state(self, array: Any) -> bool:
+        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
+        return id(array) in self.reads
+
+    def host_argument(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, HostArgument):
+            return None
+        found = self.host_inputs.get(identity_of(tensor))
+        if found is None:
+            raise computed_on_host(f"a tensor of shape {tuple(tensor.shape)} computed from it")
+        return found
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, HostArgument):
+            self.host_reads.append(tensor)
+
+    def random_state(self) -> tuple[Any, int]:
+        return self.words, self.start_draws
+
+    def reduce_in(self, dtype: Any) -> None:
+        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
+        if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
+            self.reduce_dtype = dtype
+
+    def on_branch(self, key: Any, evaluate: Callable[[], bool], outcome: bool) -> None:
+        self.branches.setdefault(key if key is not None else object(), (evaluate, outcome))  # once for all parameters
+
+    def put_back(self) -> None:
+        """Every buffer that existed before has its value again; those born in the trace and still alive have none."""
+        for buffer, (value, host) in self.touched.items():
+            buffer.value, buffer.host = value, host
+            buffer.reads.clear()
+        for reference in self.births:
+            buffer = reference()
+            if buffer is not None:
+                buffer.value, buffer.host, buffer.dropped = None, None, DROPPED_VALUE
+                buffer.reads.clear()
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Reachable,
+    *,
+    keep_grads: bool,
+    unmarked: frozenset[int],
+    debug_nans: bool,
+    share_counters: bool,
+) -> Captured:
+    """Trace `fn(*args, **kwargs)` once.
+
+    Args:
+        found: modules and optimizers that the function can reach, the optimizers prepared.
+        keep_grads: gradients left on leaf tensors become outputs of the program.
+        unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
+        debug_nans: the program also says for each module that ran whether its outputs are finite.
+        share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
+
+    Raises:
+        Unreached, StaleGradients, UnequalCounters, NewHolders: it must be traced again in another way, each says in which.
+        TraceError: Python needed a value that only the program will have.
+    """
+    flat = flatten((args, kwargs), classes=found.holders)
+    unfilled = Unfilled(flat.leaves)
+    bound, arg_buffers, host_tensors = _bind(flat.leaves)
+    numbers = LiftedNumbers(found.optimizers)
+    leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
+    python = PythonState(found.places(), found.all_modules())
+    cpu_tensors = found.cpu_tensors()
+    reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers]
+    waiting = waiting_for_topology(reachable)
+    arg_values = [waiting.get(b) or b.raw() for b in arg_buffers] + [host_array(t) for t in host_tensors]
+    for buffer in arg_buffers:
+        waiting.pop(buffer, None)
+    counters = equal_counters(found.optimizers) if share_counters else {}
+    with (
+        exact_dtypes(),
+        no_host_random(),
+        no_host_writes(cpu_tensors),
+        python,
+        TracedState(found.optimizers) as optim,
+        Gradients(leaves, unmarked) as gradients,
+    ):
+        call, objects = unflatten(bound, flat.tree)
+        held = {id(bound[i]): i for i in range(flat.tree.root.objects.count(None), len(bound))}
+        platform = likely_platform(reachable)
+        state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters, platform)
+        jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
+            list(waiting.values()), arg_values, np.zeros(len(numbers.slots)), default_stream.words()
+        )
+        unfilled.require_unfilled()
+    return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
+
+
+def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[Buffer], num_hosts: int, waiting: list[Buffer]) -> Captured:
+    """What the trace found, now that everything is put back."""
+    recorder, gradients = state.recorder, state.gradients
+    assert recorder is not None
+    copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
+    jaxpr = with_constants_first(_without_assigned(jaxpr, state.assigned, recorder), len(waiting))
+    recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
+    state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
+    return Captured(
+        jaxpr=jaxpr,
+        arg_buffers=arg_buffers,
+        const_buffers=[recorder.reads.get(id(c)) for c in jaxpr.consts],
+        written=list(recorder.written),
+        leaves=state.leaves,
+        tree=state.tree,
+        numbers=state.numbers,
+        draws=state.draws,
+        guards=state.guards(recorder),
+        leaf_state=state.leaf_state,
+        gradients=_placed_gradients(gradients, bound),
+        kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
+        host_tensors=num_hosts,
+        finite=[name for name, _ in recorder.finite],
+        effects=state.effects,
+        born=state.optim.born,
+        shared=[b for b in arg_buffers if b in state_buffers],
+        copies=copies,
+        holders=state.found.holders,
+    )
+
+
+def _copies(recorder: Recorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Buffer]:
+    """Counters that were read as their leader, each with it: those that were written have the leader's new value."""
+    results = dict(zip(recorder.written, jaxpr.outvars[num_outputs:], strict=False))
+    if any(results.get(b) is not results.get(its) for b, its in recorder.leaders.items()):
+        raise UnequalCounters
+    return {b: its for b, its in recorder.leaders.items() if b in results}
+
+
+def _placed_gradients(gradients: Gradients, bound: list[Any]) -> list[tuple[torch.Tensor | int, torch.Tensor | None]]:
+    """The gradients that were left, each with its parameter, or with the position of its argument."""
+    position = {id(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
+    return [(position.get(id(p), p), grad) for p, grad in gradients.left]
+
+
+def _without_assigned(closed: Any, assigned: list[Assigned], recorder: Recorder) -> Any:
+    """The jaxpr without the tensors that names were given in the trace. Those that depend on no input (a cache of positions,
+    a mask) get their value now, and the program may run again with them in place."""
+    if not assigned:
+        return closed
+    jaxpr = closed.jaxpr
+    constant = constant_outputs(jaxpr, [id(c) not in recorder.reads for c in closed.consts])[-len(assigned) :]
+    first = len(jaxpr.outvars) - len(assigned)
+    ready = [i for i, is_constant in enumerate(constant) if is_constant]
+    if ready:
+        with exact_dtypes():
+            made = pruned(jaxpr, [first + i for i in ready])
+            values = jax.jit(lambda: eval_jaxpr(made, closed.consts))()
+        for i, value in zip(ready, values, strict=True):
+            buffer = buffer_of(assigned[i].tensor)
+            buffer.value, buffer.dropped = value, None
+            assigned[i].accept(assigned[i].tensor)
+    return closed.replace(jaxpr=jaxpr.replace(outvars=jaxpr.outvars[:first]))
+
+
+def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
+    """Arguments as the trace gets them: whole tensors as they are, views as tensors of their own, the rest unchanged."""
+    bound: list[Any] = []
+    buffers: list[Buffer] = []
+    hosts: list[torch.Tensor] = []
+    for value in flat:
+        if is_device_tensor(value):
+            bound.append(own_storage(value))
+            buffers.append(buffer_of(bound[-1]))
+        else:
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                hosts.append(value)
+                value = value.as_subclass(HostArgument)
+            bound.append(value)
+    return bound, list(dict.fromkeys(buffers)), hosts
+
+
+def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
+    """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
+    value, spec = load(state), state_sharding_of(parameter)
+    if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
+        return value
+    return padded(value, spec.to_jax())
+
+
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it shows its whole storage, else a tensor of its own with the view's value."""
+    buffer = buffer_of(tensor)
+    shows_root = tensor.shape == buffer.shape and tensor.is_contiguous() and not tensor.storage_offset()
+    if shows_root and (buffer.value is None or is_whole(tensor, buffer)):
+        return tensor
+    with exact_dtypes():
+        return wrap(load(tensor)).requires_grad_(tensor.requires_grad)
+
+
+@dataclass
+class _Running:
+    """The body of one trace and what it leaves behind."""
+
+    fn: Callable[..., Any]
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    objects: list[Any]
+    held: dict[int, int]
+    numbers: LiftedNumbers
+    found: Reachable
+    python: PythonState
+    optim: TracedState
+    gradients: Gradients
+    keep_grads: bool
+    debug_nans: bool
+    counters: dict[Buffer, Any]
+    platform: str
+    recorder: Recorder | None = None
+    arguments: frozenset[Buffer] = frozenset()
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    tree: Any = None
+    draws: int = 0
+    num_outputs: int = 0
+    effects: list[Action] = field(default_factory=list[Action])
+    assigned: list[Assigned] = field(default_factory=list[Assigned])
+    leaf_state: LeafState = field(default_factory=lambda: LeafState([], {}))
+
+    def run(self, buffers: list[Buffer], hosts: list[torch.Tensor], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
+        """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
+        self.arguments = frozenset(buffers[len(shapes) :])
+        values = [*shapes, *values]
+        inputs = dict(zip(map(identity_of, hosts), values[len(buffers) :], strict=True))
+        recorder = self.recorder = Recorder(words, inputs, default_stream.draws, self.counters, platform=self.platform)
+        token = recording.set(recorder)
+        try:
+            for buffer, value in zip(buffers, values, strict=False):
+                recorder.touched[buffer] = (buffer.value, buffer.host)
+                buffer.value, buffer.host = value, None
+                buffer.reads.clear()
+            self.gradients.mark()
+            with ExitStack() as stack:
+                stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                stack.enter_context(watching(recorder, self.found, self.debug_nans))
+                stack.enter_context(said_to_be_compiling())
+                stack.enter_context(recomputing_for_real())
+                stack.enter_context(counting_on_device())
+                stack.enter_context(traceable(self.found.optimizers))
+                stack.enter_context(functorch_left_on())
+                args, kwargs = self.call
+                result = self.fn(*args, **kwargs)
+                self.optim.note(recorder.newborn.__contains__)
+            outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
+            self.num_outputs = len(outputs)
+            self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
+            kept = [stored_like(p, g) for p, g in self.gradients.left if g is not None] if self.keep_grads else []
+            kept.extend(stored_like(p, t) for p, t in self.optim.born)
+            self.effects = [*self.python.effects(), *self.optim.effects]
+            self._note_assigned(recorder)
+            return outputs, [b.value for b in recorder.written], kept, [load(a.tensor) for a in self.assigned]
+        except DroppedValueError as error:
+            if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
+                raise self.gradients.stale() from error
+            raise
+        except (TypeError, IndexError) as error:
+            if "SymFloat" in str(error):  # a place where Python takes nothing but its own numbers
+                raise needs_value("number (index, range, format)", line_of(error)) from error
+            raise
+        finally:
+            recording.reset(token)
+            self.draws = default_stream.draws - recorder.start_draws
+            default_stream.draws = recorder.start_draws
+            recorder.put_back()
+            self.gradients.drop()
+
+    def _note_assigned(self, recorder: Recorder) -> None:
+        """Names that now hold a tensor made in the trace: refuse those whose old tensor it also read."""
+        for assigned in self.python.assigned(recorder.newborn.__contains__):
+            if not is_device_tensor(assigned.before):
+                self.assigned.append(assigned)
+            elif buffer_of(assigned.before) in recorder.touched:
+                raise lost_update(assigned.name)
+            else:
+                assigned.accept(assigned.tensor)
+
+    def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
+        flat, self.tree, _ = flatten(result, self.objects, self.found.holders)
+        arrays: list[Any] = []
+        for value in flat:
+            if isinstance(value, torch.Tensor) and id(value) in self.held:
+                self.leaves.append(Leaf("argument", self.held[id(value)]))
+            elif is_device_tensor(value):
+                buffer = buffer_of(value)
+                if buffer not in recorder.newborn and buffer not in self.arguments and value.is_leaf:
+                    self.leaves.append(Leaf("same", value))
+                    continue
+                arrays.append(load(value))
+                self.leaves.append(Leaf("array", XLAShardedTensor if isinstance(value, XLAShardedTensor) else torch.Tensor))
+            elif isinstance(value, torch.SymFloat):
+                arrays.append(carried(value))
+                self.leaves.append(Leaf("number"))
+            elif isinstance(value, torch.Tensor):
+                raise TraceError(
+                    message(
+                        f"the compiled function returns a tensor on {value.device}, of shape {tuple(value.shape)}",
+                        "its value would stay what it was in the trace",
+                        fix="return a tensor on device 'jax'",
+                    )
+                )
+            else:
+                self.leaves.append(Leaf("static", value))
+        return arrays
+
+    def guards(self, recorder: Recorder) -> list[Guard]:
+        """Everything the trace baked in."""
+        ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
+        modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
+        guards: list[Guard] = [self.python.guard(frozenset(id(m) for _, m in modules))]
+        left = {id(p): grad for p, grad in self.gradients.left}
+        self.leaf_state = LeafState(_guards.parameters_of(modules), left)
+        guards.append(_guards.modules_guard(modules, self.leaf_state))
+        guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
+        guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments]))
+        guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers if any(o is s for s in recorder.stepped))
+        guards.append(_guards.equal_counters_guard(recorder.leaders))
+        guards.append(_guards.numbers_guard(self.numbers))
+        guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches.values())
+        guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
+        guards.extend(self.gradients.guards(recorder.touched.__contains__))
+        return guards

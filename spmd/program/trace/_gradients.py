@@ -1,0 +1,132 @@
+"""`.grad` of leaf tensors during a trace: what the function relied on, and what it left behind.
+
+A gradient that an earlier call left is not kept unless asked for, so a function that would add to it must not run on
+silently. During the trace every missing or dropped gradient is a marker that refuses to be read: a function that zeroes
+gradients first never reads one. One that does read it is traced again with the real `None` in its place, and then holds only
+while there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from spmd.base._convert import to_numpy_dtype
+from spmd.base._errors import DroppedValueError
+from spmd.device._storage import Buffer, buffer_of, wrap
+
+DROPPED_GRADIENT = (
+    "this gradient was computed inside a compiled step and not kept\n"
+    "  a gradient that leaves the program costs a copy of the parameter\n"
+    "  fix: compile with @spmd.compile(keep_grads=True)"
+)
+STALE_GRADIENT = (
+    "the compiled function adds to gradients of an earlier call, which were not kept\n"
+    "  fix: call optimizer.zero_grad() inside the function before backward, or compile with keep_grads=True"
+)
+
+
+class StaleGradients(DroppedValueError):
+    """The function read a marker. `unzeroed`: ids of the leaves that still had one."""
+
+    def __init__(self, unzeroed: frozenset[int]) -> None:
+        super().__init__(STALE_GRADIENT)
+        self.unzeroed = unzeroed
+
+
+class Gradients:
+    """The gradients of some leaf tensors, from before a trace to after it. A context: on leaving, the old ones are put back.
+
+    Attributes:
+        left: (leaf, gradient made in the trace, or None) where the function left another one than it found.
+    """
+
+    def __init__(self, leaves: Iterable[torch.Tensor], unmarked: frozenset[int]) -> None:
+        by_id = {id(p): p for p in leaves if p.requires_grad and p.is_leaf and p.device.type == "jax"}
+        self._leaves = list(by_id.values())
+        self._unmarked = unmarked
+        self._kept = [p.grad for p in self._leaves]
+        self._found: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._accumulated: set[int] = set()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def __enter__(self) -> Gradients:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for p, grad in zip(self._leaves, self._kept, strict=True):
+            p.grad = grad
+        for handle in self._handles:
+            handle.remove()
+
+    def mark(self) -> None:
+        """Put a marker where there is no gradient, or one that an earlier call dropped."""
+        for p in self._leaves:
+            dropped = p.grad is not None and buffer_of(p.grad).dropped is not None
+            if dropped or (p.grad is None and id(p) not in self._unmarked):
+                marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
+                buffer_of(marker).value, buffer_of(marker).dropped = None, STALE_GRADIENT
+                p.grad = marker
+            self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
+        self._found = [p.grad for p in self._leaves]
+        self._versions = [-1 if p.grad is None else p.grad._version for p in self._leaves]
+
+    def _note_accumulated(self, leaf: torch.Tensor) -> None:
+        self._accumulated.add(id(leaf))
+
+    def stale(self) -> StaleGradients:
+        """After a marker was read: the error that says which leaves still had one."""
+        found = zip(self._leaves, self._found, strict=True)
+        unzeroed = frozenset(id(p) for p, marker in found if marker is not None and p.grad is marker and buffer_of(marker).value is None)
+        return StaleGradients(unzeroed)
+
+    def collect(self, is_newborn: Callable[[Buffer], bool], keep: bool) -> None:
+        """Note what the function left.
+
+        Raises:
+            StaleGradients: it added to a gradient of an earlier call, and the sum is to be kept; or it zeroed the marker of a
+                gradient that is missing (`set_to_none=False`), which without the marker it would have left missing.
+        """
+        added: set[int] = set()
+        zeroed: set[int] = set()
+        for p, kept, found, version in zip(self._leaves, self._kept, self._found, self._versions, strict=True):
+            grad = p.grad
+            if grad is not found:
+                if grad is None or is_newborn(buffer_of(grad)):
+                    self.left.append((p, grad))
+            elif grad is not None and is_newborn(buffer_of(grad)) and grad._version != version:  # a marker that was written to
+                if buffer_of(grad).value is None:
+                    added.add(id(p))
+                elif kept is None and id(p) not in self._accumulated:
+                    zeroed.add(id(p))
+                self.left.append((p, grad))
+        if (added and keep) or zeroed:
+            raise StaleGradients(frozenset(added | zeroed))
+
+    def drop(self) -> None:
+        """The gradients that were left have no value until the program runs."""
+        for _, grad in self.left:
+            if grad is not None:
+                buffer_of(grad).dropped = DROPPED_GRADIENT
+
+    def guards(self, is_touched: Callable[[Buffer], bool]) -> list[Callable[[], str | None]]:
+        """The gradients that the trace relied on are still there, or still missing."""
+        relied = [
+            (p, kept)
+            for p, kept in zip(self._leaves, self._kept, strict=True)
+            if (kept is None and id(p) in self._unmarked) or (kept is not None and is_touched(buffer_of(kept)))
+        ]
+
+        def check() -> str | None:
+            for p, kept in relied:
+                if p.grad is not kept:
+                    then, now = ("missing" if g is None else "there" for g in (kept, p.grad))
+                    what = f"was {then} and is {now}" if then != now else "is another tensor"
+                    return f"the gradient of a parameter of shape {list(p.shape)}, to which the function adds, {what}"
+            return None
+
+        return [check] if relied else []

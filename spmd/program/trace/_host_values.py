@@ -1,0 +1,126 @@
+"""What must not leak from the host into a program: values of CPU tensor arguments, and random numbers drawn on the host.
+
+A CPU tensor that is passed to a compiled function becomes an input where the function moves it to the device. Anything
+computed from it on the CPU would be a constant, the same in every call; so would a number from `random`, numpy's global
+generator or torch's CPU generator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.base._errors import TraceError, called_at, message
+
+_READERS = frozenset(
+    (
+        *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+        *("__contains__", "is_nonzero", "equal", "allclose", "nonzero"),
+    )
+)
+
+
+class HostArgument(torch.Tensor):
+    """A CPU tensor argument while tracing: it may be looked at and moved to the device; what is computed from it is one too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if name in _READERS or name == "__setitem__" or (in_place and isinstance(args[0], HostArgument)):
+            raise computed_on_host(f"{name.strip('_')}()")
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return pytree.tree_map(_as_argument, out)
+
+
+def _as_argument(value: Any) -> Any:
+    is_host = isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, HostArgument)
+    return value.as_subclass(HostArgument) if is_host else value
+
+
+def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that show the same memory in the same way."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def computed_on_host(what: str) -> TraceError:
+    """The error for a value of a CPU argument that Python or a CPU operation wants while tracing."""
+    return TraceError(
+        message(
+            f"the compiled function uses a CPU tensor argument on the host: {what}",
+            *called_at(),
+            "the result would be a constant of the program, the same in every call",
+            fix="move the argument first, x = x.to('jax'), or compute on it before the call",
+        )
+    )
+
+
+@contextmanager
+def no_host_random() -> Generator[None]:
+    """Raise at the end if random numbers were drawn on the host; the generators are put back."""
+    states = _random_states()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        drawn = [name for name, before, after in zip(_GENERATORS, states, _random_states(), strict=True) if not _is_same(before, after)]
+        if drawn:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+        if drawn and not failed:
+            raise TraceError(
+                message(
+                    f"the compiled function draws random numbers on the host, from {drawn[0]}",
+                    "every call would use the same ones",
+                    fix="draw on the device, torch.rand(..., device='jax'), or draw before the call and pass them as an argument",
+                )
+            )
+
+
+@contextmanager
+def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[None]:
+    """Raise at the end if one of these CPU tensors was updated in place; small ones, counters and flags, are put back."""
+    before = [(name, t, t._version, t.detach().clone() if t.numel() <= _SMALL else None) for name, t in tensors]
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        written = [(name, t, copy) for name, t, version, copy in before if t._version != version]
+        with torch.no_grad():
+            for _, t, copy in written:
+                if copy is not None and not t.is_inference():
+                    t.copy_(copy)
+        if written and not failed:
+            name, tensor, _ = written[0]
+            raise TraceError(
+                message(
+                    f"the compiled function updates {name} in place, which is on the CPU (shape {tuple(tensor.shape)})",
+                    "it would be updated by the trace alone, not by every call",
+                    fix="move it to the device: .to('jax'), or update it outside of the function",
+                )
+            )
+
+
+_SMALL = 64
+_GENERATORS = ("Python's random", "numpy.random", "torch's CPU generator")
+
+
+def _random_states() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, torch.Tensor):
+        return torch.equal(before, after)
+    return all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,124 @@
+"""What a trace hears of modules and optimizers while it runs: which ran, in which scope of names, and with which outcome."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch._tensor_str import _str
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from spmd.base._convert import exact_dtypes
+from spmd.device._storage import buffer_of, is_device_tensor, load
+from spmd.program.find._discover import Reachable
+
+if TYPE_CHECKING:
+    from spmd.program.trace._capture import Recorder
+
+
+class Unreached(Exception):
+    """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
+
+    def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
+        super().__init__()
+        self.value = value
+
+
+@contextmanager
+def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
+    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
+    names = {id(module): name for name, module in found.all_modules()}
+    scopes: list[tuple[str, Any]] = []
+
+    def ran(module: torch.nn.Module) -> None:
+        if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
+            raise Unreached(module)
+        recorder.modules[id(module)] = module
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        ran(module)
+        name = names.get(id(module)) or type(module).__name__
+        inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
+        scope = jax.named_scope(inner.replace(".", "/"))
+        scope.__enter__()
+        scopes.append((name, scope))
+
+    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
+        if scopes:
+            name, scope = scopes.pop()
+            scope.__exit__(None, None, None)
+            if debug_nans:
+                recorder.finite.extend((name, flag) for flag in _finite_flags(result))
+
+    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not known for known in found.optimizers):
+            raise Unreached(optimizer)
+        recorder.stepped.append(optimizer)
+
+    recorder.ran = ran
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        register_optimizer_step_pre_hook(stepping),
+    ]
+    try:
+        yield
+    finally:
+        while scopes:
+            scopes.pop()[1].__exit__(None, None, None)
+        for handle in handles:
+            handle.remove()
+
+
+def _finite_flags(result: Any) -> list[Any]:
+    """For each floating tensor in a module's result, whether all its elements are finite."""
+    tensors = [t for t in pytree.tree_leaves(result) if is_device_tensor(t)]
+    with exact_dtypes():
+        return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
+
+
+@contextmanager
+def said_to_be_compiling() -> Generator[None]:
+    """While active, `torch.compiler.is_compiling()` is true for all code but torch's own.
+
+    Libraries ask it before they look at values (transformers, whether a mask hides anything). torch's optimizers and modules ask
+    it too, and mean Dynamo, which does things for them that a trace of ours does not.
+    """
+    before = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        name: str = sys._getframe(1).f_globals.get("__name__", "")
+        return before() if name.partition(".")[0] == "torch" else True
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = before
+
+
+@contextmanager
+def functorch_left_on() -> Generator[None]:
+    """An error inside torch's printing of a tensor leaves functorch as it was.
+
+    `torch._tensor_str._str` turns functorch off for as long as a local of it lives. An error's traceback keeps the frame, and with
+    it the local: whoever holds the error (a prompt its last one, a test runner) would find `vmap` and `jacfwd` broken.
+    """
+    try:
+        yield
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is _str.__code__:
+                trace.tb_frame.clear()
+            trace = trace.tb_next
+        raise
+
+
+__all__ = ["Unreached", "functorch_left_on", "said_to_be_compiling", "watching"]

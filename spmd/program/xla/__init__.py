@@ -1,0 +1,1 @@
+"""Jaxprs and compiled programs: rewritten before they are lowered, read afterwards."""

@@ -1,0 +1,175 @@
+"""Images with channels last inside a program for CPU devices, where PyTorch's channels come first.
+
+XLA:CPU computes a convolution over [N, H, W, C] only. Given [N, C, H, W] it copies every operand and result, and the copies stay
+even where one convolution follows another: a tenth of a ResNet-50's step. So the program is recorded with images as [N, H, W, C]
+from one convolution to the next, through pointwise operations, pooling and reductions; what else reads one gets it as PyTorch
+has it. On GPUs and TPUs the compiler chooses layouts itself, and programs stay as traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from spmd.base._jax import as_recorded, is_literal
+
+_POINTWISE = frozenset(
+    (
+        *("add", "add_any", "sub", "mul", "div", "max", "min", "neg", "abs", "sign", "square", "integer_pow", "pow", "sqrt", "rsqrt"),
+        *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "sin", "cos", "floor", "ceil", "round"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "select_n", "clamp", "convert_element_type", "copy"),
+    )
+)
+_REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"))
+_WINDOWS = frozenset(("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add", "select_and_gather_add"))
+_PER_DIM = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+
+
+def has_convolution(jaxpr: Any) -> bool:
+    """Whether the program convolves over one dim or more."""
+    return any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns)
+
+
+def run_channels_last(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """What `eval_jaxpr` computes, images with their channels last in between."""
+    values = _Values()
+    for variable, array in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True):
+        values.put(variable, array)
+    _run(jaxpr.eqns, values)
+    return [values.plain(variable) for variable in jaxpr.outvars]
+
+
+class _Values:
+    """Arrays by variable, as traced or with channels last; each is transposed at most once."""
+
+    def __init__(self) -> None:
+        self._plain: dict[Any, Any] = {}
+        self._last: dict[Any, Any] = {}
+
+    def put(self, variable: Any, array: Any) -> None:
+        self._plain[variable] = array
+
+    def put_last(self, variable: Any, array: Any) -> None:
+        self._last[variable] = array
+
+    def is_last(self, variable: Any) -> bool:
+        """Whether it is at hand with channels last."""
+        return not is_literal(variable) and variable in self._last
+
+    def plain(self, variable: Any) -> Any:
+        if is_literal(variable):
+            return variable.val
+        if variable not in self._plain:
+            self._plain[variable] = lax.transpose(self._last[variable], _back(len(variable.aval.shape)))
+        return self._plain[variable]
+
+    def last(self, variable: Any) -> Any:
+        """With channels last; a scalar as it is."""
+        if not variable.aval.shape:
+            return self.plain(variable)
+        if is_literal(variable) or variable not in self._last:
+            moved = lax.transpose(self.plain(variable), _order(len(variable.aval.shape)))
+            if is_literal(variable):
+                return moved
+            self._last[variable] = moved
+        return self._last[variable]
+
+
+def _order(rank: int) -> tuple[int, ...]:
+    """Dim i of the array with channels last is dim `order[i]` of the one as traced."""
+    return (0, *range(2, rank), 1)
+
+
+def _back(rank: int) -> tuple[int, ...]:
+    """Dim d as traced is dim `back[d]` of the array with channels last."""
+    return (0, rank - 1, *range(1, rank - 1))
+
+
+def _run(equations: Sequence[Any], values: _Values) -> None:
+    for eqn in equations:
+        rule = _rule(eqn, values)
+        with as_recorded(eqn):
+            if rule is not None:
+                rule(eqn, values)
+                continue
+            out = eqn.primitive.bind(*map(values.plain, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+        for variable, array in zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True):
+            values.put(variable, array)
+
+
+def _rule(eqn: Any, values: _Values) -> Callable[[Any, _Values], None] | None:
+    """How to run the equation on images with channels last; None: as traced."""
+    name = eqn.primitive.name
+    if name == "conv_general_dilated":
+        return _convolution
+    if not any(values.is_last(variable) for variable in eqn.invars):
+        return None
+    if name in _POINTWISE and all(v.aval.shape in ((), eqn.outvars[0].aval.shape) for v in eqn.invars):
+        return _pointwise
+    if name in _REDUCTIONS:
+        return _reduction
+    if name in _WINDOWS:
+        return _window
+    if name == "jit" and _is_pointwise(eqn.params["jaxpr"]):
+        return _inlined
+    return None
+
+
+def _convolution(eqn: Any, values: _Values) -> None:
+    """The dims are named by numbers, so any order will do: the left operand and the result if they are images, what is at hand else."""
+    left, right = eqn.invars
+    numbers, params = eqn.params["dimension_numbers"], dict(eqn.params)
+    back = _back(len(left.aval.shape))
+    takes_images = numbers.lhs_spec[:2] == (0, 1)
+    is_left_last, is_right_last = takes_images or values.is_last(left), values.is_last(right)
+    is_out_last = takes_images and numbers.out_spec[:2] == (0, 1)
+    flags = (is_left_last, is_right_last, is_out_last)
+    specs = [tuple(back[d] for d in spec) if flag else spec for spec, flag in zip(numbers, flags, strict=True)]
+    params["dimension_numbers"] = lax.ConvDimensionNumbers(*specs)
+    operands = (values.last(v) if flag else values.plain(v) for v, flag in ((left, is_left_last), (right, is_right_last)))
+    (values.put_last if is_out_last else values.put)(eqn.outvars[0], eqn.primitive.bind(*operands, **params))
+
+
+def _pointwise(eqn: Any, values: _Values) -> None:
+    values.put_last(eqn.outvars[0], eqn.primitive.bind(*map(values.last, eqn.invars), **eqn.params))
+
+
+def _reduction(eqn: Any, values: _Values) -> None:
+    (operand,) = eqn.invars
+    rank = len(operand.aval.shape)
+    axes = tuple(sorted(_back(rank)[d] for d in eqn.params["axes"]))
+    out = eqn.primitive.bind(values.last(operand), **{**eqn.params, "axes": axes})
+    left = [d for d in _order(rank) if d not in eqn.params["axes"]]  # dims of the result, as traced
+    values.put(eqn.outvars[0], lax.transpose(out, [left.index(d) for d in sorted(left)]) if left != sorted(left) else out)
+
+
+def _window(eqn: Any, values: _Values) -> None:
+    order = _order(len(eqn.outvars[0].aval.shape))
+    moved = {name: tuple(eqn.params[name][d] for d in order) for name in _PER_DIM if name in eqn.params}
+    values.put_last(eqn.outvars[0], eqn.primitive.bind(*map(values.last, eqn.invars), **{**eqn.params, **moved}))
+
+
+def _is_pointwise(closed: Any) -> bool:
+    """Whether a jitted function is made of pointwise operations and broadcasts of scalars."""
+    return not closed.consts and all(eqn.primitive.name in _POINTWISE | {"broadcast_in_dim"} for eqn in closed.jaxpr.eqns)
+
+
+def _inlined(eqn: Any, values: _Values) -> None:
+    """The function's operations in its place."""
+    inner, jaxpr = _Values(), eqn.params["jaxpr"].jaxpr
+    for variable, given in zip(jaxpr.invars, eqn.invars, strict=True):
+        if values.is_last(given):
+            inner.put_last(variable, values.last(given))
+        else:
+            inner.put(variable, values.plain(given))
+    _run(jaxpr.eqns, inner)
+    for variable, given in zip(eqn.outvars, jaxpr.outvars, strict=True):
+        if inner.is_last(given):
+            values.put_last(variable, inner.last(given))
+        else:
+            values.put(variable, inner.plain(given))
+
+
+__all__ = ["has_convolution", "run_channels_last"]

@@ -1,0 +1,41 @@
+"""Where a program runs: on the one mesh that its tensors are marked over, or on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+
+import mesh
+from spmd.base._errors import SpmdError, message
+from spmd.device._storage import Buffer
+
+
+def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
+    """The one mesh that the annotated buffers lie on; SpmdError if they lie on different devices."""
+    found: mesh.Mesh | None = None
+    for buffer in buffers:
+        if buffer.annotation is None:
+            continue
+        here = buffer.annotation.mesh
+        if found is None:
+            found = here
+        elif list(found.device_ids) != list(here.device_ids) or found.topology != here.topology:
+            raise SpmdError(
+                message(
+                    "one program uses tensors on two meshes with different devices",
+                    f"{found} has devices {list(found.device_ids)}, {here} has {list(here.device_ids)}",
+                    fix="mark all tensors of a step over meshes of the same devices in the same order",
+                )
+            )
+    return found
+
+
+def platform_of(grid: mesh.Mesh | None) -> str:
+    """'cpu', 'gpu' or 'tpu': of the mesh's devices, which may be elsewhere, or of the device at hand."""
+    return jax.default_backend() if grid is None else grid.to_jax().devices.flat[0].platform
+
+
+def likely_platform(buffers: Iterable[Buffer]) -> str:
+    """That of the first mesh that a tensor is marked over: before the trace says which of the tensors the program uses."""
+    return platform_of(next((b.annotation.mesh for b in buffers if b.annotation is not None), None))

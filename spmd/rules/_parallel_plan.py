@@ -1,0 +1,265 @@
+"""Tensor-parallel plans as rules and activation layouts: DTensor's `{fqn: ColwiseParallel()}` and Hugging Face's
+`{fqn: "colwise"}`.
+
+A plan says for modules how their parameters lie and, DTensor's, how values lie at their borders. Here every tensor is global,
+so what a plan does to keep ranks consistent (gradient all-reduces, masks, local outputs) is the compiler's business; what
+remains is the spec of each parameter and a constraint on the values that the plan redistributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+from spmd.sharding._constraint import constrain
+
+_COLUMN, _ROW, _WHOLE = "column", "row", "whole"
+# Hugging Face's names (transformers.integrations.tensor_parallel). What `_WHOLE` ones add is about gradients of ranks, or experts.
+HUGGING_FACE: dict[str, str] = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise"), _COLUMN),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_rowwise", "embedding_rowwise"), _ROW),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "sequence_parallel"), _WHOLE),
+    **dict.fromkeys(("local", "local_params", "gather", "isolated", "moe_identity_expert", "moe_tp_experts"), _WHOLE),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan read for one model.
+
+    Attributes:
+        rules: for parameters.
+        borders: module and what happens to values at its border.
+    """
+
+    rules: mesh_.Rules
+    borders: tuple[tuple[nn.Module, Border], ...] = ()
+
+
+@dataclass(frozen=True)
+class Border:
+    """Layouts of the values that enter and leave a module, as placements on the plan's axis; None is left alone.
+
+    Attributes:
+        inputs: of the positional arguments in order; those beyond are left alone.
+        keywords: by keyword argument.
+        outputs: of the outputs in order.
+    """
+
+    mesh: mesh_.Mesh
+    axis: str
+    inputs: tuple[Placement | None, ...] = ()
+    keywords: tuple[tuple[str, Placement | None], ...] = ()
+    outputs: tuple[Placement | None, ...] = ()
+
+    def install(self, module: nn.Module) -> None:
+        """Constrain the values at `module`'s border from now on."""
+        if self.inputs or self.keywords:
+            module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        if self.outputs:
+            module.register_forward_hook(self.leave)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Forward pre-hook."""
+        keywords = dict(self.keywords)
+        return self._laid_out(args, self.inputs), {name: self._value(value, keywords.get(name)) for name, value in kwargs.items()}
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Forward hook."""
+        if isinstance(result, tuple | list):
+            return type(result)(self._laid_out(tuple(result), self.outputs))
+        return self._value(result, self.outputs[0])
+
+    def _laid_out(self, values: tuple[Any, ...], layouts: tuple[Placement | None, ...]) -> tuple[Any, ...]:
+        each = (*layouts, *(None,) * (len(values) - len(layouts)))
+        return tuple(self._value(value, layout) for value, layout in zip(values, each, strict=False))
+
+    def _value(self, value: Any, layout: Placement | None) -> Any:
+        if layout is None or not isinstance(value, torch.Tensor) or value.device.type != "jax" or not value.dim():
+            return value
+        spec = mesh_.ShardingSpec(self.mesh, self.spec(layout, tuple(value.shape)))
+        return constrain(value, spec, spec if value.is_floating_point() else None)
+
+    def spec(self, layout: Placement, shape: tuple[int, ...]) -> mesh_.PartitionSpec:
+        """The plan's axis where the layout says, the mesh's other axes on dim 0 (the batch) as far as they divide it."""
+        entries: list[Any] = [[] for _ in shape]
+        size = shape[0]
+        for axis in self.mesh.axis_names:
+            if axis != self.axis and size % self.mesh.axis_size(axis) == 0:
+                size //= self.mesh.axis_size(axis)
+                entries[0].append(axis)
+        if isinstance(layout, Shard):
+            entries[layout.dim].append(self.axis)
+        return mesh_.PartitionSpec(*(tuple(axes) if axes else None for axes in entries))
+
+
+def dtensor_plan(model: nn.Module, mesh: mesh_.Mesh, plan: Mapping[str, ParallelStyle], axis: str) -> Plan:
+    """A plan for `parallelize_module`, over one axis of the mesh.
+
+    Raises:
+        SpmdError: a style or a module's class that has no meaning here.
+    """
+    rules: list[Any] = []
+    borders: list[tuple[nn.Module, Border]] = []
+    for key, style in plan.items():
+        anchored = mesh_.Rule(f"^{key}", None)
+        modules = [(name, module) for name, module in model.named_modules() if name == key or anchored.matches(name)]
+        kind = _STYLES.get(type(style))
+        if kind is None:
+            known = ", ".join(c.__name__ for c in _STYLES)
+            raise SpmdError(message(f"{type(style).__name__} for {key!r} has no meaning here", f"known: {known}", fix="write rules for it"))
+        held, border = kind(style, mesh, axis)
+        borders.extend((module, border) for _, module in modules if border.inputs or border.keywords or border.outputs)
+        if held is not None or not modules:
+            rules.extend(_parameter_rules(f"^{key}" if key else "^", [m for _, m in modules], held or _WHOLE, axis))
+    return Plan(mesh_.Rules(*rules), tuple(borders))
+
+
+def hugging_face_plan(model: nn.Module, plan: Mapping[str, str], axis: str) -> Plan:
+    """A `base_model_tp_plan`: names of modules or of parameters, below a base model that may be held by another.
+
+    Raises:
+        SpmdError: a style of another name.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    rules: list[Any] = []
+    for key, style in plan.items():
+        if style not in HUGGING_FACE:
+            raise SpmdError(message(f"{key!r} has style {style!r}", f"known: {', '.join(HUGGING_FACE)}", fix="write a rule for it"))
+        rule = mesh_.Rule(key, None)
+        held = [module for name, module in modules.items() if name and rule.matches(name)]
+        if not held and any(rule.matches(name) for name in parameters):
+            rules.append((key, BySide(HUGGING_FACE[style], axis, transposed=False)))
+        elif held or key in ("lm_head", "score"):  # plans of a family name heads that a model may lack
+            rules.extend(_parameter_rules(key, held, HUGGING_FACE[style], axis))
+    return Plan(mesh_.Rules(*rules))
+
+
+def automatic_plan(model: nn.Module) -> dict[str, str]:
+    """What `tp_plan="auto"` means: the plan of the model's class and configuration.
+
+    Raises:
+        SpmdError: it has none.
+    """
+    config = getattr(model, "config", None)
+    plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+    for module in model.modules():  # a head's own entries, and those of the base model that it holds
+        plan.update({k.removeprefix("model."): v for k, v in (getattr(module, "_tp_plan", None) or {}).items()})
+    if not plan:
+        raise SpmdError(
+            message(
+                f"{type(model).__name__} has no tensor-parallel plan",
+                "looked at model.config.base_model_tp_plan and model._tp_plan",
+                fix="pass rules='megatron' or rules of your own",
+            )
+        )
+    return plan
+
+
+def _parameter_rules(key: str, modules: list[nn.Module], side: str, axis: str) -> list[Any]:
+    """Rules for the parameters directly in the modules of one entry."""
+    separator = "" if key == "^" else "."
+    if not modules:
+        return [(f"{key}{separator}weight", BySide(side, axis, transposed=False))]
+    if side == _WHOLE:
+        return [mesh_.Rule(f"{key}{separator}**", None, is_optional=True)]
+    transposed = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) or type(m).__name__ == "Conv1D" for m in modules)
+    names = dict.fromkeys(name for module in modules for name, _ in module.named_parameters(recurse=False))
+    return [(f"{key}{separator}{name}", BySide(side, axis, transposed)) for name in names]
+
+
+@dataclass(frozen=True)
+class BySide:
+    """Spec function of a parameter split by its module's outputs (`column`) or inputs (`row`).
+
+    A Linear's weight is [out, in]; `transposed` ones (Embedding, Conv1D) are [in, out]; batches of weights lead.
+    """
+
+    side: str
+    axis: str
+    transposed: bool
+
+    def __call__(self, name: str, shape: tuple[int, ...], mesh: mesh_.Mesh) -> mesh_.PartitionSpec | None:
+        if self.side == _WHOLE or (self.side == _ROW and len(shape) < 2):
+            return None
+        outputs_last = self.transposed or len(shape) < 2
+        dim = len(shape) - 1 if (self.side == _COLUMN) == outputs_last else len(shape) - 2
+        return mesh_.PartitionSpec(*(self.axis if d == dim else None for d in range(len(shape))))
+
+    def __str__(self) -> str:
+        return f"{self.side} over {self.axis!r}"
+
+
+def _layouts(value: Any) -> tuple[Placement | None, ...]:
+    """One layout, a tuple of them, or None, as a tuple."""
+    return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _redistributed(given: Any, wanted: Any) -> tuple[Placement | None, ...]:
+    """The layouts to go to, None where a value lies so already."""
+    pairs = zip(_layouts(given), _layouts(wanted), strict=True)
+    changed = tuple(after if before != after else None for before, after in pairs)
+    return changed if any(layout is not None for layout in changed) else ()
+
+
+def _column_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+    outputs = () if style.output_layouts == (Shard(-1),) else _layouts(style.output_layouts)
+    return _COLUMN, Border(mesh, axis, _redistributed(style.input_layouts, (Replicate(),)), (), outputs)
+
+
+def _row_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+    is_tokens = style.input_layouts == (Replicate(),)  # an embedding's ids, or an input to split: the weight says so
+    inputs = () if is_tokens else _redistributed(style.input_layouts, (Shard(-1),))
+    return _ROW, Border(mesh, axis, inputs, (), _layouts(style.output_layouts))
+
+
+def _sequence_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+    return _WHOLE, Border(mesh, axis, style.sequence_sharding, (), style.sequence_sharding)
+
+
+def _input_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+    inputs = () if style.input_layouts is None else _redistributed(style.input_layouts, style.desired_input_layouts)
+    given, wanted = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
+    return None, Border(mesh, axis, inputs, tuple((k, wanted[k]) for k in given if given[k] != wanted[k]))
+
+
+def _output_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+    return None, Border(mesh, axis, outputs=_redistributed(style.output_layouts, style.desired_output_layouts))
+
+
+def _both_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+    _, entering = _input_style(style.prepare_module_input, mesh, axis)
+    _, leaving = _output_style(style.prepare_module_output, mesh, axis)
+    return None, Border(mesh, axis, entering.inputs, entering.keywords, leaving.outputs)
+
+
+_STYLES = cast(
+    "dict[type[ParallelStyle], Callable[[Any, mesh_.Mesh, str], tuple[str | None, Border]]]",
+    {
+        ColwiseParallel: _column_style,
+        RowwiseParallel: _row_style,
+        SequenceParallel: _sequence_style,
+        PrepareModuleInput: _input_style,
+        PrepareModuleOutput: _output_style,
+        PrepareModuleInputOutput: _both_style,
+    },
+)
+
+
+__all__ = ["HUGGING_FACE", "Border", "Plan", "automatic_plan", "dtensor_plan", "hugging_face_plan"]

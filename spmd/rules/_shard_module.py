@@ -1,0 +1,140 @@
+"""`shard_module`: every parameter and buffer of a model gets its spec from rules, and a report says what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+from spmd.rules._heads import head_findings
+from spmd.rules._parallel_plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
+from spmd.rules._presets import megatron_axis, preset
+from spmd.sharding._annotate import as_mesh, mark_sharding
+from spmd.sharding._dtensor_placements import is_placements, spec_of_placements
+
+ParameterFunction: TypeAlias = Callable[[str, torch.Tensor], Any]
+RulesLike: TypeAlias = mesh_.Rules | Sequence[tuple[Any, Any]] | Mapping[Any, Any] | ParameterFunction | str
+
+
+def shard_module(
+    model: nn.Module,
+    mesh: Any,
+    rules: RulesLike,
+    *,
+    strict: bool = True,
+    axis: str | None = None,
+    large_bytes: int = mesh_.LARGE_BYTES,
+) -> mesh_.RulesReport:
+    """Mark every parameter and buffer of `model` by rules; what no rule names is replicated.
+
+    Args:
+        model: on device 'jax', on the host or on 'meta'; there the layout is remembered for the move to the device.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+        rules: one of
+            ordered (pattern, spec) pairs, a dict of them or `mesh.Rules`; a spec is one entry per dim, None (replicated on
+            purpose), DTensor placements (one per mesh axis), or a function of name, shape and mesh;
+            a function `(name, parameter) -> spec`;
+            a DTensor plan `{fqn: ColwiseParallel()}`; a Hugging Face plan `{fqn: "colwise"}`, or "auto" for the model's own;
+            "megatron", "fsdp" or "fsdp+megatron" (see `docs/sharding.md`).
+        strict: findings of the report that are errors raise, before anything is marked.
+        axis: the mesh axis that plans and "megatron" split over; default: the one named 'model', 'tensor' or 'tp'.
+        large_bytes: a parameter of at least this size that no rule names is an error.
+
+    Returns:
+        The report: per tensor its spec, rule and bytes per device; and findings. `rich.print` shows it as a table.
+
+    Raises:
+        RulesError: `strict`, and something was found.
+        SpecError: a spec does not fit its tensor's rank or the mesh.
+        SpmdError: `rules` names nothing that is known.
+    """
+    grid = as_mesh(mesh)
+    plan = rules_for(model, grid, rules, axis)
+    report = mesh_.rules_report(sized_tensors(model), grid, plan.rules, large_bytes)
+    report = report.with_findings(head_findings(model, report))
+    if strict:
+        report.raise_errors()
+    tensors = dict(named_tensors(model))
+    for placement in report:
+        mark_sharding(tensors[placement.name], grid, placement.sharding.partition_spec)
+    for module, border in plan.borders:
+        border.install(module)
+    return report
+
+
+def rules_for(model: nn.Module, mesh: mesh_.Mesh, rules: RulesLike, axis: str | None = None) -> Plan:
+    """What a user may pass as `rules`, as `mesh.Rules` and layouts at module borders."""
+    if isinstance(rules, str):
+        if rules != "auto":
+            return Plan(preset(rules, model, mesh, axis))
+        rules = automatic_plan(model)
+    if isinstance(rules, mesh_.Rules):
+        return Plan(rules)
+    if isinstance(rules, Mapping):
+        return _from_mapping(model, mesh, rules, axis)
+    if callable(rules):
+        return Plan(mesh_.Rules(mesh_.Rule("**", _of_parameter(rules, dict(named_tensors(model)), mesh), is_optional=True)))
+    if isinstance(rules, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Plan(mesh_.Rules(*(_with_placements(pair) for pair in rules)))
+    raise SpmdError(
+        message(
+            f"rules of type {type(rules).__name__} are not understood",
+            fix="pass [(pattern, spec), ...], a plan, a function (name, parameter) -> spec, or 'megatron', 'fsdp', 'auto'",
+        )
+    )
+
+
+def _from_mapping(model: nn.Module, mesh: mesh_.Mesh, rules: Mapping[Any, Any], axis: str | None) -> Plan:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    styles = {key: value for key, value in rules.items() if isinstance(value, ParallelStyle)}
+    names = {key: value for key, value in rules.items() if isinstance(value, str)}
+    if (styles or names) and len(styles or names) != len(rules):
+        raise SpmdError(message("a plan mixes styles and specs", fix="pass two calls: the plan, and pairs of pattern and spec"))
+    if styles:
+        return dtensor_plan(model, mesh, styles, axis or megatron_axis(mesh))
+    if names:
+        return hugging_face_plan(model, names, axis or megatron_axis(mesh))
+    return Plan(mesh_.Rules(*(_with_placements(pair) for pair in rules.items())))
+
+
+def _with_placements(pair: Any) -> Any:
+    """A pair whose spec may be DTensor placements."""
+    if isinstance(pair, tuple | list) and len(pair) == 2 and is_placements(pair[1]):
+        placements = pair[1]
+        return pair[0], lambda name, shape, mesh: spec_of_placements(placements, len(shape), mesh.axis_names)
+    return pair
+
+
+def _of_parameter(function: ParameterFunction, tensors: dict[str, torch.Tensor], mesh: mesh_.Mesh) -> mesh_.SpecFunction:
+    def spec(name: str, shape: tuple[int, ...], mesh: mesh_.Mesh) -> Any:
+        found = function(name, tensors[name])
+        return spec_of_placements(found, len(shape), mesh.axis_names) if is_placements(found) else found
+
+    return spec
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, each once, by their first name."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def sized_tensors(model: nn.Module) -> dict[str, mesh_.Sized]:
+    """Names, shapes and element sizes of a model's parameters and buffers, tied names together."""
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        aliases.setdefault(id(tensor), []).append(name)
+    buffers = {id(tensor) for tensor in model.buffers()}
+    return {
+        name: mesh_.Sized(
+            tuple(tensor.shape), tensor.element_size(), tuple(n for n in aliases[id(tensor)] if n != name), id(tensor) in buffers
+        )
+        for name, tensor in named_tensors(model)
+    }
+
+
+__all__ = ["ParameterFunction", "RulesLike", "named_tensors", "rules_for", "shard_module", "sized_tensors"]

@@ -1,0 +1,171 @@
+"""`mark_sharding`: says over which mesh axes a tensor is split. The one annotation, on parameters, buffers, inputs and
+activations.
+
+    mark_sharding(model.up.weight, m, ("model", None))    # eager: the value is laid out now
+    h = mark_sharding(h, m, ("data", None, "model"))       # in a compiled function: a constraint on the value
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import torch
+
+import mesh as mesh_
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.base._jax import is_tracer
+from spmd.device._layout import forget, remember
+from spmd.device._storage import buffer_of, load, recording, store
+from spmd.sharding._constraint import constrain
+from spmd.sharding._names import name_of
+from spmd.sharding._tensor import XLAShardedTensor, become_plain, become_sharded
+
+
+def mark_sharding(
+    tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
+) -> XLAShardedTensor:
+    """Lay `tensor` out over `mesh`, in place, and return it.
+
+    A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
+    function it constrains the value at this point, and its gradient, as `jax.lax.with_sharding_constraint` does.
+
+    Args:
+        tensor: a parameter, buffer, input or activation, any dtype; on device 'jax', or on the host or 'meta', where the
+            layout is remembered for the move to the device.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+        partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
+        uneven: a dim that its axes do not divide is padded in storage ("pad"; values, shapes and files never show it), or refused
+            ("error").
+
+    Raises:
+        SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
+        SpmdError: the tensor is on another device, or is a view of a tensor that shows other dims.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph(tensor, mesh, partition_spec, uneven)
+    spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
+    if tensor.device.type != "jax":
+        remember(tensor, spec)
+        return become_sharded(tensor)
+    buffer = buffer_of(tensor)
+    value = None if buffer.value is None else buffer.value
+    if recording.get() is not None or is_tracer(value):
+        with exact_dtypes():
+            store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda gradient: constrain(gradient, spec, None))
+        return become_sharded(tensor)
+    if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
+        raise SpmdError(
+            message(
+                f"{name_of(tensor)} is a view of a tensor of shape {buffer.shape}: a layout belongs to the whole",
+                f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
+                fix="mark the tensor it was taken from, or mark a copy: mark_sharding(t.clone(), ...)",
+            )
+        )
+    buffer.annotate(spec)
+    return become_sharded(tensor)
+
+
+def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
+    """What Dynamo finds where it captures a graph: one operator (see `spmd.sharding._dynamo`)."""
+    if isinstance(mesh, mesh_.Mesh) and isinstance(partition_spec, mesh_.PartitionSpec | tuple | list):
+        return torch.ops.spmd.mark_sharding_(tensor, mesh_.ShardingSpec(mesh, partition_spec), uneven)
+    torch._dynamo.graph_break(
+        msg="spmd.mark_sharding: a graph holds no mesh and no spec of jax's or DTensor's; "
+        "fix: before the compiled function, m = mesh.Mesh.from_jax(jax_mesh); specs are tuples"
+    )
+    return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (torch.compiler.disable imports Dynamo, which takes seconds)
+def _outside_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
+    return mark_sharding(tensor, mesh, partition_spec, uneven=uneven)
+
+
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """Take the annotation off `t`, in place: a plain tensor or Parameter again, whole on every device of its mesh.
+
+    Args:
+        t: marked or not, also a `torch.nn.Parameter`.
+
+    Returns:
+        `t` itself.
+    """
+    if t.device.type != "jax":
+        forget(t)
+        return become_plain(t)
+    buffer = buffer_of(t)
+    spec = buffer.annotation
+    if spec is not None and recording.get() is None and not is_tracer(buffer.value):
+        buffer.annotation = None
+        if buffer.value is not None:
+            buffer.place(mesh_.ShardingSpec(spec.mesh, (None,) * len(buffer.shape)).to_jax())
+    return become_plain(t)
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """`x` as an `XLAShardedTensor` on the same storage if it is a tensor that lies on a mesh in pieces; else `x` itself."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, XLAShardedTensor) or x.device.type != "jax":
+        return x
+    buffer = buffer_of(x)
+    placed = None if buffer.value is None or is_tracer(buffer.value) else buffer.value.sharding
+    in_pieces = isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated
+    return x.as_subclass(XLAShardedTensor) if buffer.annotation is not None or in_pieces else x
+
+
+def as_mesh(mesh: Any) -> mesh_.Mesh:
+    """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh` (ranks are device positions)."""
+    if isinstance(mesh, mesh_.Mesh):
+        return mesh
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh_.Mesh.from_jax(mesh)
+    if type(mesh).__name__ == "DeviceMesh":
+        names = mesh.mesh_dim_names
+        return mesh_.Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), tuple(names) if names else None)
+    raise SpmdError(
+        message(
+            f"mark_sharding needs a mesh, got {type(mesh).__name__}",
+            fix='make one: m = mesh.Mesh(range(8), (4, 2), ("data", "model"))',
+        )
+    )
+
+
+def checked_spec(
+    tensor: torch.Tensor,
+    grid: mesh_.Mesh,
+    partition_spec: mesh_.SpecLike,
+    uneven: Literal["pad", "error"] = "pad",
+    devices: tuple[str, ...] = ("jax",),
+) -> mesh_.ShardingSpec:
+    """The layout that `tensor` is to get.
+
+    Raises:
+        SpecError: it does not fit the tensor; the message has the tensor's name.
+        SpmdError: the tensor is on none of `devices`.
+    """
+    if tensor.device.type not in devices:
+        raise SpmdError(
+            message(
+                f"{name_of(tensor)} cannot be marked: it is on device '{tensor.device}'",
+                "a sharding needs device 'jax'",
+                fix="move it first: model.to('jax'), or x = x.to('jax')",
+            )
+        )
+    try:
+        spec = mesh_.ShardingSpec(grid, partition_spec)
+        spec.validate(tuple(tensor.shape), uneven=uneven)
+        return spec
+    except mesh_.SpecError as error:
+        name = name_of(tensor)
+        try:
+            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name, uneven)
+        except mesh_.SpecError as named:
+            text = str(named) if name in str(named) else f"{name} cannot be sharded by {partition_spec!r}: {named}"
+            raise mesh_.SpecError(text) from error
+        raise
+
+
+__all__ = ["as_mesh", "checked_spec", "clear_sharding", "mark_sharding", "wrap_if_sharded"]

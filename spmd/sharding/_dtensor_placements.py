@@ -1,0 +1,79 @@
+"""torch's DTensor placements as a PartitionSpec and back: one placement per mesh axis there, one entry per dim here.
+
+spec_of_placements([Shard(0), Replicate()], rank=2, axis_names=("data", "model"))      # ('data', None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+
+
+class PlacementError(SpmdError, mesh_.SpecError):
+    """Placements that lay out no tensor of this rank over this mesh."""
+
+
+class NoSuchDimError(PlacementError, IndexError):
+    """A placement names a dim that the tensor does not have."""
+
+
+class UnreducedError(PlacementError, NotImplementedError):
+    """A placement asks for a tensor that is yet to be summed over devices, which a global tensor never is."""
+
+
+def is_placements(value: Any) -> TypeGuard[Sequence[Placement]]:
+    """Whether `value` is a non-empty list of placements."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Placement) for item in value)
+
+
+def spec_of_placements(
+    placements: Sequence[Placement], rank: int, axis_names: Sequence[str], name: Callable[[], str] = lambda: "the tensor"
+) -> mesh_.PartitionSpec:
+    """The spec that lays a tensor of `rank` dims out as the placements do.
+
+    Several axes on one dim split it in mesh order, the first slowest, as DTensor does.
+
+    Args:
+        name: gives what messages call the tensor; called for a message only, as finding a name takes time.
+
+    Raises:
+        PlacementError: another number of placements than axes, or a placement that has no spec.
+        NoSuchDimError: a dim that the tensor does not have.
+        UnreducedError: a partial value.
+    """
+    if len(placements) != len(axis_names):
+        raise PlacementError(
+            message(
+                f"{len(placements)} placements do not fit the mesh: {list(placements)}",
+                f"{len(placements)} placements, {len(axis_names)} axes: {', '.join(map(repr, axis_names))}",
+                fix="give one placement per mesh axis, in the mesh's order",
+            )
+        )
+    axes: list[list[str]] = [[] for _ in range(rank)]
+    for placement, axis in zip(placements, axis_names, strict=True):
+        if isinstance(placement, Partial):
+            fix = "reduce the tensor first, then Shard or Replicate"
+            raise UnreducedError(message(f"{placement} on axis {axis!r} asks for an unreduced tensor", fix=fix))
+        if type(placement) is Shard:
+            if not -rank <= placement.dim < rank:
+                what = f"{placement} on axis {axis!r} does not fit {name()}: it is no layout for a tensor of rank {rank}"
+                fix = f"shard a dim from 0 to {rank - 1}" if rank else "use Replicate()"
+                raise NoSuchDimError(message(what, f"it has {rank} dims", fix=fix))
+            axes[placement.dim].append(axis)
+        elif not isinstance(placement, Replicate):
+            raise PlacementError(message(f"{placement} on axis {axis!r} has no spec", fix="use Shard(dim) or Replicate()"))
+    return mesh_.PartitionSpec(*(tuple(names) if len(names) > 1 else names[0] if names else None for names in axes))
+
+
+def placements_of(spec: mesh_.ShardingSpec) -> tuple[Placement, ...]:
+    """The placements that mean the same as `spec`, one per mesh axis."""
+    dim_of = {axis: dim for dim, entry in enumerate(spec.partition_spec) for axis in mesh_.entry_axes(entry)}
+    return tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in spec.mesh.axis_names)
+
+
+__all__ = ["NoSuchDimError", "PlacementError", "UnreducedError", "is_placements", "placements_of", "spec_of_placements"]

@@ -1,0 +1,69 @@
+"""`mark_sharding` in a graph that Dynamo captures (`torch.compile`): one operator, so the graph does not break.
+
+    compiled = torch.compile(model, fullgraph=True, backend="eager")     # model.forward marks its activations
+
+Run on tensors of the device the operator is `mark_sharding` itself. Where AOTAutograd traces it, it is a function of values,
+forward and on the gradient: `spmd::laid_out`. Meshes and specs stand in the graph as constants, guarded by their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._library.opaque_object import register_opaque_type
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+import mesh as mesh_
+from spmd.sharding._annotate import checked_spec, mark_sharding
+from spmd.sharding._constraint import constrain
+
+_NAMES = {kind.__name__: kind for kind in (mesh_.Mesh, mesh_.PartitionSpec, mesh_.ShardingSpec)}
+_library: list[torch.library.Library] = []  # kept: its operators live as long as it does
+
+
+def register() -> None:
+    """Define the operators, once."""
+    if _library:
+        return
+    for kind, text in _TEXTS.items():
+        kind.__fx_repr__ = _as_code(text)
+        register_opaque_type(kind, typ="value")
+    library = torch.library.Library("spmd", "DEF")
+    _library.append(library)
+    spec = f"{mesh_.ShardingSpec.__module__}.{mesh_.ShardingSpec.__qualname__}"
+    library.define(f"mark_sharding_(Tensor(a!) tensor, {spec} spec, str uneven) -> Tensor(a!)")
+    library.impl("mark_sharding_", _mark_sharding, "CompositeImplicitAutograd")
+    library.define(f"laid_out(Tensor tensor, {spec} spec) -> Tensor")
+    library.impl("laid_out", lambda tensor, spec: constrain(tensor.detach(), spec, None).global_tensor, "PrivateUse1")
+    library.impl("laid_out", lambda tensor, spec: torch.empty_like(tensor, memory_format=torch.contiguous_format), "Meta")
+
+
+def _mark_sharding(tensor: torch.Tensor, spec: mesh_.ShardingSpec, uneven: Any) -> torch.Tensor:
+    """The operator at its three times: captured by Dynamo, run, traced by AOTAutograd."""
+    if isinstance(tensor, FakeTensor):
+        checked_spec(tensor, spec.mesh, spec.partition_spec, uneven, devices=("jax", "cpu", "meta"))
+    elif not isinstance(tensor, FunctionalTensor):
+        mark_sharding(tensor, spec.mesh, spec.partition_spec, uneven=uneven)
+    elif tensor.device.type == "jax":  # a traced value on the host will not move, so it has no layout to remember
+        # As in a program of spmd.compile: another value under the same tensor, and no mutation to autograd.
+        with torch.no_grad():
+            laid = torch.ops.spmd.laid_out(tensor, spec)
+        tensor.replace_(laid.from_functional())
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda gradient: torch.ops.spmd.laid_out(gradient, spec))
+    return tensor
+
+
+# How a constant is written in a graph's code.
+_TEXTS: dict[Any, Callable[[Any], str]] = {
+    mesh_.Mesh: lambda mesh: f"Mesh.from_string({mesh.to_string()!r})",
+    mesh_.PartitionSpec: repr,
+    mesh_.ShardingSpec: lambda spec: f"ShardingSpec(Mesh.from_string({spec.mesh.to_string()!r}), {spec.partition_spec!r})",
+}
+
+
+def _as_code(text: Callable[[Any], str]) -> Callable[[Any], tuple[str, dict[str, type]]]:
+    return lambda value: (text(value), _NAMES)

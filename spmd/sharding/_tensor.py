@@ -1,0 +1,220 @@
+"""`XLAShardedTensor`: an ordinary PyTorch tensor on device 'jax' that can say how it is laid out.
+
+It adds properties and nothing else: every operation goes through PyTorch's own dispatch. The annotation lives on the
+tensor's storage, so every alias of a marked tensor shares it. It knows no annotation rules (see `_annotate`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jax.sharding import NamedSharding
+
+import mesh as mesh_
+from spmd.base._jax import is_tracer
+from spmd.device._arrays import is_readable
+from spmd.device._layout import annotation_of, hand_over
+from spmd.device._serialize import host_copy
+from spmd.device._storage import buffer_of, is_whole, load, recording
+from spmd.sharding._local_shards import load_shards
+from spmd.sharding._shard import XLAShard
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class XLAShardedTensor(torch.Tensor):
+    """A tensor on device 'jax' with a layout over a mesh; made by `mark_sharding` and by operations on such tensors.
+
+    `XLAShardedTensor(t)` wraps a tensor without marking it; `spmd.mark_sharding` is the usual way. Methods that DTensor has too
+    (`redistribute`, `full_tensor`, `placements`) speak its language; see `spmd.xla_names._distribute`.
+    """
+
+    redistribute: Any  # (device_mesh, placements, *, async_op=False): laid out anew, a new tensor
+    full_tensor: Any  # (): a plain tensor that every device holds whole
+    to_local: Any  # (): the tensor itself
+    placements: Any
+    device_mesh: Any
+
+    _lay_out: Any  # (tensor, mesh or mesh shape, spec or placements); set where specs are known, a floor above
+
+    def __new__(cls, elem: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> XLAShardedTensor:
+        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one.
+
+        With `mesh_shape` (a mesh, or the shape of one over all devices) and `partition_spec` (a spec, or DTensor placements) it is
+        marked too.
+        """
+        moved = elem if elem.device.type == "jax" else elem.detach().to("jax")
+        plain = moved.as_subclass(torch.Tensor)
+        made = become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)
+        return made if mesh_shape is None else cls._lay_out(made, mesh_shape, partition_spec)
+
+    @property
+    def sharding_spec(self) -> mesh_.ShardingSpec | None:
+        """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
+        return sharding_of(self)
+
+    @property
+    def mesh(self) -> mesh_.Mesh | None:
+        """The mesh it is laid out over."""
+        spec = self.sharding_spec
+        return None if spec is None else spec.mesh
+
+    @property
+    def partition_spec(self) -> mesh_.PartitionSpec | None:
+        """One entry per dim: the mesh axis or axes that split it, or None."""
+        spec = self.sharding_spec
+        return None if spec is None else spec.partition_spec
+
+    @property
+    def sharding_type(self) -> mesh_.ShardingType:
+        """Replicated, tiled over all devices, tiled over some axes, ..."""
+        spec = self.sharding_spec
+        if spec is None:
+            return mesh_.ShardingType.UNKNOWN
+        return mesh_.ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
+
+    @property
+    def global_tensor(self) -> torch.Tensor:
+        """The same tensor as a plain `torch.Tensor`: same storage, same place in autograd's graph."""
+        return self.as_subclass(torch.Tensor)
+
+    @property
+    def local_shards(self) -> list[XLAShard]:
+        """The pieces that this process's devices hold, in device order."""
+        buffer = buffer_of(self)
+        value = buffer.raw() if is_whole(self, buffer) else load(self)
+        return [XLAShard.of_array(s.data, self._inside(s.index), s.replica_id, s.device) for s in value.addressable_shards]
+
+    def _inside(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The part of a stored piece's slices that is no padding."""
+        ends = [None if s.stop is None else min(s.stop, n) for s, n in zip(index, self.shape, strict=True)]
+        return tuple(s if end is None else slice(min(s.start or 0, end), end) for s, end in zip(index, ends, strict=True))
+
+    def load_local_shards_(self, shards: Sequence[XLAShard]) -> None:
+        """Replace the tensor's values by those of `shards`: one per device of this process, of the layout's shape, copies equal.
+
+        Raises:
+            ShardError: a device has no shard or two, a shard has another shape or dtype, copies of one piece differ, or the
+                tensor is not split.
+        """
+        load_shards(self, shards)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a numpy array, gathered on the host (a CPU tensor of the values is read; `force` as in torch)."""
+        return self.cpu().as_subclass(torch.Tensor).numpy(force=force)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The gradient. Outside compiled functions it is laid out as the tensor is marked."""
+        grad = _GRAD.__get__(self)
+        return grad if grad is None else _laid_out_like(grad, buffer_of(self).annotation)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _GRAD.__delete__(self)
+
+    @property
+    def jax(self) -> Any:
+        """The value as a `jax.Array` (a tracer inside a traced function). A compiled step that updates this tensor donates
+        the array: keep a `jnp.copy` to use it afterwards."""
+        return load(self)
+
+    def __copy__(self) -> XLAShardedTensor:
+        return become_sharded(copy.copy(self.global_tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
+        if id(self) not in memo:
+            plain = copy.deepcopy(self.global_tensor if not self.is_leaf else self.global_tensor.detach(), memo)
+            hand_over(self, plain)
+            plain.requires_grad_(self.requires_grad)
+            plain.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = become_sharded(plain)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a CPU tensor that remembers its layout in plain data (see `spmd.device._serialize`)."""
+        return host_copy(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        buffer = buffer_of(self) if self.device.type == "jax" else None
+        spec = self.sharding_spec if buffer is None or buffer.dropped is None else None
+        if spec is None and buffer is None:  # torch keeps the class in .cpu()
+            return repr(self.as_subclass(torch.Tensor))
+        placed = "" if spec is None else f", spec={tuple(spec.partition_spec)}, mesh={spec.mesh}"
+        shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+        unreadable = self.is_meta if buffer is None else buffer.dropped is not None or not is_readable(buffer.value)
+        if unreadable or self.numel() > 1000:
+            return f"{type(self).__name__}({shape}{placed}{grad})"
+        values = repr(self.detach().as_subclass(torch.Tensor).cpu()).removeprefix("tensor(").removesuffix(")")
+        return f"{type(self).__name__}({values}{placed}{grad})"
+
+
+class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:  # pyright: ignore[reportInconsistentConstructor]
+        plain = data.as_subclass(torch.Tensor) if isinstance(data, XLAShardedTensor) else data
+        return become_sharded(torch.nn.Parameter(plain, requires_grad))
+
+    def __copy__(self) -> XLAShardedTensor:
+        return become_sharded(torch.nn.Parameter(self.global_tensor.detach(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
+        if id(self) not in memo:
+            twin = torch.nn.Parameter(copy.deepcopy(self.global_tensor.detach(), memo), self.requires_grad)
+            hand_over(self, twin)
+            memo[id(self)] = become_sharded(twin)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        host = host_copy(self)
+        plain = torch.nn.Parameter(host.detach(), self.requires_grad)
+        vars(plain).update(vars(host))
+        return plain.__reduce_ex__(protocol)
+
+
+def sharding_of(tensor: torch.Tensor) -> mesh_.ShardingSpec | None:
+    """How a tensor lies: its annotation, else what its value's own layout says, else None; off the device what it remembers."""
+    if tensor.device.type != "jax":
+        return annotation_of(tensor)
+    buffer = buffer_of(tensor)
+    if buffer.annotation is not None and is_whole(tensor, buffer):
+        return buffer.annotation
+    value = load(tensor)
+    if is_tracer(value) or not isinstance(value.sharding, NamedSharding):
+        return None
+    return mesh_.ShardingSpec.from_jax(value.sharding, tensor.dim())
+
+
+def _laid_out_like(grad: torch.Tensor, annotation: mesh_.ShardingSpec | None) -> torch.Tensor:
+    buffer = buffer_of(grad) if grad.device.type == "jax" else None
+    if annotation is None or buffer is None or buffer.annotation is not None or buffer.dropped is not None:
+        return grad
+    if recording.get() is not None or is_tracer(buffer.value) or not is_whole(grad, buffer) or grad.dim() != len(annotation.partition_spec):
+        return grad
+    buffer.place(annotation.to_jax())
+    buffer.annotation = annotation
+    return become_sharded(grad)
+
+
+def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:
+    """Change the class of `tensor` in place so that it shows its layout; a Parameter stays one."""
+    if not isinstance(tensor, XLAShardedTensor):
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        tensor.__class__ = XLAShardedParameter if is_parameter else XLAShardedTensor
+    return tensor  # pyright: ignore[reportReturnType]
+
+
+def become_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Undo `become_sharded`: a `torch.Tensor` or `torch.nn.Parameter` again, the same object."""
+    if isinstance(tensor, XLAShardedTensor):
+        tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor

@@ -1,0 +1,128 @@
+"""`MpDeviceLoader`: batches on the devices, laid out as they arrive, the next ones uploaded while a step runs.
+
+    loader = spmd.MpDeviceLoader(train_loader, "jax", input_sharding=spmd.ShardingSpec(m, ("data", None)))
+    for x, y in loader: ...
+
+A batch of two tensors of different rank takes a dict, or a spec that fits one of them; the other is replicated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+import mesh as mesh_
+from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._errors import ShardError, SpmdError, message
+from spmd.device._storage import buffer_of, wrap
+from spmd.sharding._annotate import mark_sharding
+from spmd.sharding._tensor import become_sharded
+
+InputSharding = mesh_.ShardingSpec | Mapping[str, "mesh_.ShardingSpec | None"]
+
+
+class MpDeviceLoader:
+    """An iterable of batches on device 'jax', around an iterable of batches on the host.
+
+    Args:
+        loader: any iterable, such as a `torch.utils.data.DataLoader`; iterated anew for each epoch.
+        device: where the tensors go; device 'jax'.
+        input_sharding: how tensors with as many dims as the spec lie on the mesh; a dict for batches that are dicts. Other
+            tensors stay unmarked, which replicates them. With `minibatch=True` the batch is this host's part.
+        device_prefetch_size: how many batches are uploaded ahead.
+        options: torch_xla's other arguments (`batchdim`, `loader_prefetch_size`, ...), which tune what is not needed here.
+
+    Raises:
+        SpmdError: while iterating: a dict of shardings does not fit the batch.
+        ShardError: while iterating: a minibatch that this host's devices do not divide.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: Any = "jax",
+        *,
+        input_sharding: InputSharding | None = None,
+        device_prefetch_size: int = 8,
+        **options: Any,
+    ) -> None:
+        unknown = options.keys() - {"batchdim", "batches_per_execution", "loader_prefetch_size", "host_to_device_transfer_threads"}
+        if unknown:
+            raise SpmdError(message(f"MpDeviceLoader has no option {', '.join(sorted(unknown))}", fix="leave it out"))
+        self._loader = loader
+        self._input_sharding = input_sharding
+        self._prefetch = max(1, device_prefetch_size)
+
+    def __len__(self) -> int:
+        return len(cast("Any", self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = (placed(batch, self._input_sharding) for batch in self._loader)
+        pool = ThreadPoolExecutor(1, "spmd.MpDeviceLoader")
+        ahead = deque(pool.submit(next, batches, _END) for _ in range(self._prefetch))
+        try:
+            while (batch := ahead.popleft().result()) is not _END:  # raises what the loader or the upload raised
+                ahead.append(pool.submit(next, batches, _END))
+                yield batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def placed(batch: Any, input_sharding: InputSharding | None) -> Any:
+    """A batch with its tensors on device 'jax', laid out by the spec that fits each."""
+    if isinstance(input_sharding, Mapping):
+        if not isinstance(batch, Mapping) or not input_sharding.keys() <= batch.keys():
+            found = f"its keys: {list(batch)}" if isinstance(batch, Mapping) else f"it is a {type(batch).__name__}"
+            raise SpmdError(
+                message(f"input_sharding for {list(input_sharding)} does not fit the batch", found, fix="use the keys of the batch")
+            )
+        return _mapped(batch, lambda key, value: placed(value, input_sharding.get(key)))
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:  # to torch a leaf: Hugging Face's BatchEncoding
+        return _mapped(batch, lambda key, value: placed(value, input_sharding))
+    return pytree.tree_map_only(torch.Tensor, lambda t: _on_device(t, input_sharding), batch)
+
+
+def _mapped(batch: Mapping[Any, Any], fn: Callable[[Any, Any], Any]) -> Mapping[Any, Any]:
+    """A mapping of the same class, if such a one can be written to, with `fn` of each key and value."""
+    made: MutableMapping[Any, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else {}
+    for key, value in batch.items():
+        made[key] = fn(key, value)
+    return made
+
+
+def _on_device(tensor: torch.Tensor, spec: mesh_.ShardingSpec | None) -> torch.Tensor:
+    if spec is None or tensor.dim() != len(spec.partition_spec):
+        return tensor.to("jax")
+    if spec.minibatch:
+        return _from_part(tensor, spec)
+    return mark_sharding(tensor.to("jax"), spec.mesh, spec.partition_spec)
+
+
+def _from_part(tensor: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
+    """The global batch whose part on this host is `tensor`: dim 0 has the parts of all hosts in order."""
+    local, hosts = jax.local_device_count(), jax.process_count()
+    if tensor.shape[0] % local:
+        raise ShardError(
+            message(
+                "When minibatch is configured, the per-host batch size must be divisible by local runtime device count. "
+                f"Per host input data shape {tuple(tensor.shape)}, {local} devices",
+                fix=f"use a batch of {-(-tensor.shape[0] // local) * local}, or drop_last=True in the loader",
+            )
+        )
+    shape = (tensor.shape[0] * hosts, *tensor.shape[1:])
+    spec.validate(shape)
+    with exact_dtypes():
+        array = jax.make_array_from_process_local_data(spec.to_jax(), host_array(tensor), shape)
+    out = wrap(array)
+    buffer_of(out).annotation = spec
+    return become_sharded(out)
+
+
+_END = object()

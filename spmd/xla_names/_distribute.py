@@ -1,0 +1,176 @@
+"""DTensor's language for layouts: placements, one per mesh axis, instead of a spec, one entry per dim.
+
+    spmd.xla_distribute_tensor(w, device_mesh, [Shard(0), Replicate()])
+    w.redistribute(device_mesh, [Replicate(), Shard(1)]).full_tensor()
+
+`torch.distributed.tensor.distribute_tensor` and `distribute_module` call these two on a mesh of device type "xla" (see
+`spmd.compat.torch_xla`). One process drives all devices: a tensor is always the whole one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.placement_types import Replicate
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+from spmd.device._storage import buffer_of
+from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
+from spmd.sharding._dtensor_placements import placements_of, spec_of_placements
+from spmd.sharding._names import name_of
+from spmd.sharding._tensor import XLAShardedTensor
+from spmd.xla_names._functional import mark_sharding_with_gradients
+from spmd.xla_names._global_mesh import mesh_or_global
+
+
+def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> mesh_.ShardingSpec:
+    """The ShardingSpec that means the same as DTensor placements, one per mesh axis; None: replicated.
+
+    Raises:
+        SpecError, SpmdError: as `spec_of_placements`.
+    """
+    grid = as_mesh(mesh)
+    given = [Replicate()] * len(grid.axis_names) if placements is None else placements
+    return checked_spec(t, grid, spec_of_placements(given, t.dim(), grid.axis_names, lambda: name_of(t)))
+
+
+def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+    """Lay `tensor` out over `device_mesh` by DTensor placements; in place if it is on device 'jax', else as a new tensor there.
+
+    Args:
+        tensor: the whole tensor; a leaf that requires a gradient stays one.
+        device_mesh: a torch `DeviceMesh`, a `mesh.Mesh` or a `jax.sharding.Mesh`.
+        placements: one `Shard` or `Replicate` per mesh axis; None: replicated.
+
+    Raises:
+        SpecError, SpmdError: as `spec_from_placements` and `mark_sharding`; or `tensor` is a DTensor.
+    """
+    if type(tensor).__name__ == "DTensor":
+        raise SpmdError(message("a DTensor holds one device's piece, not the whole tensor", fix="pass tensor.full_tensor()"))
+    if tensor.device.type != "jax":
+        moved = tensor.detach().to("jax").requires_grad_(tensor.requires_grad)
+        tensor = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    spec = spec_from_placements(tensor, device_mesh, placements)
+    return mark_sharding(tensor, spec.mesh, spec.partition_spec)
+
+
+Partition = Callable[[str, nn.Module, Any], None]
+
+
+def xla_distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Partition | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Lay out a module's parameters by a function, and its inputs and outputs by two others, as DTensor's `distribute_module`.
+
+    Args:
+        module: moved to device 'jax' if it is not there.
+        device_mesh: handed to the functions; None: the global mesh.
+        partition_fn: called with (name, submodule, mesh) for every submodule; `auto_policy` chooses by itself. None: nothing
+            is marked, which replicates.
+        input_fn: called with (module, inputs, mesh) before `forward`; what it returns replaces the inputs.
+        output_fn: called with (module, outputs, mesh) after `forward`, alike.
+
+    Returns:
+        `module`.
+
+    Raises:
+        SpmdError: a function does not take three arguments (for inputs and outputs two: without the module).
+    """
+    grid = mesh_or_global(device_mesh, "xla_distribute_module")
+    module.to("jax")
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
+            partition_fn(name, submodule, grid)
+    if input_fn is not None:
+        before = _with_module(input_fn, "input_fn")
+        module.register_forward_pre_hook(lambda owner, inputs: before(owner, inputs, grid))
+    if output_fn is not None:
+        after = _with_module(output_fn, "output_fn")
+        module.register_forward_hook(lambda owner, inputs, outputs: after(owner, outputs, grid))
+    return module
+
+
+def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
+    """A `partition_fn` that chooses: each parameter is split over all devices along its largest dim that they divide.
+
+    torch_xla's function of this name turned on a pass of XLA that existed for one TPU host only.
+    """
+    grid = as_mesh(mesh)
+    for parameter in mod.parameters(recurse=False):
+        if buffer_of(parameter).annotation is None:
+            whole = (None,) * parameter.dim()
+            mark_sharding(parameter, grid, mesh_.split_largest_dim(whole, parameter.shape, grid, grid.axis_names))
+
+
+def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    count = len(inspect.signature(fn).parameters)
+    if count == 3:
+        return fn
+    if count == 2:
+        return lambda owner, values, grid: fn(values, grid)
+    raise SpmdError(message(f"{name} takes {count} arguments", fix=f"def {name}(module, {name[:-3]}s, device_mesh): ..."))
+
+
+def redistribute(t: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+    """`XLAShardedTensor.redistribute`: the same values laid out anew, as a new tensor; gradients come back alike."""
+    grid = device_mesh if device_mesh is not None else _spec_of(t).mesh
+    spec = spec_from_placements(t, grid, placements)
+    return mark_sharding_with_gradients(t, spec.mesh, spec.partition_spec)
+
+
+def device_mesh_of(t: torch.Tensor) -> Any:
+    """A torch `DeviceMesh` of the tensor's mesh: names and device positions; it can describe, not communicate."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    grid = _spec_of(t).mesh
+    ids = torch.tensor(grid.get_logical_mesh().tolist())
+    return DeviceMesh("cpu", ids, mesh_dim_names=grid.axis_names, _init_backend=False, _rank=0)
+
+
+def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    """`XLAShardedTensor.placements`."""
+    return placements_of(_spec_of(t))
+
+
+def _spec_of(t: torch.Tensor) -> mesh_.ShardingSpec:
+    spec = t.sharding_spec if isinstance(t, XLAShardedTensor) else None
+    if spec is None:
+        raise mesh_.SpecError(message(f"{name_of(t)} has no sharding, so no placements", fix="mark it first, or pass device_mesh="))
+    return spec
+
+
+def full_tensor(t: torch.Tensor) -> torch.Tensor:
+    """`XLAShardedTensor.full_tensor`: a plain tensor that every device holds whole."""
+    return redistribute(t).as_subclass(torch.Tensor)
+
+
+def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:
+    """`XLAShardedTensor(t, mesh, layout)`: a mesh or its shape, a spec or placements."""
+    if isinstance(mesh, tuple | list | torch.Size):
+        shape = [int(size) for size in mesh]
+        mesh = mesh_.Mesh(range(math.prod(shape)), shape)
+    if layout is None or any(hasattr(entry, "is_shard") for entry in layout):
+        spec = spec_from_placements(t, mesh, layout)
+        return mark_sharding(t, spec.mesh, spec.partition_spec)
+    return mark_sharding(t, mesh, layout)
+
+
+# The methods that DTensor has and that make sense for a global tensor; here, because the class lies a floor below `mark_sharding`.
+XLAShardedTensor.redistribute = lambda self, device_mesh=None, placements=None, *, async_op=False: redistribute(
+    self, device_mesh, placements
+)
+XLAShardedTensor.full_tensor = lambda self, *, grad_placements=None: full_tensor(self)
+XLAShardedTensor.to_local = lambda self, *, grad_placements=None: self  # one process drives all devices: the local view is the whole
+XLAShardedTensor.placements = property(placements_of_tensor)
+XLAShardedTensor.device_mesh = property(device_mesh_of)
+XLAShardedTensor._lay_out = staticmethod(_laid_out)

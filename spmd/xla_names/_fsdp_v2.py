@@ -1,0 +1,153 @@
+"""`SpmdFullyShardedDataParallel`: torch_xla's FSDPv2, a wrapper that marks a module's state and constrains its outputs.
+
+    model = SpmdFullyShardedDataParallel(GPT(), mesh, auto_wrap_policy=policy)      # the mesh has an axis "fsdp"
+
+The wrapped module keeps its parameters; each is split along the largest dim that the axis divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+from spmd.device._storage import buffer_of
+from spmd.sharding._annotate import as_mesh, mark_sharding
+from spmd.xla_names._barrier import apply_backward_optimization_barrier
+from spmd.xla_names._global_mesh import mesh_or_global
+
+AXIS = "fsdp"
+ShardOutput = Callable[[Any, mesh_.Mesh], None]
+
+
+class SpmdFullyShardedDataParallel(nn.Module):
+    """A module whose parameters are split over axis "fsdp" of a mesh, and whose outputs over the batch.
+
+    Args:
+        module: the module to wrap; moved to device 'jax'.
+        mesh: has an axis "fsdp"; None: the global mesh.
+        shard_output: called with (output, mesh) after `forward` to constrain the output. None: dim 0 of the output, or of the
+            first tensor of a tuple, is split over "fsdp" (with `extra_data_axis` over both).
+        auto_wrap_policy: called as `policy(module=, recurse=, unwrapped_params=)`; submodules for which it says yes are wrapped
+            on their own, with the same mesh, `shard_output` and `extra_data_axis`.
+        auto_wrapper_callable: what wraps those, instead of this class.
+        extra_data_axis: another axis that the batch is split over, such as data-parallel slices.
+
+    Raises:
+        SpecError: the mesh lacks an axis.
+        SpmdError: `module` is wrapped already, has no forward, or returns what the default `shard_output` cannot handle.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Any = None,
+        shard_output: ShardOutput | None = None,
+        auto_wrap_policy: Callable[..., bool] | None = None,
+        auto_wrapper_callable: Callable[..., nn.Module] | None = None,
+        extra_data_axis: str | None = None,
+    ) -> None:
+        _require_wrappable(module, auto_wrap_policy is not None)
+        grid = as_mesh(mesh_or_global(mesh, "SpmdFullyShardedDataParallel"))
+        for axis in (AXIS, *([extra_data_axis] if extra_data_axis else [])):
+            if axis not in grid.axis_names:
+                raise mesh_.SpecError(
+                    message(f"{grid} has no axis '{axis}'", f"axes: {', '.join(grid.axis_names)}", fix=f"name one axis '{axis}'")
+                )
+        super().__init__()
+        if auto_wrap_policy is not None:
+            wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel
+            options: dict[str, Any] = {"mesh": grid, "shard_output": shard_output, "extra_data_axis": extra_data_axis}
+            if auto_wrapper_callable is not None:
+                options.pop("extra_data_axis")
+            recursive_wrap(module, auto_wrap_policy, wrapper, **options)
+        self._orig_module = module.to("jax")
+        self._mesh = grid
+        self._extra_data_axis = extra_data_axis
+        self._shard_output: ShardOutput = shard_output or self._shard_first_tensor
+        for parameter in module.parameters():
+            if buffer_of(parameter).annotation is None:
+                whole = (None,) * parameter.dim()
+                mark_sharding(parameter, grid, mesh_.split_largest_dim(whole, parameter.shape, grid, AXIS))
+        apply_backward_optimization_barrier(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._orig_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._orig_module(*args, **kwargs)
+        self._shard_output(output, self._mesh)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper lacks, the module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_module"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._orig_module[key]  # pyright: ignore[reportIndexIssue]
+
+    def _shard_first_tensor(self, output: Any, grid: mesh_.Mesh) -> None:
+        first = output if isinstance(output, torch.Tensor) else output[0] if isinstance(output, tuple) and output else None
+        if not isinstance(first, torch.Tensor):
+            raise SpmdError(
+                message(
+                    f"the wrapped {type(self._orig_module).__name__} returned a {type(output).__name__}, not a tensor or a tuple of them",
+                    fix="pass shard_output: def shard_output(output, mesh): mark_sharding(output.logits, mesh, ('fsdp', None, None))",
+                )
+            )
+        if first.dim():
+            batch = (self._extra_data_axis, AXIS) if self._extra_data_axis else AXIS
+            mark_sharding(first, grid, (batch, *[None] * (first.dim() - 1)))
+
+
+def recursive_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool], wrapper_cls: Callable[..., nn.Module], **options: Any) -> None:
+    """Wrap the submodules of `module` for which the policy says yes, innermost first; a shared submodule once."""
+    wrapped: dict[int, nn.Module] = {}
+
+    def descend(parent: nn.Module) -> int:
+        """Wraps below `parent`; returns how many of its parameters' elements are wrapped."""
+        num_wrapped = 0
+        for name, child in list(parent._modules.items()):  # named_children would skip the second use of a shared module
+            if child is None:
+                continue
+            size = sum(p.numel() for p in child.parameters())
+            if id(child) in wrapped:
+                setattr(parent, name, wrapped[id(child)])
+                num_wrapped += size
+                continue
+            inside = descend(child) if auto_wrap_policy(module=child, recurse=True, unwrapped_params=size) else 0
+            if _has_forward(child) and auto_wrap_policy(module=child, recurse=False, unwrapped_params=size - inside):
+                wrapped[id(child)] = wrapper_cls(child, **options)
+                setattr(parent, name, wrapped[id(child)])
+                num_wrapped += size
+            else:
+                num_wrapped += inside
+        return num_wrapped
+
+    descend(module)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _require_wrappable(module: nn.Module, is_root: bool) -> None:
+    if isinstance(module, SpmdFullyShardedDataParallel) or (
+        is_root and any(isinstance(m, SpmdFullyShardedDataParallel) for m in module.modules())
+    ):
+        raise SpmdError(
+            message(
+                "the module, or one in it, is wrapped already", fix="wrap inner modules first and leave auto_wrap_policy out, or wrap once"
+            )
+        )
+    if not _has_forward(module):
+        raise SpmdError(message(f"{type(module).__name__} has no forward, so its outputs cannot be constrained", fix="wrap its elements"))

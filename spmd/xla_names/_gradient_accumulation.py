@@ -1,0 +1,67 @@
+"""`gradient_accumulation`: torch_xla's loop over micro-batches that leaves the mean gradient on the parameters.
+
+    loss, = spmd.gradient_accumulation(train_step, (data, target), model)
+    optimizer.step()
+
+The backward pass is part of it: `train_step` returns the loss. `spmd.accumulate` is the form that leaves it to the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.base._errors import SpmdError, message
+from spmd.program.flow._scan import scan
+
+
+def gradient_accumulation(
+    train_step: Callable[..., Any],
+    iterable_tensors: Sequence[torch.Tensor],
+    model: nn.Module,
+    carried_tensors: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Run `train_step` on every micro-batch and add up the gradients of the mean loss.
+
+    Args:
+        train_step: called with one slice of each iterable tensor, then the carried tensors; returns the loss, or (loss,
+            *new carried tensors).
+        iterable_tensors: tensors with one first dim of k micro-batches.
+        model: its parameters get the gradients, added to those they have.
+        carried_tensors: values that go from one micro-batch to the next.
+
+    Returns:
+        (loss summed over micro-batches and divided by k, *carried tensors).
+
+    Raises:
+        SpmdError: no iterable tensors, or first dims of different sizes.
+    """
+    if not iterable_tensors:
+        raise SpmdError(message("gradient_accumulation was given no iterable tensors", fix="pass (data, target)"))
+    sizes = [t.shape[0] if t.dim() else 0 for t in iterable_tensors]
+    if len(set(sizes)) != 1 or sizes[0] == 0:
+        raise SpmdError(message("iterable tensors need one first dim in common", f"sizes: {sizes}", fix="stack k micro-batches in each"))
+    rounds = sizes[0]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    carried = tuple(carried_tensors or ())
+
+    def micro(state: Any, slices: Any) -> tuple[Any, None]:
+        total, gradients, values = state
+        with torch.enable_grad():
+            result = train_step(*slices, *values)
+            loss, new = (result[0], tuple(result[1:])) if carried else (result, ())
+            loss = loss / rounds
+            found: Any = torch.autograd.grad(loss, parameters, allow_unused=True)
+        added = [old if g is None else old + g for old, g in zip(gradients, found, strict=True)]
+        return (total + loss.detach(), added, tuple(v.detach() for v in new)), None
+
+    zero = torch.zeros((), dtype=torch.get_default_dtype(), device="jax")
+    start = [torch.zeros_like(p) for p in parameters]
+    with torch.no_grad():
+        (total, gradients, values), _ = scan(micro, (zero, start, carried), tuple(iterable_tensors))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    return (total, *values)

@@ -1,0 +1,203 @@
+"""Manual sharding: between `enable_manual_sharding` and `disable_manual_sharding` a tensor is one device's piece, on each device
+its own, and nothing communicates unless the program says so.
+
+    x = spmd.enable_manual_sharding(x, ("data", None), mesh=m)     # [batch / data, dim] on every device
+    y = expert(x)                                                  # each device computes on its piece alone
+    y = spmd.disable_manual_sharding(y, ("data", None), full_shape, mesh=m)
+
+To XLA a piece is a replicated value that differs from device to device, which stays true as long as it meets only its like and
+values that are equal everywhere; `ManualTensor` refuses everything else. `spmd.shard_map` is the same as a function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import PartitionSpec
+from torch.utils import _pytree as pytree
+
+import mesh as mesh_
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, called_at, message
+from spmd.base._jax import is_tracer
+from spmd.device._storage import buffer_of, load, wrap
+from spmd.sharding._annotate import as_mesh, checked_spec
+from spmd.sharding._tensor import XLAShardedTensor, become_sharded
+from spmd.xla_names._global_mesh import mesh_or_global
+
+
+class ManualTensor(XLAShardedTensor):
+    """One device's piece of a tensor, on each device its own. Has no global value: reading it on the host is an error."""
+
+    @property
+    def sharding_type(self) -> mesh_.ShardingType:
+        return mesh_.ShardingType.MANUAL
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        grid = _meet([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)
+        if func in _READS:
+            raise _no_global_value(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in torch.overrides.get_default_nowrap_functions():
+            return result
+        return pytree.tree_map_only(torch.Tensor, lambda t: as_manual(t, grid) if t.device.type == "jax" else t, result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ManualTensor({str(self.dtype).removeprefix('torch.')}{list(self.shape)}, mesh={self.manual_mesh})"
+
+    manual_mesh: mesh_.Mesh
+
+
+_READS = (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__float__)
+
+
+def as_manual(tensor: torch.Tensor, grid: mesh_.Mesh) -> ManualTensor:
+    """`tensor` itself as a manual tensor over `grid`."""
+    tensor.__class__ = ManualTensor
+    tensor.manual_mesh = grid  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor  # pyright: ignore[reportReturnType]
+
+
+def enable_manual_sharding(t: torch.Tensor, partition_spec: mesh_.SpecLike, *, mesh: Any = None) -> ManualTensor:
+    """Each device's own piece of `t`, laid out by `partition_spec`, as a tensor of the piece's shape.
+
+    Args:
+        t: on device 'jax', every split dim a multiple of its axes.
+        partition_spec: how `t` is cut; along axes it does not name, devices have copies.
+        mesh: the mesh, or None for the global one.
+
+    Raises:
+        SpecError, SpmdError: as `mark_sharding`; or there is no mesh.
+    """
+    grid = as_mesh(mesh_or_global(mesh, "enable_manual_sharding"))
+    return as_manual(_Cut.apply(t, checked_spec(t, grid, partition_spec)), grid)  # pyright: ignore[reportArgumentType]
+
+
+def disable_manual_sharding(
+    t: torch.Tensor, partition_spec: mesh_.SpecLike, full_shape: Sequence[int], *, mesh: Any = None
+) -> XLAShardedTensor:
+    """The global tensor that the devices' pieces `t` make up by `partition_spec`.
+
+    Args:
+        t: what operations on manual tensors gave.
+        partition_spec: how the pieces lie in the whole; along axes it does not name, the devices' values must be equal.
+        full_shape: the shape of the whole.
+        mesh: the mesh, or None for the global one.
+
+    Raises:
+        SpmdError: `t` is no manual tensor, or its pieces do not make up `full_shape`.
+    """
+    grid = as_mesh(mesh_or_global(mesh, "disable_manual_sharding"))
+    spec = mesh_.ShardingSpec(grid, partition_spec)
+    if not isinstance(t, ManualTensor):
+        raise SpmdError(
+            message("disable_manual_sharding was given a tensor that is not manual", fix="pass what enable_manual_sharding led to")
+        )
+    if spec.shard_shape(tuple(full_shape)) != tuple(t.shape):
+        raise SpmdError(
+            message(
+                f"pieces of shape {tuple(t.shape)} do not make up {tuple(full_shape)} by {spec.partition_spec}",
+                f"a piece would be {spec.shard_shape(tuple(full_shape))}",
+                fix="give the shape of the whole and how the pieces lie in it",
+            )
+        )
+    return become_sharded(_Joined.apply(_plain(t), spec))  # pyright: ignore[reportArgumentType]
+
+
+class _Cut(torch.autograd.Function):
+    """From the whole to pieces; backward sums the gradients of copies and joins the pieces'."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
+        ctx.spec = spec
+        return per_device(lambda piece: piece, t, spec, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        copied = _unnamed_axes(ctx.spec)
+        return per_device(lambda g: jax.lax.psum(g, copied) if copied else g, _plain(grads[0]), None, ctx.spec), None
+
+
+class _Joined(torch.autograd.Function):
+    """From pieces to the whole; backward cuts, and each of several copies gets its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
+        ctx.spec = spec
+        return per_device(lambda piece: piece, t, None, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        copies = math.prod(ctx.spec.mesh.axis_size(axis) for axis in _unnamed_axes(ctx.spec))
+        return per_device(lambda g: g / copies if copies > 1 else g, grads[0], ctx.spec, None), None
+
+
+def per_device(
+    fn: Callable[[Any], Any],
+    t: torch.Tensor,
+    cut: mesh_.ShardingSpec | None,
+    join: mesh_.ShardingSpec | None,
+    grid: mesh_.Mesh | None = None,
+) -> torch.Tensor:
+    """`fn` on every device's own piece. `cut`, `join`: how the whole lies before and after; None: pieces already, or still."""
+    spec = cut or join
+    mesh = spec.mesh if spec is not None else grid
+    assert mesh is not None
+    specs = [PartitionSpec() if s is None else s.partition_spec.to_jax() for s in (cut, join)]
+    run = jax.shard_map(fn, mesh=mesh.to_jax(), in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    with exact_dtypes():
+        value = jax.jit(run)(load(t))
+    out = wrap(value)
+    if join is not None and not is_tracer(value):
+        buffer_of(out).annotation = join
+    return out
+
+
+def _unnamed_axes(spec: mesh_.ShardingSpec) -> tuple[str, ...]:
+    named = {axis for entry in spec.partition_spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    return tuple(axis for axis in spec.mesh.axis_names if axis not in named)
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    """The tensor without the class, on the same place of the tape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.as_subclass(torch.Tensor)
+
+
+def _meet(tensors: Sequence[torch.Tensor], func: Any) -> mesh_.Mesh:
+    """The one mesh of the manual tensors among the operands; SpmdError if another operand is split over devices."""
+    grids = [t.manual_mesh for t in tensors if isinstance(t, ManualTensor)]
+    for t in tensors:
+        if isinstance(t, ManualTensor) or t.device.type != "jax":
+            continue
+        value = buffer_of(t).value
+        split = value is not None and not is_tracer(value) and not value.sharding.is_fully_replicated
+        marked = buffer_of(t).annotation
+        if split or (marked is not None and not marked.is_replicated):
+            raise SpmdError(
+                message(
+                    f"{getattr(func, '__name__', func)} combines a manual tensor with one that is split over the devices",
+                    *called_at(),
+                    f"shapes {[tuple(x.shape) for x in tensors]}",
+                    fix="give the other tensor to enable_manual_sharding too, so that each device has its piece of it",
+                )
+            )
+    if any(grid != grids[0] for grid in grids):
+        raise SpmdError(message("two manual tensors are over different meshes", *map(str, grids), fix="enable both over one mesh"))
+    return grids[0]
+
+
+def _no_global_value(func: Any) -> SpmdError:
+    return SpmdError(
+        message(
+            f"{getattr(func, '__name__', func)}: a manual tensor has another value on every device",
+            *called_at(),
+            fix="spmd.disable_manual_sharding(t, partition_spec, full_shape) makes it a global tensor",
+        )
+    )

@@ -1,0 +1,153 @@
+"""`XLAShardedTensor`: what it says about its layout, and that it is otherwise an ordinary tensor."""
+
+import copy
+import io
+from typing import Any
+
+import jax
+import pytest
+import torch
+import torch.nn as nn
+
+import mesh
+import spmd
+from spmd.base import _counters
+from tests.oracle import MLP, batch
+
+pytestmark = pytest.mark.multidevice(num=8)
+
+
+@pytest.fixture
+def host() -> torch.Tensor:
+    return batch(8, 4)
+
+
+@pytest.fixture
+def marked(host: torch.Tensor, mesh_4x2: mesh.Mesh) -> spmd.XLAShardedTensor:
+    return spmd.mark_sharding(host.to("jax"), mesh_4x2, ("data", None))
+
+
+def test_the_layout_is_told_by_its_properties(marked: spmd.XLAShardedTensor, mesh_4x2: mesh.Mesh) -> None:
+    assert marked.mesh == mesh_4x2
+    assert marked.partition_spec == mesh.PartitionSpec("data", None)
+    assert marked.sharding_spec == mesh.ShardingSpec(mesh_4x2, ("data", None))
+    assert marked.sharding_type == mesh.ShardingType.PARTIAL
+    assert isinstance(marked.jax, jax.Array)
+    assert marked.jax.sharding == marked.sharding_spec.to_jax()
+
+
+KINDS = [((None, None), "REPLICATED"), (("data", "model"), "OTHER"), (("model", None), "PARTIAL")]
+
+
+@pytest.mark.parametrize(("spec", "kind"), KINDS, ids=[k for _, k in KINDS])
+def test_sharding_type_follows_the_number_of_pieces(spec: Any, kind: str, mesh_4x2: mesh.Mesh) -> None:
+    assert spmd.mark_sharding(batch(8, 4).to("jax"), mesh_4x2, spec).sharding_type == mesh.ShardingType[kind]
+
+
+def test_global_tensor_is_the_same_tensor_without_the_class(marked: spmd.XLAShardedTensor, host: torch.Tensor) -> None:
+    plain = marked.global_tensor
+    assert type(plain) is torch.Tensor
+    plain.mul_(2)
+    assert torch.equal(marked.cpu(), host * 2)
+    weight = nn.Parameter(host.to("jax"))
+    spmd.mark_sharding(weight, marked.mesh, ("data", None))
+    assert isinstance(weight, spmd.XLAShardedTensor)
+    (weight.global_tensor * 3).sum().backward()
+    assert weight.grad is not None and weight.grad.sum().item() == 96.0
+
+
+@pytest.mark.parametrize("spec", [("data", None), ("data", "model"), (None, None)], ids=str)
+def test_local_shards_are_the_pieces_of_the_tensor(spec: Any, host: torch.Tensor, mesh_4x2: mesh.Mesh) -> None:
+    marked = spmd.mark_sharding(host.to("jax"), mesh_4x2, spec)
+    held = marked.sharding_spec.shard_slices((8, 4))
+    shards = marked.local_shards
+    assert [s.device for s in shards] == [s.device for s in held]
+    assert [s.replica_id for s in shards] == [s.replica_id for s in held]
+    for shard in shards:
+        assert isinstance(shard, spmd.XLAShard)
+        assert shard.data.device.type == "cpu"
+        assert torch.equal(shard.data, host[shard.indices])
+    rebuilt = torch.zeros(8, 4)
+    for shard in shards:
+        if shard.replica_id == 0:
+            rebuilt[shard.indices] += shard.data
+    assert torch.equal(rebuilt, host)
+
+
+def test_a_shards_data_is_a_copy_and_counted(marked: spmd.XLAShardedTensor, host: torch.Tensor) -> None:
+    _counters.reset()
+    shard = marked.local_shards[0]
+    assert _counters.snapshot() == {}
+    shard.data.zero_()
+    assert _counters.snapshot() == {"host_reads": 1}
+    assert torch.equal(marked.cpu(), host)
+    assert repr(shard) == f"XLAShard([0:2, full], replica_id=0, device={shard.device})"
+
+
+def test_repr_shows_values_layout_and_gradient_flag(mesh_4x2: mesh.Mesh) -> None:
+    small = spmd.mark_sharding(torch.arange(4.0).to("jax"), mesh_4x2, ("data",))
+    assert repr(small) == "XLAShardedTensor([0., 1., 2., 3.], spec=('data',), mesh=Mesh(data=4, model=2))"
+    big = nn.Parameter(torch.zeros(64, 32).to("jax"))
+    spmd.mark_sharding(big, mesh_4x2, ("data", None))
+    _counters.reset()
+    want = "XLAShardedParameter(float32[64, 32], spec=('data', None), mesh=Mesh(data=4, model=2), requires_grad=True)"
+    assert repr(big) == want
+    assert _counters.snapshot() == {}
+    shown: list[str] = []
+    spmd.compile(lambda x: (shown.append(repr(x)), x * 2)[1])(small)
+    assert shown == ["XLAShardedTensor(float32[4], spec=('data',), mesh=Mesh(data=4, model=2))"]
+
+
+def test_a_result_on_one_device_has_no_layout() -> None:
+    plain = torch.ones(3).to("jax").as_subclass(spmd.XLAShardedTensor)
+    assert (plain.mesh, plain.partition_spec, plain.sharding_spec) == (None, None, None)
+    assert plain.sharding_type == mesh.ShardingType.UNKNOWN
+
+
+def test_views_tell_their_own_layout(marked: spmd.XLAShardedTensor) -> None:
+    turned = marked.T
+    assert isinstance(turned, spmd.XLAShardedTensor)
+    assert tuple(turned.partition_spec or ()) == (None, "data")
+    alias = marked.detach()
+    assert tuple(alias.partition_spec or ()) == ("data", None)
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda t: t + 1, lambda t: t.sum(), lambda t: t.clone(), lambda t: t @ t.T, lambda t: t.to(torch.float64)]
+)
+def test_the_class_passes_through_operations(operation: Any, marked: spmd.XLAShardedTensor, host: torch.Tensor) -> None:
+    out = operation(marked)
+    assert isinstance(out, spmd.XLAShardedTensor)
+    torch.testing.assert_close(out.cpu().as_subclass(torch.Tensor), operation(host))
+
+
+def test_a_copy_keeps_class_layout_and_gradient_flag(mesh_4x2: mesh.Mesh) -> None:
+    model = MLP().to("jax")
+    spmd.mark_sharding(model.up.weight, mesh_4x2, ("model", None))
+    model.up.weight.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    weight = twin.up.weight
+    assert isinstance(weight, spmd.XLAShardedTensor) and isinstance(weight, nn.Parameter)
+    assert tuple(weight.partition_spec) == ("model", None)
+    assert not weight.requires_grad
+    with torch.no_grad():
+        weight.zero_()
+    assert model.up.weight.abs().sum().item() > 0
+
+
+def test_a_saved_state_loads_on_the_cpu(mesh_4x2: mesh.Mesh) -> None:
+    model = MLP().to("jax")
+    spmd.mark_sharding(model.up.weight, mesh_4x2, ("model", None))
+    held = io.BytesIO()
+    torch.save({k: v.cpu() for k, v in model.state_dict().items()}, held)
+    held.seek(0)
+    twin = MLP()
+    twin.load_state_dict(torch.load(held, weights_only=True))
+    assert torch.equal(twin.up.weight, model.up.weight.detach().cpu())
+
+
+def test_a_copy_on_the_cpu_shows_its_values_and_has_no_layout(mesh_4x2: mesh.Mesh) -> None:
+    marked = spmd.mark_sharding(torch.arange(8).to("jax"), mesh_4x2, ("data",))
+    copied = marked.cpu()
+    assert repr(copied) == repr(torch.arange(8))
+    assert isinstance(copied, spmd.XLAShardedTensor) and copied.sharding_spec is None
