@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import to_numpy_dtype
-from spmd.device._storage import META, Buffer, contiguous_stride, strided_alias
+from spmd.device._storage import META, Buffer, buffer_of, contiguous_stride, strided_alias
 
 _BY_REDISPATCH = (
     "view",
@@ -46,7 +46,8 @@ def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
     """`tensor.set_(storage)`: all of the storage as one dim."""
-    count = math.prod(source.spmd_buffer.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    buffer: Buffer = source.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    count = math.prod(buffer.shape) * buffer.dtype.itemsize // self.itemsize
     return torch.ops.aten.set_.source_Storage_storage_offset(self, source, 0, (count,), (1,))
 
 
@@ -66,6 +67,12 @@ def set_window(self: torch.Tensor, source: torch.UntypedStorage, offset: int, si
 _set_window = torch.ops.aten.set_.source_Storage_storage_offset
 
 
+def is_set_to(self: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """`a.is_set_to(b)`: the same storage, offset, sizes and strides."""
+    same = buffer_of(self) is buffer_of(tensor) and self.storage_offset() == tensor.storage_offset()
+    return same and self.shape == tensor.shape and self.stride() == tensor.stride()
+
+
 def set_empty(self: torch.Tensor) -> torch.Tensor:
     """`tensor.set_()`: an empty tensor on a storage of its own."""
     self.data = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -81,6 +88,7 @@ def view_kernels() -> dict[str, Any]:
         "set_.source_Storage": set_storage,
         "set_.source_Storage_storage_offset": set_window,
         "set_": set_empty,
+        "is_set_to": is_set_to,
     }
     for name in _BY_REDISPATCH:
         packet, _, overload = name.partition(".")

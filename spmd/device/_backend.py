@@ -19,7 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import mesh
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
-from spmd.device import _bags, _modules, _serialize
+from spmd.device import _addresses, _bags, _dlpack, _modules, _serialize
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random_stream import default_stream, share_seed
@@ -119,6 +119,8 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
     _installed.append(install())
     _serialize.register()
+    _addresses.register()
+    _dlpack.register()
     _modules.register()
     _bags.register()
     metaclass: Any = type(torch.Generator)

@@ -75,12 +75,20 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
         value = load(self)
         if not is_tracing():
             value = jnp.copy(value)
+        return _wrapped_like(value, self, memory_format)
+
+
+def _wrapped_like(value: Any, source: torch.Tensor, memory_format: Any) -> torch.Tensor:
+    """A new device tensor of `value`, with the strides of `source` where they are dense and no others are asked for."""
+    if not _keeps_strides(source, memory_format):
+        return wrap(value)
+    order = sorted(range(source.dim()), key=lambda dim: -source.stride(dim))
+    return wrap_strided(jnp.transpose(value, order), tuple(source.shape), source.stride())
+
+
+def _keeps_strides(source: torch.Tensor, memory_format: Any) -> bool:
     preserve = memory_format is None or memory_format == torch.preserve_format
-    if preserve and not self.is_contiguous() and fills_block(tuple(self.shape), self.stride()):
-        order = sorted(range(self.dim()), key=lambda dim: -self.stride(dim))
-        with exact_dtypes():
-            return wrap_strided(jnp.transpose(value, order), tuple(self.shape), self.stride())
-    return wrap(value)
+    return preserve and not source.is_contiguous() and fills_block(tuple(source.shape), source.stride())
 
 
 def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -88,7 +96,10 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     device = kwargs.get("device")
     dtype = kwargs.get("dtype") or self.dtype
     if device is not None and torch.device(device).type != "jax":
-        return to_host(self).to(device=device, dtype=dtype)
+        host = to_host(self).to(device=device, dtype=dtype)
+        if not _keeps_strides(self, kwargs.get("memory_format")):
+            return host
+        return torch.empty_strided(self.shape, self.stride(), dtype=dtype, device=device).copy_(host)
     if self.device.type != "jax":
         argument = _argument(self)
         if argument is None:
@@ -98,7 +109,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if dtype == self.dtype:
         return clone(self, memory_format=kwargs.get("memory_format"))
     with exact_dtypes():
-        return wrap(_converted(load(self), to_numpy_dtype(dtype)))
+        return _wrapped_like(_converted(load(self), to_numpy_dtype(dtype)), self, kwargs.get("memory_format"))
 
 
 def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -181,7 +181,8 @@ class Buffer:
     def dtype(self) -> np.dtype[Any]:
         """Element type of the root."""
         held = self.host if self.value is None else self.value
-        assert held is not None
+        if held is None:
+            raise DroppedValueError(self.dropped or "the tensor has no value")
         return held.dtype
 
 

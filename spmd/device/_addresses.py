@@ -1,0 +1,119 @@
+"""Numbers that stand for the addresses of storages: what `data_ptr()` and `nbytes()` say of memory that is not here.
+
+Libraries tell shared weights by `data_ptr` (Hugging Face's `save_pretrained`, `torch.export.save`), so every storage that is alive has a
+number of its own, and a view's is its storage's plus its offset in bytes. No memory lies there: see Note [Addresses of nothing].
+
+    x.data_ptr() == x.untyped_storage().data_ptr()
+    x[1:].data_ptr() == x.data_ptr() + x[0].nbytes
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd.base._errors import SpmdError, called_at, message
+from spmd.device._copy import to_host
+from spmd.device._storage import Buffer, wrap
+
+# Note [Addresses of nothing]
+# Bits 62 and 54 make these numbers addresses that no processor maps for a user: not canonical on x86-64 (48 and 57 bits), nor on
+# arm64, which ignores the highest byte only. Who reads there, through ctypes say, gets a fault and never somebody's memory.
+_BASE = (1 << 62) | (1 << 54)
+_ALIGNMENT = 512
+_next: list[int] = [_BASE]
+_lock = threading.Lock()
+_given: weakref.WeakKeyDictionary[Buffer, tuple[int, int]] = weakref.WeakKeyDictionary()  # address, bytes kept for it
+
+
+def register() -> None:
+    """Have tensors and storages of device 'jax' answer `data_ptr`, `nbytes`, `size`, `len`, `cpu` and `share_memory_`."""
+    torch.Tensor.data_ptr = tensor_address
+    storages: Any = torch.UntypedStorage
+    storages.data_ptr, storages.nbytes, storages.size, storages.__len__ = address, num_bytes, num_bytes, num_bytes
+    storages.cpu, storages.is_shared = to_cpu, is_shared
+    for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):  # the last two: through a queue of torch.multiprocessing
+        setattr(storages, name, _not_shared(getattr(storages, name)))
+
+
+def address(self: torch.UntypedStorage) -> int:
+    """`storage.data_ptr()`: zero where it holds no bytes, as everywhere."""
+    buffer = getattr(self, "spmd_buffer", None)
+    return _torchs_address(self) if buffer is None else _address_of(buffer)
+
+
+def tensor_address(self: torch.Tensor) -> int:
+    """`tensor.data_ptr()`: zero for a tensor without elements, as everywhere."""
+    if self.device.type != "jax":
+        return _torchs_tensor_address(self)
+    buffer = getattr(self.untyped_storage(), "spmd_buffer", None)
+    if buffer is None:  # a fake tensor, which refuses
+        return _torchs_tensor_address(self)
+    return _address_of(buffer) + int(self.storage_offset()) * self.itemsize if self.numel() else 0
+
+
+def num_bytes(self: torch.UntypedStorage) -> int:
+    """`storage.nbytes()`, `.size()`, `len(storage)`."""
+    buffer = getattr(self, "spmd_buffer", None)
+    return _torchs_num_bytes(self) if buffer is None else _num_bytes_of(buffer)
+
+
+def to_cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """`storage.cpu()`: a copy of its bytes."""
+    buffer = getattr(self, "spmd_buffer", None)
+    return _torchs_cpu(self) if buffer is None else to_host(wrap(buffer.get())).untyped_storage()
+
+
+def _not_shared(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    """`torchs_own`, which shares a storage's memory with other processes, refused for device 'jax'."""
+
+    @functools.wraps(torchs_own)
+    def share(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "spmd_buffer", None) is None:
+            return torchs_own(self, *args, **kwargs)
+        raise SpmdError(
+            message(
+                "memory of device 'jax' cannot be shared between processes",
+                *called_at(),
+                "its arrays belong to the process that made them",
+                fix="share the values: tensor.cpu().share_memory_()",
+            )
+        )
+
+    return share
+
+
+def is_shared(self: torch.UntypedStorage) -> bool:
+    """`storage.is_shared()`."""
+    return getattr(self, "spmd_buffer", None) is None and _torchs_is_shared(self)
+
+
+def _num_bytes_of(buffer: Buffer) -> int:
+    return math.prod(buffer.shape) * buffer.dtype.itemsize
+
+
+def _address_of(buffer: Buffer) -> int:
+    size = _num_bytes_of(buffer)
+    if size == 0:
+        return 0
+    with _lock:
+        found, kept = _given.get(buffer, (0, 0))
+        if size > kept:  # new, or grown by `resize_`
+            found = _next[0]
+            kept = -(-size // _ALIGNMENT) * _ALIGNMENT
+            _next[0] += kept
+            _given[buffer] = found, kept
+    return found
+
+
+_torchs_address = torch.UntypedStorage.data_ptr
+_torchs_tensor_address = torch.Tensor.data_ptr
+_torchs_num_bytes = torch.UntypedStorage.nbytes
+_torchs_cpu = torch.UntypedStorage.cpu
+_torchs_is_shared = torch.UntypedStorage.is_shared

@@ -1,0 +1,89 @@
+"""Device tensors through DLPack: a copy on the host, made when it is asked for; never an address without memory.
+
+    np.from_dlpack(x)                   # the values of now, read-only
+    torch.from_dlpack(x)                # a CPU tensor
+
+As with `x.cpu()`, later writes to either side do not reach the other; a consumer that insists on no copy is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from spmd.base._errors import called_at, message
+from spmd.device._copy import to_host
+
+_CPU = (1, 0)  # kDLCPU, number 0
+_READ_ONLY_SINCE = (1, 0)  # the first version whose capsules can say that they are
+
+
+def register() -> None:
+    """Have DLPack's methods and torch's functions for it answer for tensors of device 'jax'."""
+    torch.Tensor.__dlpack__ = dlpack
+    torch.Tensor.__dlpack_device__ = dlpack_device
+    for module in (torch, torch.utils.dlpack, torch._C):
+        setattr(module, "_to_dlpack" if module is torch._C else "to_dlpack", to_dlpack)
+    torch._C._to_dlpack_versioned = to_dlpack_versioned  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def dlpack(self: torch.Tensor, *, stream: Any = -1, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> Any:
+    """`tensor.__dlpack__()`: a capsule over a host copy; read-only where the consumer understands that.
+
+    Raises:
+        BufferError: the tensor requires grad, or what is asked for is not a copy on the host.
+    """
+    if self.device.type != "jax":
+        return _torchs_dlpack(self, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+    if stream not in (None, -1):
+        raise BufferError(message("device 'jax' has no streams for DLPack", f"stream {stream} was asked for", fix="pass stream=None"))
+    return _capsule(self, max_version, dl_device, copy)
+
+
+def dlpack_device(self: torch.Tensor) -> Any:
+    """`tensor.__dlpack_device__()`: the host, where the copy will be."""
+    return _torchs_dlpack_device(self) if self.device.type != "jax" else (torch.utils.dlpack.DLDeviceType.kDLCPU, 0)
+
+
+def to_dlpack(tensor: torch.Tensor, *, dl_device: Any = None, copy: bool | None = None) -> Any:
+    """`torch.utils.dlpack.to_dlpack`."""
+    if tensor.device.type != "jax":
+        return _torchs_to_dlpack(tensor, dl_device=dl_device, copy=copy)
+    return _capsule(tensor, None, dl_device, copy)
+
+
+def to_dlpack_versioned(tensor: torch.Tensor, *, dl_device: Any = None, copy: bool | None = None) -> Any:
+    """`torch._C._to_dlpack_versioned`."""
+    if tensor.device.type != "jax":
+        return _torchs_to_dlpack_versioned(tensor, dl_device=dl_device, copy=copy)
+    return _capsule(tensor, _READ_ONLY_SINCE, dl_device, copy)
+
+
+def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool | None) -> Any:
+    if tensor.requires_grad:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+    if copy is False or (dl_device is not None and tuple(dl_device) != _CPU):
+        raise BufferError(
+            message(
+                "the memory of a tensor on device 'jax' cannot be handed out",
+                *called_at(),
+                "DLPack gets a copy on the host; " + ("copy=False was asked for" if copy is False else f"device {dl_device} was asked for"),
+                fix="leave out copy= and device=, or pass tensor.cpu()",
+            )
+        )
+    host = to_host(tensor)
+    if max_version is None or tuple(max_version) < _READ_ONLY_SINCE:
+        return _torchs_to_dlpack(host)
+    if host.dtype == torch.bfloat16 or (host.dtype.itemsize == 1 and host.dtype.is_floating_point):  # unknown to numpy
+        return _torchs_to_dlpack_versioned(host)
+    array = host.numpy()
+    array.flags.writeable = False
+    return array.__dlpack__(max_version=max_version)  # pyright: ignore[reportCallIssue]
+
+
+_torchs_dlpack = torch.Tensor.__dlpack__
+_torchs_dlpack_device = torch.Tensor.__dlpack_device__
+_torchs_to_dlpack = torch._C._to_dlpack
+_torchs_to_dlpack_versioned = torch._C._to_dlpack_versioned  # pyright: ignore[reportAttributeAccessIssue]
