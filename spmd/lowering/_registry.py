@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from spmd.lowering._arithmetic import mul
 
@@ -75,6 +76,9 @@ class Lowering:
 
 _table: dict[torch._ops.OpOverload, Lowering] = {}
 
+# Overloads that the oldest supported torch lacks, and the version of torch they came with. Any other unknown name is a mistake.
+SINCE = {"_upsample_lanczos2d_aa": "2.13", "_upsample_lanczos2d_aa_backward": "2.13"}
+
 
 def lower(
     *names: str,
@@ -94,12 +98,15 @@ def lower(
 
     Raises:
         ValueError: the overload does not exist, has a lowering already, or is a composite registered without `whole=True`
-            (a plain kernel for a composite would cut its gradient silently).
+            (a plain kernel for a composite would cut its gradient silently). A name in `SINCE` that this torch is too old
+            for is left out instead.
     """
 
     def decorate(rule: Rule) -> Rule:
         source = _source(rule, sys._getframe(1))
         for name in names:
+            if is_of_later_torch(name):
+                continue
             op = resolve(name)
             if op in _table:
                 raise ValueError(f"{op} already has a lowering at {_table[op].source}; a second one stands at {source}")
@@ -151,6 +158,11 @@ def exists(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_of_later_torch(name: str) -> bool:
+    """True if this torch lacks the overload because it came with a later version, as `SINCE` says."""
+    return name in SINCE and Version(torch.__version__) < Version(SINCE[name]) and not exists(name)
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:

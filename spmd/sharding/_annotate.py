@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import torch
+from packaging.version import Version
 
 import mesh as mesh_
 from spmd.base._convert import exact_dtypes
@@ -21,6 +22,9 @@ from spmd.device._storage import buffer_of, load, recording, store
 from spmd.sharding._constraint import constrain
 from spmd.sharding._names import name_of
 from spmd.sharding._tensor import XLAShardedTensor, become_plain, become_sharded
+
+IN_GRAPHS = Version(torch.__version__) >= Version("2.12.0.dev0")
+"""Whether Dynamo takes meshes and specs as constants of its graphs (see `spmd.sharding._dynamo`); torch 2.11 wants its own base class."""
 
 
 def mark_sharding(
@@ -71,6 +75,9 @@ def mark_sharding(
 
 def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
     """What Dynamo finds where it captures a graph: one operator (see `spmd.sharding._dynamo`)."""
+    if not IN_GRAPHS:
+        torch._dynamo.graph_break(msg="spmd.mark_sharding: a graph of torch 2.11 holds no mesh; fix: pip install 'torch>=2.12'")
+        return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
     if isinstance(mesh, mesh_.Mesh) and isinstance(partition_spec, mesh_.PartitionSpec | tuple | list):
         return torch.ops.spmd.mark_sharding_(tensor, mesh_.ShardingSpec(mesh, partition_spec), uneven)
     torch._dynamo.graph_break(

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 import mesh as mesh_
-from spmd.sharding._annotate import checked_spec, mark_sharding
+from spmd.sharding._annotate import IN_GRAPHS, checked_spec, mark_sharding
 from spmd.sharding._constraint import constrain
 
 _NAMES = {kind.__name__: kind for kind in (mesh_.Mesh, mesh_.PartitionSpec, mesh_.ShardingSpec)}
@@ -25,8 +25,8 @@ _library: list[torch.library.Library] = []  # kept: its operators live as long a
 
 
 def register() -> None:
-    """Define the operators, once."""
-    if _library:
+    """Define the operators, once; torch 2.11 breaks the graph instead."""
+    if _library or not IN_GRAPHS:
         return
     for kind, text in _TEXTS.items():
         kind.__fx_repr__ = _as_code(text)

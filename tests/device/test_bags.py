@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import spmd  # noqa: F401  (registers the device)
 from tests.oracle import assert_same, batch, on_device
 
 CASES: list[dict[str, Any]] = [

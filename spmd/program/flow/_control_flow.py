@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ def register() -> None:
         for key in _DEVICE_KEYS:
             op.py_impl(key)(kernel)
         op.fallthrough(DispatchKey.AutocastPrivateUse1)  # pyright: ignore[reportAttributeAccessIssue]
-    for name in ("_hop_compile_and_call", "_maybe_compile_and_run_fn"):
+    funnels = ["_hop_compile_and_call", "_maybe_compile_and_run_fn"]
+    if not hasattr(torchs, funnels[0]):  # torch 2.11
+        _compile_directly(funnels.pop(0))
+    for name in funnels:
         original = getattr(torchs, name)
         for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops") and getattr(m, name, None) is original]:
             setattr(module, name, _directly(original))
@@ -62,6 +66,26 @@ def _directly(original: Fn) -> Fn:
         return fn(*args, **kwargs)
 
     return call
+
+
+def _compile_directly(name: str) -> None:
+    """On torch 2.11, whose `cond` and `while_loop` call `torch.compile` themselves: hand them one that goes through `_directly`."""
+
+    class Torch(ModuleType):
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(torch, attribute)
+
+        @staticmethod
+        def compile(fn: Fn, **options: Any) -> Fn:
+            def compiled(fn: Fn, args: tuple[Any, ...]) -> Any:
+                return torch.compile(fn, **options)(*args)
+
+            compiled.__name__ = name
+            funnel = _directly(compiled)
+            return lambda *args: funnel(fn, args)
+
+    for op in (cond_op, while_loop_op):
+        sys.modules[type(op).__module__].torch = Torch("torch")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_lifted(value: Any) -> bool:

@@ -102,11 +102,7 @@ def recomputing_for_real() -> Generator[None]:
     """While active, checkpointed functions recompute from inputs behind a barrier."""
     frame: Any = checkpoint_module._CheckpointFrame
     torchs_init: Callable[..., None] = frame.__init__
-    get_inputs: Callable[[Any], Any] = frame.get_inputs
     detach_variable = checkpoint_module.detach_variable
-
-    def inputs_behind_barrier(self: Any) -> Any:
-        return _behind_barrier(get_inputs(self))
 
     def detached_behind_barrier(inputs: Any) -> Any:
         return tuple(_behind_barrier(detach_variable(inputs)))
@@ -115,14 +111,43 @@ def recomputing_for_real() -> Generator[None]:
         torchs_init(self, _with_fenced_randomness(recompute_fn), *args, **kwargs)
 
     frame.__init__ = init
-    frame.get_inputs = inputs_behind_barrier
     checkpoint_module.detach_variable = detached_behind_barrier
+    try:
+        with _saved_inputs_behind_barrier(frame):
+            yield
+    finally:
+        frame.__init__ = torchs_init
+        checkpoint_module.detach_variable = detach_variable
+
+
+@contextmanager
+def _saved_inputs_behind_barrier(frame: Any) -> Generator[None]:
+    """While active, what a checkpoint without reentry saved of its inputs comes back behind a barrier."""
+    saver: Any = getattr(checkpoint_module, "_NoopSaveInputs", None)
+    if not hasattr(frame, "get_inputs"):  # torch 2.11: the node that saved them has a function instead
+        setup_context: Callable[..., None] = saver.setup_context
+
+        def setup(ctx: Any, inputs: Any, output: Any) -> None:
+            setup_context(ctx, inputs, output)
+            get_args: Callable[[Any], Any] = ctx.get_args
+            ctx.get_args = lambda saved: _behind_barrier(get_args(saved))
+
+        saver.setup_context = staticmethod(setup)
+        try:
+            yield
+        finally:
+            saver.setup_context = staticmethod(setup_context)
+        return
+    get_inputs: Callable[[Any], Any] = frame.get_inputs
+
+    def inputs_behind_barrier(self: Any) -> Any:
+        return _behind_barrier(get_inputs(self))
+
+    frame.get_inputs = inputs_behind_barrier
     try:
         yield
     finally:
-        frame.__init__ = torchs_init
         frame.get_inputs = get_inputs
-        checkpoint_module.detach_variable = detach_variable
 
 
 def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
