@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import os.path
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -24,7 +26,25 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folde
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
-class SpmdError(Exception):
+# What was raised to a function while it was traced, whether or not the function let it pass.
+_raised: ContextVar[list[Exception] | None] = ContextVar("raised", default=None)
+
+
+class Noted(Exception):
+    """An exception that a traced function must not catch for good (see `nothing_swallowed`)."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        raised = _raised.get()
+        if raised is not None:
+            raised.append(self)
+
+
+class TraceAgain(Noted):
+    """Not an error: the trace goes on no further and starts again, otherwise. Seen by nobody outside."""
+
+
+class SpmdError(Noted):
     """Base of every exception that `spmd` itself raises."""
 
 
@@ -54,6 +74,27 @@ class DeviceSlotError(SpmdError, RuntimeError):
 
 class CheckpointError(SpmdError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit what it was restored into."""
+
+
+@contextmanager
+def nothing_swallowed() -> Generator[None]:
+    """Around a function that is traced: what it caught of ours is raised when it ends, the first of them.
+
+    An exception of its own that it raises instead passes, unless what it caught only asks for another trace.
+    """
+    raised: list[Exception] = []
+    token = _raised.set(raised)
+    try:
+        yield
+    except Exception as error:
+        again = next((e for e in raised if isinstance(e, (TraceAgain, DroppedValueError))), None)
+        if again is None or isinstance(error, (TraceAgain, SpmdError)):
+            raise
+        raise again from error
+    finally:
+        _raised.reset(token)
+    if raised:
+        raise raised[0]
 
 
 def message(what: str, *details: str, fix: str) -> str:

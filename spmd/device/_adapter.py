@@ -21,6 +21,7 @@ from torch._prims_common import elementwise_dtypes
 from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import TraceError, called_at, message
+from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.device import _generator
 from spmd.device._arrays import padded, padded_shape
@@ -241,7 +242,7 @@ class Adapter:
     def _describe(self, index: int, arg: Any, dynamic: list[Any], key: list[Any]) -> None:
         """Append the argument's value to `dynamic` if it has one there, and what the plan depends on to `key`."""
         if self.is_host[index] and arg is not None:
-            key.append(tuple(arg.reshape(-1).tolist()))
+            key.append(tuple(map(exactly, arg.reshape(-1).tolist())))
         elif isinstance(arg, torch.Tensor):
             value, described = _tensor_value(arg)
             dynamic.append(value)
@@ -256,7 +257,7 @@ class Adapter:
                 dynamic.extend(carried(item) if isinstance(item, torch.SymFloat) else item for item in arg)
                 key.append(("lifted", len(arg)))
             else:
-                key.append(tuple((type(item), item) for item in arg))
+                key.append(tuple((type(item), exactly(item)) for item in arg))
         elif isinstance(arg, torch.SymFloat):
             dynamic.append(carried(arg))
             key.append((torch.SymFloat, type(sample(arg))))  # not float: a Python float stays weakly typed, this one is cast
@@ -264,9 +265,9 @@ class Adapter:
             dynamic.append(arg)
             key.append(type(arg))
         elif isinstance(arg, int | float):
-            key.append((type(arg), arg))
+            key.append((type(arg), exactly(arg)))
         else:
-            key.append(arg)
+            key.append(exactly(arg))
 
     def _new_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: list[Any]) -> Plan:
         counter = [0]

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
+from spmd.base._exact import exactly
 from spmd.device._storage import load, wrap
 from spmd.device._whole import Call, differentiable
 
@@ -52,7 +53,7 @@ def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             )
     static = tuple(_NO_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
     try:
-        call = _remembered(jax_func, static, tuple(map(type, static)), _Tree(tree), name)
+        call = _remembered(jax_func, static, tuple((type(leaf), exactly(leaf)) for leaf in static), _Tree(tree), name)
     except TypeError:  # an argument that cannot be the key of a dict
         call = _JaxCall(jax_func, static, tree, name)
     return call(tensors)
@@ -98,5 +99,5 @@ class _Tree:
 
 
 @functools.lru_cache(maxsize=256)  # of compiled calls; a function that is made anew for each call is compiled for each call
-def _remembered(fn: Any, static: tuple[Any, ...], kinds: tuple[type, ...], tree: _Tree, name: str | None) -> _JaxCall:
+def _remembered(fn: Any, static: tuple[Any, ...], exact: tuple[Any, ...], tree: _Tree, name: str | None) -> _JaxCall:
     return _JaxCall(fn, static, tree.spec, name)

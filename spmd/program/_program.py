@@ -29,6 +29,7 @@ from spmd.program._job_checks import require_sound, watched
 from spmd.program.find._objects import Flat, flatten, unflatten
 from spmd.program.flow._repeat import repeated
 from spmd.program.trace._capture import Captured
+from spmd.program.trace._results import made
 from spmd.program.xla import _hlo, _partition
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._target import common_mesh, platform_of
@@ -322,21 +323,11 @@ class Program:
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any], given: Any) -> Any:
-        values = iter(outputs)
-        arguments = flatten(given, classes=self.captured.holders) if self.captured.tree.objects else Flat([], self.captured.tree, [])
-        flat: list[Any] = []
-        for leaf in self.captured.leaves:
-            if leaf.kind == "array":
-                tensor = wrap(next(values))
-                flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
-            elif leaf.kind == "number":
-                number = fetched(next(values))
-                flat.append(number.item() if number.ndim == 0 else number.tolist())
-            elif leaf.kind == "argument":
-                flat.append(arguments.leaves[leaf.value])
-            else:
-                flat.append(leaf.value)
-        return unflatten(flat, self.captured.tree, arguments.objects)[0]
+        captured, arguments = self.captured, Flat([], self.captured.tree, [])
+        if captured.tree.objects or any(leaf.kind in ("argument", "part") for leaf in captured.leaves):
+            arguments = flatten(given, classes=captured.holders)
+        flat = made(captured.leaves, outputs, arguments.leaves)
+        return unflatten(flat, captured.tree, arguments.objects)[0]
 
     def _not_here(self) -> SpmdError:
         assert self.mesh is not None

@@ -25,6 +25,7 @@ from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
 from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._objects import Compiled, NewHolders
+from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._averages import bring_counts
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
@@ -33,6 +34,7 @@ from spmd.program.reuse._check import require_same
 from spmd.program.reuse._signature import Signature, changed_signature, signature
 from spmd.program.trace._capture import Captured, UnequalCounters, capture
 from spmd.program.trace._gradients import StaleGradients
+from spmd.program.trace._results import require_function
 from spmd.program.trace._watch import Unreached
 from spmd.program.xla import _hlo
 
@@ -49,9 +51,13 @@ class Step(Compiled, Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
-        functools.update_wrapper(self, fn)
+        require_function(fn)
+        if isinstance(fn, (types.FunctionType, types.MethodType)):
+            functools.update_wrapper(self, fn)
+        else:
+            self.__wrapped__ = fn
         self._fn = fn
-        self._name: str = getattr(fn, "__name__", type(fn).__name__)
+        self._name = name_of(fn)
         self._options = options
         self._programs: dict[Any, list[Program]] = {}
         self._latest: Program | None = None
@@ -163,6 +169,7 @@ class Step(Compiled, Generic[P, R]):
                     unmarked=unmarked,
                     debug_nans=options.debug_nans,
                     share_counters=share_counters,
+                    is_stacked=options.steps_per_call > 1,
                 )
             except UnequalCounters:
                 share_counters = False

@@ -20,6 +20,7 @@ import torch
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
 from spmd.program.find._objects import flatten
+from spmd.program.find._static import attributes_of, static_attribute
 
 _DEPTH = 4
 _LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
@@ -74,8 +75,8 @@ class Reachable:
             self.visit(value.__func__, name, depth)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
-        elif isinstance(getattr(value, "__wrapped__", None), types.FunctionType):  # another compiled function
-            self.visit(value.__wrapped__, name, depth)
+        elif isinstance(wrapped := static_attribute(value, "__wrapped__"), types.FunctionType):  # another compiled function
+            self.visit(wrapped, name, depth)
         elif isinstance(value, type):
             self._note_class(value, value.__name__)
         elif not _is_library(type(value).__module__):
@@ -149,8 +150,8 @@ class Reachable:
             self.visit(item, str(key) if isinstance(key, str) else f"{name}[{key}]", depth + 1)
 
     def _visit_object(self, value: Any, name: str, depth: int) -> None:
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
+        attributes = attributes_of(value)
+        if attributes is None:
             return
         self._objects.append((name or type(value).__name__, attributes))
         self._note_class(type(value), type(value).__name__)
@@ -172,8 +173,9 @@ class Reachable:
             for owner in list(self._classes):
                 for name in self._names & vars(owner).keys():
                     method = vars(owner)[name]
-                    method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
-                    if isinstance(method, types.FunctionType) or hasattr(method, "__wrapped__"):
+                    is_bound = isinstance(method, (classmethod, staticmethod, types.MethodType))
+                    method = method.fget if isinstance(method, property) else method.__func__ if is_bound else method
+                    if isinstance(method, types.FunctionType) or static_attribute(method, "__wrapped__") is not None:
                         self.visit(method, name, 1)
 
     def _visit_function(self, fn: types.FunctionType, depth: int) -> None:

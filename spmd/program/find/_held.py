@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from spmd.base._errors import TraceError, message
+from spmd.base._exact import exactly
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.program.reuse._versions import DictVersions
 
@@ -315,7 +316,7 @@ def _is_equal(new: Any, old: Any) -> bool:
         return True
     if type(new) is not type(old) or not isinstance(new, PLAIN):
         return False
-    return bool(new == old) or bool(new != new and old != old)
+    return bool(exactly(new) == exactly(old))
 
 
 def _shown(value: Any) -> str:

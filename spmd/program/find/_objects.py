@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._held import PLAIN
+from spmd.program.find._static import attributes_of
 
 _DEPTH = 6
 _NOT_HOLDERS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
@@ -139,7 +140,7 @@ def is_holder(value: Any) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or attributes_of(value) is None:
         return False
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
         return False
@@ -170,7 +171,7 @@ def _blank(cls: Any) -> Any:
 
 
 def _contents(instance: Any) -> dict[str, Any]:
-    contents = dict(vars(instance))
+    contents = dict(attributes_of(instance) or {})
     if isinstance(instance, dict):
         contents[_ITEMS] = dict(instance)
     elif isinstance(instance, list):
@@ -180,7 +181,8 @@ def _contents(instance: Any) -> dict[str, Any]:
 
 def _fill(instance: Any, contents: dict[str, Any]) -> None:
     items = contents.pop(_ITEMS, None)
-    attributes = vars(instance)
+    attributes = attributes_of(instance)
+    assert attributes is not None
     attributes.clear()
     attributes.update(contents)
     if isinstance(instance, dict):

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
+from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import load, recording, wrap
@@ -81,7 +82,7 @@ def _described(leaf: Any) -> Any:
                 fix="pass tensors and plain values",
             )
         ) from None
-    return type(leaf), leaf
+    return type(leaf), exactly(leaf)
 
 
 class _Program:

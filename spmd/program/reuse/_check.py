@@ -39,6 +39,9 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
             return [f"it reads another tensor of shape {tuple(np.shape(held_now))}"]
         if buffer is None and not np.array_equal(np.asarray(held), np.asarray(held_now), equal_nan=_is_float(held)):
             return [f"traced: the constant {_short(held)}", f"now:    the constant {_short(held_now)}"]
+    kinds, kinds_now = ([leaf.kind for leaf in captured.leaves] for captured in (old, new))
+    if kinds != kinds_now:
+        return [f"traced: its results were {kinds}", f"now:    they are {kinds_now}"]
     for leaf, leaf_now in zip(old.leaves, new.leaves, strict=True):
         if leaf.kind == "static" and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]

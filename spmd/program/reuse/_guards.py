@@ -215,11 +215,14 @@ def equal_counters_guard(leaders: dict[Buffer, Buffer]) -> Guard:
 def host_tensor_guard(tensor: torch.Tensor) -> Guard:
     """A CPU tensor whose values became constants of the program is unchanged."""
     owner = tensor if tensor._base is None else tensor._base  # a view dies soon, its base has the same version counter
-    reference, version = weakref.ref(owner), owner._version
+    reference, version = weakref.ref(owner), None if owner.is_inference() else owner._version
+    copy = owner.clone() if version is None else None  # a tensor of inference mode has no version
 
     def check() -> str | None:
         alive = reference()
-        if alive is not None and alive._version != version:
+        if alive is None:
+            return None
+        if alive._version != version if copy is None else not torch.equal(alive, copy):
             return f"a CPU tensor of shape {tuple(alive.shape)} that the program holds as a constant was changed in place"
         return None
 

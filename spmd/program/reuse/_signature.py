@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.base._errors import TraceError, message
+from spmd.base._exact import exactly
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._objects import flatten, unflatten
 from spmd.program.trace._capture import own_storage
@@ -122,7 +123,7 @@ def _static(value: Any) -> tuple[Any, Any]:
                 fix="pass a tensor (torch.from_numpy(a).to('jax') for an array), a number, a string, or a list, tuple or dict of these",
             )
         ) from None
-    return type(value), value
+    return type(value), exactly(value)
 
 
 def modes() -> tuple[Any, ...]:

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import DroppedValueError, TraceError, line_of, message
+from spmd.base._errors import DroppedValueError, line_of, nothing_swallowed
 from spmd.base._jax import eval_jaxpr
 from spmd.device._arrays import padded
 from spmd.device._layout import state_sharding_of
-from spmd.device._numbers import carried, needs_value
+from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, recording, wrap
 from spmd.program.find._discover import Reachable
-from spmd.program.find._held import Action, Assigned, PythonState, lost_update
+from spmd.program.find._held import PLAIN, Action, Assigned, PythonState, lost_update
 from spmd.program.find._objects import Unfilled, flatten, unflatten
 from spmd.program.flow._remat import recomputing_for_real
 from spmd.program.optim._averages import counting_on_device
@@ -37,10 +37,11 @@ from spmd.program.reuse._guards import Guard, LeafState
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
+from spmd.program.trace._modes import Switches
+from spmd.program.trace._results import Leaf, Results
 from spmd.program.trace._watch import functorch_left_on, said_to_be_compiling, watching
 from spmd.program.xla._jaxpr import constant_outputs, pruned, with_constants_first
 from spmd.program.xla._target import likely_platform
-from spmd.sharding._tensor import XLAShardedTensor
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
@@ -51,21 +52,6 @@ DROPPED_VALUE = (
 
 class UnequalCounters(Exception):
     """Equal step counters that were read as one have different new values: trace again with each on its own."""
-
-
-@dataclass
-class Leaf:
-    """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
-
-    Attributes:
-        kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
-            before: returned as it is), "argument" (a tensor that an argument holds: the caller's own), "static" (any other
-            value, as the trace returned it).
-        value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position.
-    """
-
-    kind: str
-    value: Any = None
 
 
 @dataclass
@@ -202,6 +188,7 @@ def capture(
     unmarked: frozenset[int],
     debug_nans: bool,
     share_counters: bool,
+    is_stacked: bool,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
@@ -211,6 +198,7 @@ def capture(
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         debug_nans: the program also says for each module that ran whether its outputs are finite.
         share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
+        is_stacked: the arguments are the first of a stack each, the results will be stacks.
 
     Raises:
         Unreached, StaleGradients, UnequalCounters, NewHolders: it must be traced again in another way, each says in which.
@@ -238,9 +226,13 @@ def capture(
         Gradients(leaves, unmarked) as gradients,
     ):
         call, objects = unflatten(bound, flat.tree)
-        held = {id(bound[i]): i for i in range(flat.tree.root.objects.count(None), len(bound))}
-        platform = likely_platform(reachable)
-        state = _Running(fn, call, objects, held, numbers, found, python, optim, gradients, keep_grads, debug_nans, counters, platform)
+        first = flat.tree.root.objects.count(None) if is_stacked else 0  # what objects hold is no stack
+        held = {id(bound[i]): i for i in range(first, len(bound)) if not isinstance(bound[i], PLAIN)}
+        positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
+        state = _Running(
+            *(fn, call, objects, held, positions, is_stacked, numbers, found, python, optim, gradients),
+            *(keep_grads, debug_nans, counters, likely_platform(reachable)),
+        )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(len(numbers.slots)), default_stream.words()
         )
@@ -356,6 +348,8 @@ class _Running:
     call: tuple[tuple[Any, ...], dict[str, Any]]
     objects: list[Any]
     held: dict[int, int]
+    positions: dict[Buffer, int]
+    is_stacked: bool
     numbers: LiftedNumbers
     found: Reachable
     python: PythonState
@@ -398,14 +392,15 @@ class _Running:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(functorch_left_on())
                 args, kwargs = self.call
-                result = self.fn(*args, **kwargs)
+                with nothing_swallowed(), Switches() as switches:
+                    result = self.fn(*args, **kwargs)
                 self.optim.note(recorder.newborn.__contains__)
             outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
             self.num_outputs = len(outputs)
             self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
             kept = [stored_like(p, g) for p, g in self.gradients.left if g is not None] if self.keep_grads else []
             kept.extend(stored_like(p, t) for p, t in self.optim.born)
-            self.effects = [*self.python.effects(), *self.optim.effects]
+            self.effects = [*self.python.effects(), *self.optim.effects, *switches.effects]
             self._note_assigned(recorder)
             return outputs, [b.value for b in recorder.written], kept, [load(a.tensor) for a in self.assigned]
         except DroppedValueError as error:
@@ -435,31 +430,12 @@ class _Running:
 
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
         flat, self.tree, _ = flatten(result, self.objects, self.found.holders)
-        arrays: list[Any] = []
-        for value in flat:
-            if isinstance(value, torch.Tensor) and id(value) in self.held:
-                self.leaves.append(Leaf("argument", self.held[id(value)]))
-            elif is_device_tensor(value):
-                buffer = buffer_of(value)
-                if buffer not in recorder.newborn and buffer not in self.arguments and value.is_leaf:
-                    self.leaves.append(Leaf("same", value))
-                    continue
-                arrays.append(load(value))
-                self.leaves.append(Leaf("array", XLAShardedTensor if isinstance(value, XLAShardedTensor) else torch.Tensor))
-            elif isinstance(value, torch.SymFloat):
-                arrays.append(carried(value))
-                self.leaves.append(Leaf("number"))
-            elif isinstance(value, torch.Tensor):
-                raise TraceError(
-                    message(
-                        f"the compiled function returns a tensor on {value.device}, of shape {tuple(value.shape)}",
-                        "its value would stay what it was in the trace",
-                        fix="return a tensor on device 'jax'",
-                    )
-                )
-            else:
-                self.leaves.append(Leaf("static", value))
-        return arrays
+        known = {id(t): t for t in (*self.found.device_tensors(), *self.found.optimizer_tensors())}
+        state = set(map(buffer_of, known.values()))
+        results = Results(self.held, self.positions, set(known), state, self.is_stacked, recorder.newborn.__contains__)
+        outputs = results.outputs(flat)
+        self.leaves = results.leaves
+        return outputs
 
     def guards(self, recorder: Recorder) -> list[Guard]:
         """Everything the trace baked in."""

@@ -68,12 +68,13 @@ class Gradients:
         for p in self._leaves:
             dropped = p.grad is not None and buffer_of(p.grad).dropped is not None
             if dropped or (p.grad is None and id(p) not in self._unmarked):
-                marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
+                with torch.inference_mode(False):  # a tensor of inference mode has no version
+                    marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
                 buffer_of(marker).value, buffer_of(marker).dropped = None, STALE_GRADIENT
                 p.grad = marker
             self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
         self._found = [p.grad for p in self._leaves]
-        self._versions = [-1 if p.grad is None else p.grad._version for p in self._leaves]
+        self._versions = [-1 if p.grad is None or p.grad.is_inference() else p.grad._version for p in self._leaves]
 
     def _note_accumulated(self, leaf: torch.Tensor) -> None:
         self._accumulated.add(id(leaf))

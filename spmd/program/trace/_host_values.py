@@ -90,17 +90,18 @@ def no_host_random() -> Generator[None]:
 @contextmanager
 def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[None]:
     """Raise at the end if one of these CPU tensors was updated in place; small ones, counters and flags, are put back."""
-    before = [(name, t, t._version, t.detach().clone() if t.numel() <= _SMALL else None) for name, t in tensors]
+    before = [(name, t, *_seen(t)) for name, t in tensors]
     failed = True
     try:
         yield
         failed = False
     finally:
-        written = [(name, t, copy) for name, t, version, copy in before if t._version != version]
+        written = [(name, t, copy) for name, t, version, copy in before if _is_written(t, version, copy)]
         with torch.no_grad():
             for _, t, copy in written:
-                if copy is not None and not t.is_inference():
-                    t.copy_(copy)
+                if copy is not None:
+                    with torch.inference_mode(t.is_inference()):
+                        t.copy_(copy)
         if written and not failed:
             name, tensor, _ = written[0]
             raise TraceError(
@@ -110,6 +111,18 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
                     fix="move it to the device: .to('jax'), or update it outside of the function",
                 )
             )
+
+
+def _seen(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
+    """Version and a copy, of small tensors; of a tensor of inference mode, which has no version, always a copy."""
+    version = None if tensor.is_inference() else tensor._version
+    return version, tensor.detach().clone() if version is None or tensor.numel() <= _SMALL else None
+
+
+def _is_written(tensor: torch.Tensor, version: int | None, copy: torch.Tensor | None) -> bool:
+    if version is None:
+        return copy is not None and not bool(torch.equal(tensor, copy))
+    return tensor._version != version
 
 
 _SMALL = 64

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceAgain
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.program.find._discover import Reachable
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from spmd.program.trace._capture import Recorder
 
 
-class Unreached(Exception):
+class Unreached(TraceAgain):
     """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
 
     def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:

@@ -1,0 +1,187 @@
+"""What a traced function returns, and how a call makes it: each result once, arguments as the caller's own, views as views.
+
+Results that are one tensor are one tensor after a call too. One that is a view of an argument, of state or of another
+result shares its memory, with torch's strides: a write to either is seen by both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spmd.base._errors import TraceError, message
+from spmd.device._arrays import fetched
+from spmd.device._numbers import carried
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
+from spmd.program.find._held import PLAIN
+from spmd.program.find._static import name_of
+from spmd.program.trace._window import Window, class_of, leaves_whole
+
+_RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
+
+
+@dataclass
+class Leaf:
+    """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
+
+    Attributes:
+        kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
+            before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "part"
+            (a view of one), "again" (an earlier leaf), "view" (of a leaf), "static" (any other value, as the trace returned it).
+        value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position, for
+            "again" the number of the leaf, for "part" and "view" one of these and the Window.
+    """
+
+    kind: str
+    value: Any = None
+
+
+@dataclass
+class Results:
+    """Takes the results of a trace apart.
+
+    Attributes:
+        owned: position of an argument by the id of the tensor or object that stands for it in the trace.
+        arguments: position by buffer, of the arguments that are tensors.
+        known: ids of the tensors in reach.
+        state: their buffers.
+        is_stacked: a call's arguments and results are stacks of the trace's.
+        is_newborn: whether a buffer was made in the trace.
+        leaves: what was found, one per leaf of the result, then roots that several results show.
+    """
+
+    owned: dict[int, int]
+    arguments: dict[Buffer, int]
+    known: set[int]
+    state: set[Buffer]
+    is_stacked: bool
+    is_newborn: Callable[[Buffer], bool]
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+
+    def outputs(self, flat: Sequence[Any]) -> list[Any]:
+        """The traced values that leave the program for these leaves, in the order of `leaves`.
+
+        Raises:
+            TraceError: a result is a tensor elsewhere, or a generator.
+        """
+        arrays: list[Any] = []
+        shared = self._roots(flat)
+        roots = {id(b): len(flat) + i for i, b in enumerate(shared)}
+        first: dict[int, int] = {}
+        for index, value in enumerate(flat):
+            if not isinstance(value, PLAIN) and id(value) in first:
+                self.leaves.append(Leaf("again", first[id(value)]))
+                continue
+            first[id(value)] = index
+            leaf = self._leaf(value, roots)
+            taken: Any = value
+            if leaf.kind in ("array", "number"):
+                arrays.append(carried(taken) if leaf.kind == "number" else load(taken))
+            self.leaves.append(leaf)
+        for buffer in shared:
+            arrays.append(buffer.get())
+            self.leaves.append(Leaf("array", torch.Tensor))
+        return arrays
+
+    def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
+        if not isinstance(value, PLAIN) and id(value) in self.owned:
+            return Leaf("argument", self.owned[id(value)])
+        if isinstance(value, torch.Tensor) and is_device_tensor(value):
+            buffer = buffer_of(value)
+            if id(buffer) in roots:
+                return Leaf("view", (roots[id(buffer)], Window.of(value)))
+            is_known = id(value) in self.known or (buffer not in self.state and value.is_leaf)
+            if self.is_newborn(buffer) or (self.is_stacked and (buffer in self.arguments or not is_known)):
+                return Leaf("array", class_of(value))
+            if buffer in self.arguments:
+                return Leaf("part", (self.arguments[buffer], Window.of(value)))
+            return Leaf("same", value) if is_known else Leaf("alias", value.detach())
+        if isinstance(value, torch.SymFloat):
+            return Leaf("number")
+        if isinstance(value, torch.Tensor):
+            raise _elsewhere(value)
+        if isinstance(value, _RUNNING):
+            raise _running(f"the compiled function returns a {type(value).__name__}")
+        return Leaf("static", value)
+
+    def _roots(self, flat: Sequence[Any]) -> list[Buffer]:
+        """The storages made in the trace that leave it whole, since results show them."""
+        groups: dict[Buffer, dict[int, torch.Tensor]] = {}
+        for value in flat if not self.is_stacked else ():
+            if is_device_tensor(value) and id(value) not in self.owned and self.is_newborn(buffer_of(value)):
+                groups.setdefault(buffer_of(value), {})[id(value)] = value
+        return [buffer for buffer, tensors in groups.items() if leaves_whole(list(tensors.values()), buffer)]
+
+
+def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """The leaves of a call's result, from the program's outputs and the caller's arguments."""
+    values = iter(outputs)
+    flat: list[Any] = []
+    for leaf in leaves:
+        if leaf.kind == "array":
+            tensor = wrap(next(values))
+            flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
+        elif leaf.kind == "number":
+            number = fetched(next(values))
+            flat.append(number.item() if number.ndim == 0 else number.tolist())
+        elif leaf.kind == "argument":
+            flat.append(arguments[leaf.value])
+        elif leaf.kind == "alias":
+            flat.append(leaf.value.detach())
+        elif leaf.kind == "part":
+            position, window = leaf.value
+            flat.append(window.part_of(arguments[position]))
+        else:
+            flat.append(None if leaf.kind in ("again", "view") else leaf.value)
+    taken: set[int] = set()
+    for index, leaf in enumerate(leaves):  # what shows another leaf, now that all are there
+        if leaf.kind == "view":
+            number, window = leaf.value
+            root = flat[number]
+            is_root = number not in taken and window.is_base(root)
+            taken.update([number] if is_root else [])
+            flat[index] = root if is_root and window.cls is torch.Tensor else window.shown(root)
+        elif leaf.kind == "again":
+            flat[index] = flat[leaf.value]
+    return flat
+
+
+def require_function(fn: Any) -> None:
+    """Raise TraceError if a call of `fn` would only begin: it is a generator function or a coroutine function."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = fn if isinstance(fn, (types.FunctionType, types.MethodType)) else inspect.getattr_static(type(fn), "__call__", None)
+    kinds = {
+        "generator": inspect.isgeneratorfunction,
+        "coroutine": inspect.iscoroutinefunction,
+        "async generator": inspect.isasyncgenfunction,
+    }
+    for kind, is_one in kinds.items():
+        if is_one(code):
+            raise _running(f"'{name_of(fn)}' is a {kind} function")
+
+
+def _running(what: str) -> TraceError:
+    return TraceError(
+        message(
+            what,
+            "a compiled program runs from beginning to end; what Python does between two values would be done once, in the trace",
+            fix="return a list of tensors, or compile the function that makes one of them",
+        )
+    )
+
+
+def _elsewhere(tensor: torch.Tensor) -> TraceError:
+    return TraceError(
+        message(
+            f"the compiled function returns a tensor on {tensor.device}, of shape {tuple(tensor.shape)}",
+            "its value would stay what it was in the trace",
+            fix="return a tensor on device 'jax'",
+        )
+    )

@@ -1,0 +1,124 @@
+"""How a result of a trace shows its storage, and the same view made of another tensor after a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from spmd.base._convert import to_torch_dtype
+from spmd.device._storage import Buffer
+from spmd.device._views import contiguous_stride
+from spmd.sharding._tensor import XLAShardedTensor
+
+_MARKED = 1 << 24  # elements of a storage up to which overlapping windows are told by marking what each shows
+
+
+class Window(NamedTuple):
+    """Sizes, strides and offset in elements of `dtype`, pending conjugation and negation, and the class of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+    cls: type
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Window:
+        """The window of a device tensor."""
+        size, offset = tuple(tensor.shape), int(tensor.storage_offset())
+        return Window(size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), class_of(tensor))
+
+    def is_base(self, root: torch.Tensor) -> bool:
+        """Whether it shows `root` as it is."""
+        is_plain = self.dtype == root.dtype and not self.is_conj and not self.is_neg and not self.offset
+        return is_plain and self.size == tuple(root.shape) and self.stride == root.stride()
+
+    def shown(self, root: torch.Tensor) -> torch.Tensor:
+        """A view of `root`, a contiguous tensor that shows its whole storage."""
+        if self.dtype != root.dtype:
+            root = root.view(-1).view(self.dtype)
+        view = root.as_strided(self.size, self.stride, self.offset)
+        view = torch.ops.aten._neg_view(view) if self.is_neg else view
+        view = torch.ops.aten._conj(view) if self.is_conj else view
+        return view if self.cls is torch.Tensor else view.as_subclass(self.cls)
+
+    def part_of(self, given: torch.Tensor) -> torch.Tensor:
+        """The same view of `given`, which stands for a contiguous tensor of its shape in the trace.
+
+        Where its strides allow no such view, PyTorch would have copied; so does this.
+        """
+        with torch.no_grad():
+            if given.is_contiguous() and not given.storage_offset() and not given.is_conj() and not given.is_neg():
+                return self.shown(given)
+            strided = self._through(given) if self.dtype == given.dtype else None
+            if strided is None or given.is_conj() or given.is_neg():
+                return self.shown(given.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
+            return self._replace(stride=strided[0], offset=strided[1]).shown(given)
+
+    def _through(self, given: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+        """Strides and offset on the storage of `given`, if every step along a dim stays within one dim of it."""
+        shape, strides = _collapsed(tuple(given.shape), given.stride())
+        steps = contiguous_stride(shape)
+
+        def digits(position: int) -> list[int]:
+            return [position // step % size for step, size in zip(steps, shape, strict=True)]
+
+        start, along = digits(self.offset), [digits(s) for s in self.stride]
+        last = [d + sum(a[i] * (n - 1) for a, n in zip(along, self.size, strict=True)) for i, d in enumerate(start)]
+        if any(end >= size for end, size in zip(last, shape, strict=True)):
+            return None
+
+        def position_of(indices: Sequence[int]) -> int:
+            return sum(i * s for i, s in zip(indices, strides, strict=True))
+
+        return tuple(map(position_of, along)), int(given.storage_offset()) + position_of(start)
+
+
+def _collapsed(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same elements in the same order with as few dims as possible."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(n for n, _ in merged), tuple(s for _, s in merged)
+
+
+def class_of(tensor: torch.Tensor) -> type:
+    """The class that a result like this tensor is returned as."""
+    return XLAShardedTensor if isinstance(tensor, XLAShardedTensor) else torch.Tensor
+
+
+def leaves_whole(tensors: Sequence[torch.Tensor], buffer: Buffer) -> bool:
+    """Whether the storage of these results leaves the program whole, for each of them to show: it is no larger than the one
+    result, whose strides are not those of a new tensor, or two of them show one element."""
+    count, dtype = math.prod(buffer.shape), to_torch_dtype(buffer.dtype)
+    if len(tensors) == 1:
+        (tensor,) = tensors
+        return tensor.dtype == dtype and tensor.numel() >= count and not tensor.is_contiguous()
+    tensors = [t for t in tensors if t.numel()]
+    if any(t.dtype != dtype for t in tensors):
+        return True
+    spans = sorted((o := int(t.storage_offset()), o + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in tensors)
+    if all(end < start for (_, end), (start, _) in pairwise(spans)):
+        return False
+    if count > _MARKED:
+        return True
+    marks = np.zeros(count, bool)
+    for t in tensors:
+        shown = as_strided(marks[int(t.storage_offset()) :], tuple(t.shape), t.stride())
+        if shown.any():
+            return True
+        shown[...] = True
+    return False
