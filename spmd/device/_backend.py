@@ -19,7 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import mesh
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
-from spmd.device import _addresses, _bags, _dlpack, _modules, _serialize
+from spmd.device import _addresses, _bags, _dlpack, _engine, _modules, _serialize
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random_stream import default_stream, share_seed
@@ -116,7 +116,8 @@ def register() -> None:
                 fix="import spmd in a process of its own",
             )
         )
-    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
+    _engine.register()
     _installed.append(install())
     _serialize.register()
     _addresses.register()

@@ -1,0 +1,69 @@
+"""The autograd engine as it is for this device: backward runs on the thread that called it, and an exception in a gradient
+hook comes out there.
+
+    w.register_hook(hook)      # of a tensor, a node, an accumulator, a module, saved tensors: C++ calls it
+    loss.backward()            # raises what `hook` raises, with its traceback
+
+Note [Exceptions in gradient hooks]. C++ leaves Python's error indicator set when a hook raises, and unwinds. A stream guard
+stands in the way (PyTorch gives every device of this kind streams), whose destructor asks our device guard for the device's
+type, in Python. A call that succeeds while the indicator is set is an error to Python, and an error in a destructor ends the
+process. So `type_` takes the exception away first. The engine then stops as it does for any exception, only that
+`run_backward` finds none and Python says SystemError; there the exception that was kept is raised.
+
+Which backward an exception belongs to is known by its thread: with multithreading on, all backwards share one of the engine's
+own. Backward on the caller's thread is also what CPU tensors have, so that hooks see the thread's own state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from threading import get_ident
+from typing import Any
+
+import torch
+
+# Of ctypes' functions of Python itself: when the error indicator is set after the call, the call raises that error.
+_raise_what_is_set: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
+_PRIVATE_USE_1: Any = torch._C._autograd.DeviceType.PrivateUse1
+_raised: dict[int, BaseException] = {}  # by thread: taken from C++, not yet raised by the backward it belongs to
+
+
+class DeviceGuard(torch._C._acc.DeviceGuard):
+    """What C++ asks for the type of its current device. See Note [Exceptions in gradient hooks]."""
+
+    def type_(self) -> Any:
+        try:
+            _raise_what_is_set()
+        except BaseException as error:
+            trace = error.__traceback__
+            _raised[get_ident()] = error.with_traceback(None if trace is None else trace.tb_next)  # without this frame
+        return _PRIVATE_USE_1
+
+
+class Engine(torch._C._ImperativeEngine):
+    """PyTorch's engine, on the caller's thread, raising what a hook raised."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        thread, threads_before = get_ident(), torch._C._is_multithreading_enabled()
+        _raised.pop(thread, None)
+        torch._C._set_multithreading_enabled(False)
+        try:
+            return super().run_backward(*args, **kwargs)
+        except SystemError:
+            # A backward inside backwards, 60 deep, runs on a thread of the engine's pool: there this thread has none.
+            raised = _raised.pop(thread, None) or (_raised.popitem()[1] if _raised else None)
+            if raised is None:
+                raise
+        finally:
+            torch._C._set_multithreading_enabled(threads_before)
+        raise raised  # out here it keeps its own context
+
+
+def register() -> None:
+    """Make this PyTorch's engine."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    assert type(engine) is torch._C._ImperativeEngine, f"the autograd engine is {type(engine)}: another package has replaced it"
+    torch.autograd.Variable._execution_engine = Engine()
+
+
+__all__ = ["DeviceGuard", "Engine", "register"]
