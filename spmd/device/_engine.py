@@ -21,14 +21,15 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import _DummyDeviceGuard
 
 # Of ctypes' functions of Python itself: when the error indicator is set after the call, the call raises that error.
 _raise_what_is_set: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
-_PRIVATE_USE_1: Any = torch._C._autograd.DeviceType.PrivateUse1
+_PRIVATE_USE_1: Any = _DummyDeviceGuard().type_()
 _raised: dict[int, BaseException] = {}  # by thread: taken from C++, not yet raised by the backward it belongs to
 
 
-class DeviceGuard(torch._C._acc.DeviceGuard):
+class DeviceGuard(_DummyDeviceGuard):
     """What C++ asks for the type of its current device. See Note [Exceptions in gradient hooks]."""
 
     def type_(self) -> Any:
@@ -50,9 +51,8 @@ class Engine(torch._C._ImperativeEngine):
         try:
             return super().run_backward(*args, **kwargs)
         except SystemError:
-            # A backward inside backwards, 60 deep, runs on a thread of the engine's pool: there this thread has none.
-            raised = _raised.pop(thread, None) or (_raised.popitem()[1] if _raised else None)
-            if raised is None:
+            raised = _raised.pop(thread, None)
+            if raised is None:  # also of backwards in backwards, 60 deep, which run on other threads: so it is with CPU tensors
                 raise
         finally:
             torch._C._set_multithreading_enabled(threads_before)
