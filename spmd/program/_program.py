@@ -94,7 +94,11 @@ class Program:
         self._vector: Any = None
         self._words: Any = None
         self.watched = watched()
+        self.slots = [(captured.slots[b], state, i) for state in (written, read) for i, b in enumerate(state) if b in captured.slots]
         self._lower(arg_buffers, name, spent)
+        if self.slots and not self.is_ahead:
+            captured.forget_gradients()
+            self._forget_gradients()
 
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
         """Make the executable for arguments like those in `arg_buffers`."""
@@ -222,6 +226,8 @@ class Program:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
         changed: list[Any] = []
+        if self.slots:
+            self._take_gradients(given)
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
         self.last_read = read
@@ -250,10 +256,26 @@ class Program:
         for i, value in zip(self.written_args, new_args, strict=True):
             arg_buffers[i].value = value
         default_stream.draws += self.captured.draws * self.options.steps_per_call
+        if self.slots:
+            self._forget_gradients()
         self._leave_gradients(grads, given)
         if self.watched is not None:
             self.watched.end()
         return self._result(outputs, given)
+
+    def _take_gradients(self, given: Any) -> None:
+        """Put the buffers of today's gradients in their places among the state."""
+        leaves = flatten(given, classes=self.captured.holders).leaves if any(isinstance(o, int) for o, _, _ in self.slots) else []
+        for owner, state, i in self.slots:
+            grad = (owner if isinstance(owner, torch.Tensor) else leaves[owner]).grad
+            assert grad is not None, "a guard or the signature said that it is there"
+            state[i] = buffer_of(grad)
+
+    def _forget_gradients(self) -> None:
+        """Hold none of them until the next call, which may have others."""
+        for _, state, i in self.slots:
+            state[i] = _EMPTY
+            (self.last if state is self.written else self.last_read)[i] = _EMPTY  # no value is this
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
         """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""
@@ -358,6 +380,9 @@ class Program:
         names = () if self.mesh is None else tuple(self.mesh.axis_names)
         sizes = () if self.mesh is None else tuple(self.mesh.mesh_shape)
         return _hlo.collectives(self.hlo(), names, sizes)
+
+
+_EMPTY = Buffer(None, ())
 
 
 def _lies_on(value: Any, grid: mesh.Mesh) -> bool:

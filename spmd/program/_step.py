@@ -114,7 +114,7 @@ class Step(Compiled, Generic[P, R]):
             failed = changed_signature(self._latest_key, call.key)
         if failed is not None:
             self._note_retrace(failed)
-        self._state.update((id(b), b) for b in (*captured.shared, *captured.const_buffers) if b is not None)
+        self._state.update((id(b), b) for b in (*captured.shared, *captured.const_buffers) if b is not None and b not in captured.slots)
         if captured.shared:  # known now to be state too: this program is for these very tensors
             call = call._replace(key=signature(args, kwargs, self._state, self._holders).key)
         self._programs.setdefault(call.key, []).insert(0, program)

@@ -35,7 +35,7 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
     if len(then) != len(now):
         return [f"traced: {len(then)} operations", f"now:    {len(now)} operations"]
     for held, held_now, buffer, buffer_now in zip(old.jaxpr.consts, new.jaxpr.consts, old.const_buffers, new.const_buffers, strict=True):
-        if buffer is not buffer_now:
+        if buffer is not buffer_now and _owner(old, buffer) is not _owner(new, buffer_now):
             return [f"it reads another tensor of shape {tuple(np.shape(held_now))}"]
         if buffer is None and not np.array_equal(np.asarray(held), np.asarray(held_now), equal_nan=_is_float(held)):
             return [f"traced: the constant {_short(held)}", f"now:    the constant {_short(held_now)}"]
@@ -46,6 +46,10 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
         if leaf.kind == "static" and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
     return None
+
+
+def _owner(captured: Captured, buffer: Any) -> Any:
+    return captured.slots.get(buffer, buffer)
 
 
 def _is_float(value: Any) -> bool:

@@ -12,6 +12,7 @@ from spmd.base._exact import exactly
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._objects import flatten, unflatten
 from spmd.program.trace._capture import own_storage
+from spmd.program.trace._gradients import gradient_kind
 
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
@@ -101,7 +102,7 @@ def changed_signature(old: Any, new: Any) -> str | None:
 
 
 def _gradient(value: torch.Tensor) -> Any:
-    """Of an argument that requires a gradient: None, or which one it has."""
+    """Of an argument that requires a gradient: None, or what kind of gradient it has."""
     if value.grad_fn is not None and torch.is_grad_enabled():
         raise TraceError(
             message(
@@ -110,7 +111,7 @@ def _gradient(value: torch.Tensor) -> Any:
                 fix="pass x.detach(), or compute it inside the function",
             )
         )
-    return None if value.grad is None else id(buffer_of(value.grad))
+    return None if value.grad is None else gradient_kind(value.grad)
 
 
 def _static(value: Any) -> tuple[Any, Any]:

@@ -63,6 +63,7 @@ class Captured:
         born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
         effects: the changes it made to Python values, for every call to make.
         shared: arguments that the function also reaches without being passed them.
+        slots: gradients that were there: buffer, and the parameter or position of an argument whose gradient a call takes.
         copies: state whose new value is that of other state. See Note [Equal counters].
         holders: classes of arguments that are containers even while they hold no tensor.
     """
@@ -84,8 +85,18 @@ class Captured:
     effects: list[Action]
     born: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[Buffer]
+    slots: dict[Buffer, torch.Tensor | int]
     copies: dict[Buffer, Buffer]
     holders: frozenset[type]
+
+    def forget_gradients(self) -> None:
+        """Let go of the gradients that were there: from now on empty buffers stand for them."""
+        empty = {b: Buffer(None, b.shape) for b in self.slots}
+        consts = [None if b in empty else c for c, b in zip(self.jaxpr.consts, self.const_buffers, strict=True)]
+        self.jaxpr = self.jaxpr.replace(consts=consts)
+        self.const_buffers = [None if b is None else empty.get(b, b) for b in self.const_buffers]
+        self.written = [empty.get(b, b) for b in self.written]
+        self.slots = {empty[b]: owner for b, owner in self.slots.items()}
 
     @property
     def is_ahead(self) -> bool:
@@ -245,6 +256,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
     recorder, gradients = state.recorder, state.gradients
     assert recorder is not None
     copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
+    position = {id(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
     jaxpr = with_constants_first(_without_assigned(jaxpr, state.assigned, recorder), len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
@@ -259,13 +271,14 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         draws=state.draws,
         guards=state.guards(recorder),
         leaf_state=state.leaf_state,
-        gradients=_placed_gradients(gradients, bound),
+        gradients=[(position.get(id(p), p), grad) for p, grad in gradients.left],
         kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
         host_tensors=num_hosts,
         finite=[name for name, _ in recorder.finite],
         effects=state.effects,
         born=state.optim.born,
         shared=[b for b in arg_buffers if b in state_buffers],
+        slots={b: position.get(id(p), p) for b, p in state.slots(recorder).items()},
         copies=copies,
         holders=state.found.holders,
     )
@@ -277,12 +290,6 @@ def _copies(recorder: Recorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Bu
     if any(results.get(b) is not results.get(its) for b, its in recorder.leaders.items()):
         raise UnequalCounters
     return {b: its for b, its in recorder.leaders.items() if b in results}
-
-
-def _placed_gradients(gradients: Gradients, bound: list[Any]) -> list[tuple[torch.Tensor | int, torch.Tensor | None]]:
-    """The gradients that were left, each with its parameter, or with the position of its argument."""
-    position = {id(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
-    return [(position.get(id(p), p), grad) for p, grad in gradients.left]
 
 
 def _without_assigned(closed: Any, assigned: list[Assigned], recorder: Recorder) -> Any:
@@ -437,6 +444,11 @@ class _Running:
         self.leaves = results.leaves
         return outputs
 
+    def slots(self, recorder: Recorder) -> dict[Buffer, torch.Tensor]:
+        """The gradients that a call takes from their leaves."""
+        fixed = {buffer_of(t) for t in self.found.device_tensors()} | self.arguments
+        return self.gradients.slots(recorder.touched.__contains__, fixed)
+
     def guards(self, recorder: Recorder) -> list[Guard]:
         """Everything the trace baked in."""
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
@@ -446,11 +458,12 @@ class _Running:
         self.leaf_state = LeafState(_guards.parameters_of(modules), left)
         guards.append(_guards.modules_guard(modules, self.leaf_state))
         guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
-        guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments]))
+        slots = self.slots(recorder)
+        guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments and b not in slots]))
         guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers if any(o is s for s in recorder.stepped))
         guards.append(_guards.equal_counters_guard(recorder.leaders))
         guards.append(_guards.numbers_guard(self.numbers))
         guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches.values())
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
-        guards.extend(self.gradients.guards(recorder.touched.__contains__))
+        guards.extend(self.gradients.guards(recorder.touched.__contains__, slots, self.held))
         return guards

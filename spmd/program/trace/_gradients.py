@@ -8,7 +8,9 @@ while there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,9 @@ STALE_GRADIENT = (
     "the compiled function adds to gradients of an earlier call, which were not kept\n"
     "  fix: call optimizer.zero_grad() inside the function before backward, or compile with keep_grads=True"
 )
+
+
+Guard = Callable[[], str | None]
 
 
 class StaleGradients(DroppedValueError):
@@ -114,20 +119,49 @@ class Gradients:
             if grad is not None:
                 buffer_of(grad).dropped = DROPPED_GRADIENT
 
-    def guards(self, is_touched: Callable[[Buffer], bool]) -> list[Callable[[], str | None]]:
-        """The gradients that the trace relied on are still there, or still missing."""
-        relied = [
-            (p, kept)
-            for p, kept in zip(self._leaves, self._kept, strict=True)
-            if (kept is None and id(p) in self._unmarked) or (kept is not None and is_touched(buffer_of(kept)))
-        ]
+    def slots(self, is_touched: Callable[[Buffer], bool], fixed: Collection[Buffer]) -> dict[Buffer, torch.Tensor]:
+        """The leaf of each gradient that was there and that the function read or wrote, by the gradient's buffer: every call takes
+        the gradient that the leaf has then. Not those in `fixed`, which the function reaches otherwise too."""
+        kept = [(p, buffer_of(g)) for p, g in zip(self._leaves, self._kept, strict=True) if g is not None]
+        times = Counter(b for _, b in kept)
+        return {b: p for p, b in kept if is_touched(b) and b not in fixed and times[b] == 1}
+
+    def guards(self, is_touched: Callable[[Buffer], bool], slots: dict[Buffer, torch.Tensor], given: Collection[int]) -> list[Guard]:
+        """The gradients that the trace relied on are still there, or still missing. `slots`: those that may be other tensors of the
+        same kind by now; `given`: ids of the leaves that are arguments, whose gradients are part of the signature."""
+        relied: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        alike: list[tuple[torch.Tensor, Any]] = []
+        for p, kept in zip(self._leaves, self._kept, strict=True):
+            if kept is not None and buffer_of(kept) in slots:
+                if id(p) not in given:
+                    alike.append((p, gradient_kind(kept)))
+            elif (kept is None and id(p) in self._unmarked) or (kept is not None and is_touched(buffer_of(kept))):
+                relied.append((p, kept))
 
         def check() -> str | None:
             for p, kept in relied:
                 if p.grad is not kept:
                     then, now = ("missing" if g is None else "there" for g in (kept, p.grad))
-                    what = f"was {then} and is {now}" if then != now else "is another tensor"
-                    return f"the gradient of a parameter of shape {list(p.shape)}, to which the function adds, {what}"
+                    return _changed(p, f"was {then} and is {now}" if then != now else "is another tensor")
+            for p, kind in alike:
+                now = p.grad
+                if now is None:
+                    return _changed(p, "was there and is missing")
+                if gradient_kind(now) != kind:
+                    return _changed(p, "has another shape, dtype or layout")
+            if len({id(buffer_of(p.grad)) for p, _ in alike if p.grad is not None}) != len(alike):
+                return "two parameters share one gradient"
             return None
 
-        return [check] if relied else []
+        return [check] if relied or alike else []
+
+
+def gradient_kind(grad: torch.Tensor) -> Any:
+    """What of a gradient decides which program takes it: equal for two that the same program may read and write."""
+    buffer = buffer_of(grad)
+    window = tuple(grad.shape), grad.stride(), grad.storage_offset(), grad.dtype, grad.is_conj(), grad.is_neg()
+    return window, buffer.shape, buffer.annotation, buffer.dropped is not None
+
+
+def _changed(leaf: torch.Tensor, what: str) -> str:
+    return f"the gradient of a parameter of shape {list(leaf.shape)}, to which the function adds, {what}"
