@@ -9,7 +9,6 @@ A device's *logical id* is its position in `devices()`. On a laptop, ask for vir
 Knows nothing of meshes or specs.
 """
 
-import importlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax
 
 from mesh._mesh_errors import AcceleratorIdle, DeviceError, message
 from mesh.platform._allocator import keep_freed_memory
+from mesh.platform._jax_runtime import backends_are_initialized
 
 # Note [Accelerator device files]
 # Looking for the driver's files says that an accelerator is there without starting it: asking jax would initialise
@@ -76,7 +76,7 @@ def virtual_devices(n: int) -> None:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         what = f"virtual_devices({n!r}) makes no devices"
-        raise DeviceError(message(what, [f"{n!r} is no positive int"], "mesh.virtual_devices(8)"))
+        raise DeviceError(message(what, f"{n!r} is no positive int", fix="mesh.virtual_devices(8)"))
     if _split.num_processes > 1:
         n = _share(n)
     if _backends_are_initialized():
@@ -88,8 +88,8 @@ def virtual_devices(n: int) -> None:
         warnings.warn(
             message(
                 f"virtual_devices({n}) leaves this machine's {' and '.join(found)} alone",
-                [f"the program runs on {n} virtual CPU devices"],
-                "to use the real devices, remove the call to mesh.virtual_devices",
+                f"the program runs on {n} virtual CPU devices",
+                fix="to use the real devices, remove the call to mesh.virtual_devices",
             ),
             AcceleratorIdle,
             stacklevel=2,
@@ -125,8 +125,8 @@ def gpu_share(index: int, count: int, device_files: Path = Path("/dev")) -> list
         raise DeviceError(
             message(
                 f"{count} processes cannot share this machine's GPUs evenly",
-                [f"it has {num_gpus}"],
-                f"start 1, or a divisor of {num_gpus}, on each machine",
+                f"it has {num_gpus}",
+                fix=f"start 1, or a divisor of {num_gpus}, on each machine",
             )
         )
     each = num_gpus // count
@@ -150,7 +150,7 @@ def _share(n: int) -> int:
         return n // num_processes
     have = "" if per_process is None else f" of {per_process} devices each, {num_processes * per_process} in all"
     fix = f"spmd launch --devices-per-process {max(1, n // num_processes)}, or mesh.virtual_devices({num_processes * (per_process or 1)})"
-    raise DeviceError(message(f"virtual_devices({n}) does not fit the job", [f"it has {num_processes} processes{have}"], fix))
+    raise DeviceError(message(f"virtual_devices({n}) does not fit the job", f"it has {num_processes} processes{have}", fix=fix))
 
 
 def _require_virtual(n: int) -> None:
@@ -161,8 +161,8 @@ def _require_virtual(n: int) -> None:
     raise DeviceError(
         message(
             f"virtual_devices({n}) comes too late: jax has already started its devices",
-            [f"{num_local} exist on platform {platform()!r}, {n} virtual CPU devices were asked for"],
-            f"call mesh.virtual_devices({n}) at the top of the program, before any tensor, array or mesh",
+            f"{num_local} exist on platform {platform()!r}, {n} virtual CPU devices were asked for",
+            fix=f"call mesh.virtual_devices({n}) at the top of the program, before any tensor, array or mesh",
         )
     )
 
@@ -174,15 +174,11 @@ def _confine_to_cpu(n: int) -> None:
 
 
 def _backends_are_initialized() -> bool:
-    # The only use of jax's private modules. Without it: jax refuses to change the number of CPU devices once started.
-    try:
-        bridge = importlib.import_module("jax._src.xla_bridge")
-        return bool(bridge.backends_are_initialized())
-    except (ImportError, AttributeError):
-        return _cpu_count_is_frozen()
+    return _cpu_count_is_frozen() if backends_are_initialized is None else backends_are_initialized()
 
 
 def _cpu_count_is_frozen() -> bool:
+    """Whether jax refuses to change the number of CPU devices, as it does once started."""
     current = int(jax.config.values["jax_num_cpu_devices"])
     try:
         jax.config.update("jax_num_cpu_devices", current + 1)

@@ -55,7 +55,7 @@ class HybridMesh(Mesh):
         dcn = (1,) * len(ici) if dcn_mesh_shape is None else tuple(int(size) for size in dcn_mesh_shape)
         if len(ici) != len(dcn):
             raise MeshError(
-                message(f"ici_mesh_shape={ici} and dcn_mesh_shape={dcn} differ in length", [], "give one size per axis in both, 1 for none")
+                message(f"ici_mesh_shape={ici} and dcn_mesh_shape={dcn} differ in length", fix="give one size per axis in both, 1 for none")
             )
         attributes = _read(device_attributes) if device_attributes is not None else _found(ici, dcn)
         ids = _arranged(attributes, ici, dcn)
@@ -102,7 +102,7 @@ def _found(ici: tuple[int, ...], dcn: tuple[int, ...]) -> tuple[DeviceAttributes
             indices = {attributes.pop("slice_index", 0) for attributes in found}
             if len(indices) > 1:
                 raise MeshError(
-                    message(f"the devices lie in {len(indices)} slices, dcn_mesh_shape={dcn} is for one", [], "give dcn_mesh_shape")
+                    message(f"the devices lie in {len(indices)} slices, dcn_mesh_shape={dcn} is for one", fix="give dcn_mesh_shape")
                 )
         return tuple(found)
     # Devices in order along a line of chips per slice: any logical shape can be cut from it without a change of order.
@@ -113,7 +113,7 @@ def _read(given: Sequence[DeviceAttributes]) -> tuple[DeviceAttributes, ...]:
     for attributes in given:
         if "coords" not in attributes or "name" not in attributes:
             raise MeshError(
-                message(f"{dict(attributes)} does not say where the device lies", [], "give 'name' and 'coords' of every device")
+                message(f"{dict(attributes)} does not say where the device lies", fix="give 'name' and 'coords' of every device")
             )
     return tuple(sorted(given, key=lambda attributes: int(str(attributes["name"]).rpartition(":")[2])))
 
@@ -124,15 +124,17 @@ def _arranged(attributes: tuple[DeviceAttributes, ...], ici: tuple[int, ...], dc
     if math.prod(dcn) != len(slices):
         raise MeshError(
             message(
-                f"dcn_mesh_shape={dcn} is for {math.prod(dcn)} slices", [f"the devices lie in {len(slices)}"], f"a product of {len(slices)}"
+                f"dcn_mesh_shape={dcn} is for {math.prod(dcn)} slices",
+                f"the devices lie in {len(slices)}",
+                fix=f"a product of {len(slices)}",
             )
         )
     if math.prod(ici) * len(slices) != len(attributes):
         raise MeshError(
             message(
                 f"ici_mesh_shape={ici} is for slices of {math.prod(ici)} devices",
-                [f"there are {len(attributes)} devices in {len(slices)} slices"],
-                f"a product of {len(attributes) // len(slices)}",
+                f"there are {len(attributes)} devices in {len(slices)} slices",
+                fix=f"a product of {len(attributes) // len(slices)}",
             )
         )
     chips = [_stand_in(position, held) for position, held in enumerate(attributes)]

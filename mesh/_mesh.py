@@ -126,7 +126,7 @@ class Mesh:
         listed = [names] if isinstance(names, str | int) else list(names)
         inner = [self._axis_index(name) for name in listed]
         if len(set(inner)) != len(inner):
-            raise MeshError(message(f"{self} cannot be grouped over {listed}", ["an axis is named twice"], "name every axis once"))
+            raise MeshError(message(f"{self} cannot be grouped over {listed}", "an axis is named twice", fix="name every axis once"))
         outer = [axis for axis in range(len(self.mesh_shape)) if axis not in inner]
         group_size = math.prod(self.mesh_shape[axis] for axis in inner)
         grid = np.arange(self.size()).reshape(self.mesh_shape).transpose(outer + inner).reshape(-1, group_size)
@@ -151,8 +151,8 @@ class Mesh:
             raise DeviceError(
                 message(
                     f"the jax mesh {dict(jax_mesh.shape)} names device {strangers[0]}, which is not in use",
-                    [f"in use: {len(logical_id)} devices on platform {_devices.platform()!r}"],
-                    "build the jax mesh from mesh.devices()",
+                    f"in use: {len(logical_id)} devices on platform {_devices.platform()!r}",
+                    fix="build the jax mesh from mesh.devices()",
                 )
             )
         return cls([logical_id[device] for device in named], jax_mesh.devices.shape, jax_mesh.axis_names)
@@ -175,7 +175,7 @@ class Mesh:
         """
         missing = {"device_ids", "mesh_shape", "axis_names"} - data.keys()
         if missing:
-            raise MeshError(message("this dict is no mesh", [f"missing: {', '.join(sorted(missing))}"], "write it with Mesh.to_dict()"))
+            raise MeshError(message("this dict is no mesh", f"missing: {', '.join(sorted(missing))}", fix="write it with Mesh.to_dict()"))
         return cls(
             cast("Sequence[int]", data["device_ids"]),
             cast("Sequence[int]", data["mesh_shape"]),
@@ -202,7 +202,7 @@ class Mesh:
         axes = [_AXIS.fullmatch(part) for part in axes_text.split(",")]
         ids_valid = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ids_text) is not None
         if not all(axes) or (at and not ids_valid):
-            raise MeshError(message(f"{text!r} is no mesh", [], "write axis=size pairs, e.g. 'data=4,model=2' or 'data=2@1,0'"))
+            raise MeshError(message(f"{text!r} is no mesh", fix="write axis=size pairs, e.g. 'data=4,model=2' or 'data=2@1,0'"))
         names = [match[1] for match in axes if match]
         shape = [int(match[2]) for match in axes if match]
         ids = [int(part) for part in ids_text.split(",")] if at else range(math.prod(shape))
@@ -264,7 +264,7 @@ class Mesh:
             return names.index(axis)
         if isinstance(axis, int) and -len(names) <= axis < len(names):
             return axis % len(names)
-        raise MeshError(message(f"{self} has no axis {axis!r}", [f"axes: {', '.join(names)}"], "name one of these axes"))
+        raise MeshError(message(f"{self} has no axis {axis!r}", f"axes: {', '.join(names)}", fix="name one of these axes"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> Mesh:
@@ -285,8 +285,8 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
         raise DeviceError(
             message(
                 f"init_device_mesh({device_type!r}, ...) asks for a platform that is not in use",
-                [f"in use: {_devices.device_count()} devices on platform {in_use!r}"],
-                f"init_device_mesh('jax', {tuple(mesh_shape)})",
+                f"in use: {_devices.device_count()} devices on platform {in_use!r}",
+                fix=f"init_device_mesh('jax', {tuple(mesh_shape)})",
             )
         )
     shape = _checked_shape(mesh_shape)
@@ -305,7 +305,7 @@ def _title(names: Sequence[str], shape: Sequence[int], topology: str | None = No
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     sizes = np.asarray(mesh_shape)
     if sizes.ndim != 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or (sizes < 1).any():
-        raise MeshError(message(f"{mesh_shape!r} is no mesh shape", [], "give one positive size per axis, e.g. (4, 2)"))
+        raise MeshError(message(f"{mesh_shape!r} is no mesh shape", fix="give one positive size per axis, e.g. (4, 2)"))
     return tuple(int(size) for size in sizes)
 
 
@@ -313,19 +313,19 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
     if axis_names is None:
         return tuple(str(axis) for axis in range(len(shape)))
     if isinstance(axis_names, str):
-        raise MeshError(message(f"axis_names={axis_names!r} is one string", [], f"axis_names=({axis_names!r},)"))
+        raise MeshError(message(f"axis_names={axis_names!r} is one string", fix=f"axis_names=({axis_names!r},)"))
     names = tuple(axis_names)
     if len(names) != len(shape):
         raise MeshError(
             message(
-                f"axis_names={names} do not fit mesh_shape={shape}", [f"{len(names)} names, {len(shape)} sizes"], "give one name per size"
+                f"axis_names={names} do not fit mesh_shape={shape}", f"{len(names)} names, {len(shape)} sizes", fix="give one name per size"
             )
         )
     for name in names:
         if not isinstance(name, str) or not _AXIS_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise MeshError(message(f"{name!r} is no axis name", [], "use a string without spaces, '=', ',' and '@', e.g. 'data'"))
+            raise MeshError(message(f"{name!r} is no axis name", fix="use a string without spaces, '=', ',' and '@', e.g. 'data'"))
     if len(set(names)) != len(names):
-        raise MeshError(message(f"axis_names={names} repeat a name", [], "give every axis its own name"))
+        raise MeshError(message(f"axis_names={names} repeat a name", fix="give every axis its own name"))
     return names
 
 
@@ -335,18 +335,18 @@ def _checked_ids(
     size = math.prod(shape)
     count = device_ids.size if isinstance(device_ids, np.ndarray) else len(device_ids)
     if count != size:
-        raise MeshError(message(f"{title} needs {size} device ids, got {count}", [], f"pass {size} ids, e.g. range({size})"))
+        raise MeshError(message(f"{title} needs {size} device ids, got {count}", fix=f"pass {size} ids, e.g. range({size})"))
     # Before a range is spelled out: "data=1000000000" must not fill the memory.
     _require_devices(size - 1, size, title, topology)
     ids = np.asarray(device_ids).ravel()
     if ids.dtype.kind not in "iu" or (ids < 0).any():
         raise MeshError(
-            message(f"{title} has device ids that are no ids", [f"got {ids.tolist()}"], f"pass ints from 0 on, e.g. range({size})")
+            message(f"{title} has device ids that are no ids", f"got {ids.tolist()}", fix=f"pass ints from 0 on, e.g. range({size})")
         )
     values, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
         repeated = values[counts > 1].tolist()
-        raise MeshError(message(f"{title} names a device more than once", [f"repeated ids: {repeated}"], "name every device once"))
+        raise MeshError(message(f"{title} names a device more than once", f"repeated ids: {repeated}", fix="name every device once"))
     _require_devices(int(ids.max()), size, title, topology)
     return tuple(int(i) for i in ids)
 
@@ -358,12 +358,12 @@ def _require_devices(last_id: int, size: int, title: str, topology: str | None) 
     names = f"{size} devices" if last_id == size - 1 else f"{size} devices up to id {last_id}"
     if topology is not None:
         details = [f"the mesh names {names}, topology {topology!r} has {count}"]
-        raise DeviceError(message(f"{title} names devices that do not exist", details, f"a mesh of at most {count} devices"))
+        raise DeviceError(message(f"{title} names devices that do not exist", *details, fix=f"a mesh of at most {count} devices"))
     virtual = f"mesh.virtual_devices({last_id + 1}) at the top of the program, or " if _devices.platform() == "cpu" else ""
     raise DeviceError(
         message(
             f"{title} names devices that do not exist",
-            [f"the mesh names {names}, {count} exist on platform {_devices.platform()!r}"],
-            f"{virtual}a mesh of at most {count} devices",
+            f"the mesh names {names}, {count} exist on platform {_devices.platform()!r}",
+            fix=f"{virtual}a mesh of at most {count} devices",
         )
     )

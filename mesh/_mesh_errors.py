@@ -1,30 +1,37 @@
-"""Exceptions and the one warning of `mesh`, and the form their messages take.
+"""Exceptions of `mesh` and its one warning, and the form in which every message of the project is written.
 
-    ValueError
-     +-- MeshError               a mesh, spec or device request makes no sense
-          +-- SpecError          a PartitionSpec does not fit its mesh or its tensor
-               +-- RulesError    rules for a model leave something that is probably not meant
-          +-- DeviceError        too few devices, or asked for too late (also a RuntimeError)
-    RuntimeError
-     +-- JobError                the processes of a job do not come together, or do not agree
-    UserWarning
-     +-- AcceleratorIdle         virtual devices were asked for beside a real accelerator
-
-A message says first what is wrong, then shows the values on both sides, then the shortest fix:
-
-    >>> print(message("the mesh has no axis 'modle'", ["axes: data, model"], "write 'model'"))
-    the mesh has no axis 'modle'
-      axes: data, model
-      fix: write 'model'
-
-Knows nothing of meshes, jax or tensors.
+The tree of all exceptions, of `mesh` and of `spmd`, is drawn in `spmd/base/_errors.py`.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import ClassVar
+
+# Whoever is to hear of exceptions, caught or not, sets a list here.
+noted: ContextVar[list[Exception] | None] = ContextVar("noted", default=None)
 
 
-class MeshError(ValueError):
-    """A mesh, a spec or a device request makes no sense; base of the errors about meshes."""
+class Noted(Exception):
+    """An exception that `noted` hears of: a traced function must not catch it for good."""
+
+    is_noted: ClassVar[bool] = True
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        listening = noted.get()
+        if self.is_noted and listening is not None:
+            listening.append(self)
+
+
+class SpmdError(Noted):
+    """Base of every exception that `mesh` and `spmd` raise."""
+
+
+class MeshError(SpmdError, ValueError):
+    """A mesh, a spec or a device request is invalid; base of the errors about meshes."""
+
+    is_noted = False  # raised outside a trace as in it, so a function that catches it does the same in both
 
 
 class SpecError(MeshError):
@@ -39,23 +46,27 @@ class DeviceError(MeshError, RuntimeError):
     """The devices asked for do not exist, or were asked for too late."""
 
 
-class JobError(RuntimeError):
+class JobError(SpmdError, RuntimeError):
     """The processes of a job do not come together, do not agree, or one of them is gone."""
+
+    is_noted = False
 
 
 class AcceleratorIdle(UserWarning):
     """Virtual CPU devices were asked for on a machine that seems to have an accelerator."""
 
 
-def message(what: str, details: Iterable[str], fix: str) -> str:
-    """Text of an error in the project's form.
+def message(what: str, *details: str, fix: str) -> str:
+    """Text of an error in the project's form: what is wrong, the values on both sides, the shortest fix.
+
+        >>> print(message("the mesh has no axis 'modle'", "axes: data, model", fix="write 'model'"))
+        the mesh has no axis 'modle'
+          axes: data, model
+          fix: write 'model'
 
     Args:
         what: what is wrong, in the user's words, with the thing's own name.
         details: the values on both sides, one line each.
         fix: the shortest change that helps, as code where possible.
-
-    Returns:
-        One line for `what`, then indented lines: the details and `fix: ...`.
     """
-    return "\n  ".join([what, *details, f"fix: {fix}"])
+    return "\n".join([what, *(f"  {line}" for line in details), f"  fix: {fix}"])

@@ -132,8 +132,8 @@ class RulesReport:
         raise RulesError(
             message(
                 f"the rules leave {count} thing{'s' * (count > 1)} that {'are' if count > 1 else 'is'} probably not meant",
-                details,
-                "change the rules as said above, or pass strict=False and read the report",
+                *details,
+                fix="change the rules as said above, or pass strict=False and read the report",
             )
         )
 

@@ -182,8 +182,8 @@ def _as_rule(pair: object) -> Rule:
         raise SpecError(
             message(
                 f"{pair!r} is no rule",
-                ["a rule is a pair of a pattern and a spec"],
-                "write ('layers.*.up.weight', ('model', None)); None as spec replicates",
+                "a rule is a pair of a pattern and a spec",
+                fix="write ('layers.*.up.weight', ('model', None)); None as spec replicates",
             )
         )
     pattern, spec = pair

@@ -113,7 +113,7 @@ class ShardingSpec:
         if uneven == "error":
             _require_even(self, shape, title)
         elif uneven != "pad":
-            raise SpecError(message(f"uneven={uneven!r} is no way to treat uneven dims", [], 'uneven="pad" or uneven="error"'))
+            raise SpecError(message(f"uneven={uneven!r} is no way to treat uneven dims", fix='uneven="pad" or uneven="error"'))
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape in which a tensor is stored: a dim that its axes do not divide is padded at its end to equal pieces.
@@ -173,11 +173,13 @@ class ShardingSpec:
         """
         if not isinstance(sharding.mesh, jax.sharding.Mesh):
             raise SpecError(
-                message(f"{sharding} has no devices", [], "build the NamedSharding on a jax.sharding.Mesh, not an AbstractMesh")
+                message(f"{sharding} has no devices", fix="build the NamedSharding on a jax.sharding.Mesh, not an AbstractMesh")
             )
         spec = PartitionSpec.from_jax(sharding.spec)
         if len(spec) > ndim:
-            raise SpecError(message(f"{sharding.spec} does not fit {ndim} dims", [f"it has {len(spec)} entries"], f"pass ndim={len(spec)}"))
+            raise SpecError(
+                message(f"{sharding.spec} does not fit {ndim} dims", f"it has {len(spec)} entries", fix=f"pass ndim={len(spec)}")
+            )
         return cls(Mesh.from_jax(sharding.mesh), PartitionSpec(*spec, *[None] * (ndim - len(spec))))
 
     def to_xla(self) -> str:
@@ -209,7 +211,7 @@ class ShardingSpec:
         missing = {"mesh", "partition_spec"} - data.keys()
         if missing:
             details = [f"missing: {', '.join(sorted(missing))}"]
-            raise SpecError(message("this dict is no sharding spec", details, "write it with ShardingSpec.to_dict()"))
+            raise SpecError(message("this dict is no sharding spec", *details, fix="write it with ShardingSpec.to_dict()"))
         mesh = Mesh.from_dict(cast("Mapping[str, object]", data["mesh"]))
         return cls(mesh, PartitionSpec.from_dict(cast("Mapping[str, object]", data["partition_spec"])))
 
@@ -265,8 +267,8 @@ def _require_rank(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
     raise SpecError(
         message(
             f"{title} cannot be sharded by {spec}",
-            [f"the tensor has rank {len(shape)}, the spec has {len(spec)} {'entry' if len(spec) == 1 else 'entries'}"],
-            fix,
+            f"the tensor has rank {len(shape)}, the spec has {len(spec)} {'entry' if len(spec) == 1 else 'entries'}",
+            fix=fix,
         )
     )
 
@@ -291,4 +293,4 @@ def _require_even(sharding: ShardingSpec, shape: Sequence[int], title: str) -> N
         fixes += [f"shard dim {i} ({n})" for i, n in enumerate(shape) if spec[i] is None and n and n % shards == 0]
     if details:
         drop = f'drop uneven="error" to pad to {padded}'
-        raise SpecError(message(f"{title} cannot be sharded by {spec}", details, ", or ".join([drop, *fixes])))
+        raise SpecError(message(f"{title} cannot be sharded by {spec}", *details, fix=", or ".join([drop, *fixes])))

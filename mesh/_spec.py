@@ -92,8 +92,8 @@ class PartitionSpec:
         raise SpecError(
             message(
                 f"{self!r} names axis {axis!r}, which the mesh does not have",
-                [f"axes of the mesh: {', '.join(map(repr, names))}"],
-                "use one of these names, an index into them, or None for a dim that is not split",
+                f"axes of the mesh: {', '.join(map(repr, names))}",
+                fix="use one of these names, an index into them, or None for a dim that is not split",
             )
         )
 
@@ -104,7 +104,7 @@ class PartitionSpec:
             SpecError: an axis is still an index.
         """
         if any(isinstance(axis, int) for entry in self for axis in entry_axes(entry)):
-            raise SpecError(message(f"{self!r} has axis indices, which jax does not know", [], "spec.resolved(mesh.axis_names).to_jax()"))
+            raise SpecError(message(f"{self!r} has axis indices, which jax does not know", fix="spec.resolved(mesh.axis_names).to_jax()"))
         return jax.sharding.PartitionSpec(*self._entries)
 
     @classmethod
@@ -115,7 +115,7 @@ class PartitionSpec:
             SpecError: a dim is left to the compiler (UNCONSTRAINED), or the spec has unreduced or reduced axes.
         """
         if spec.unreduced or spec.reduced:
-            raise SpecError(message(f"jax's {spec} has unreduced or reduced axes", [], "reduce the array first"))
+            raise SpecError(message(f"jax's {spec} has unreduced or reduced axes", fix="reduce the array first"))
         return cls(*cast("tuple[Entry, ...]", tuple(spec)))
 
     def to_dict(self) -> dict[str, object]:
@@ -130,7 +130,7 @@ class PartitionSpec:
             SpecError: the entries are missing or malformed.
         """
         if not isinstance(data.get("entries"), list | tuple):
-            raise SpecError(message("this dict is no partition spec", ["missing: entries"], "write it with PartitionSpec.to_dict()"))
+            raise SpecError(message("this dict is no partition spec", "missing: entries", fix="write it with PartitionSpec.to_dict()"))
         return as_spec(cast("list[Entry]", data["entries"]))
 
     @classmethod
@@ -167,8 +167,8 @@ def as_spec(spec: SpecLike) -> PartitionSpec:
     raise SpecError(
         message(
             f"{spec!r} is no partition spec",
-            ["a spec has one entry per dim: an axis name, an axis index, a tuple of these, or None"],
-            "PartitionSpec('data', None), or (None, None) to replicate a tensor of two dims",
+            "a spec has one entry per dim: an axis name, an axis index, a tuple of these, or None",
+            fix="PartitionSpec('data', None), or (None, None) to replicate a tensor of two dims",
         )
     )
 
@@ -194,8 +194,8 @@ def _checked_axis(axis: object, entries: tuple[object, ...]) -> Axis:
     raise SpecError(
         message(
             f"PartitionSpec({', '.join(map(repr, entries))}) has an entry that is no mesh axis",
-            [f"{axis!r} is of type {type(axis).__name__}"],
-            "for each dim write an axis name, an axis index, a tuple of these, or None",
+            f"{axis!r} is of type {type(axis).__name__}",
+            fix="for each dim write an axis name, an axis index, a tuple of these, or None",
         )
     )
 
@@ -207,11 +207,11 @@ def _require_distinct(entries: tuple[Entry, ...]) -> None:
         raise SpecError(
             message(
                 f"PartitionSpec({', '.join(map(repr, entries))}) uses axis {repeated[0]!r} more than once",
-                ["an axis can split one dim of a tensor only"],
-                "replace all but one use by None or another axis",
+                "an axis can split one dim of a tensor only",
+                fix="replace all but one use by None or another axis",
             )
         )
 
 
 def _no_tuple(text: str) -> str:
-    return message(f"{text!r} is no partition spec", [], "write a tuple with one entry per dim, e.g. \"('data', None)\" or \"('data',)\"")
+    return message(f"{text!r} is no partition spec", fix="write a tuple with one entry per dim, e.g. \"('data', None)\" or \"('data',)\"")

@@ -56,8 +56,8 @@ def topology_devices(name: str) -> tuple[Device, ...]:
         raise DeviceError(
             message(
                 f"topology {name!r} cannot be compiled for here",
-                [str(error).splitlines()[0]],
-                "pip install 'spmd-mesh[tpu]' for libtpu, and write the topology as in 'v5e:2x4' or 'v5p:8x8x16'",
+                str(error).splitlines()[0],
+                fix="pip install 'spmd-mesh[tpu]' for libtpu, and write the topology as in 'v5e:2x4' or 'v5p:8x8x16'",
             )
         ) from error
     finally:  # also what libtpu itself sets: a child that inherits it would take itself for a worker of a pod

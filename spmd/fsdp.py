@@ -21,12 +21,12 @@ import jax
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 import mesh as mesh_
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracing
+from spmd.base._torch import current_graph_task_id, pytree, top_saved_tensors_default_hooks
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
 from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
 from spmd.rules import fsdp_axis
@@ -213,7 +213,7 @@ class _Call:
         unit = self.unit
         unit.reduce_wide()
         # In a backward this forward is a recomputation (torch.utils.checkpoint): XLA must not merge it with the first one.
-        is_again = torch._C._current_graph_task_id() != -1
+        is_again = current_graph_task_id() != -1
         wholes: dict[int, torch.Tensor] = {}
         for owner, name in list(_slots(module)):
             registry = owner.__dict__["_parameters"]
@@ -229,7 +229,7 @@ class _Call:
             registry[name] = whole
         drops = unit.stage == 3 and unit.reshard and not is_again and torch.is_grad_enabled()
         # Under somebody else's hooks (checkpointing) nothing is kept from forward to backward anyway, and two would not nest.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        outer = top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
         if drops and (outer is None or isinstance(self._outer, _Call)):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)

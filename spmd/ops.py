@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch._decomp import decomposition_table
 
+from spmd.base._torch import OpOverload, decomposition_table, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 from spmd.device._backend import installed
 from spmd.device._kernels import variants_of
 from spmd.lowering import Lowering, lookup
@@ -117,7 +117,7 @@ composite that has a rule, the derivative of that rule. What torch's operator da
 """
 
 
-def reason_left_out(op: torch._ops.OpOverload) -> str | None:
+def reason_left_out(op: OpOverload) -> str | None:
     """Why the overload does not count; None if it does."""
     if any("Dimname" in str(a.type) or str(a.type) in ("Storage", "Stream") for a in op._schema.arguments):
         return "named dims and raw storages"
@@ -125,10 +125,10 @@ def reason_left_out(op: torch._ops.OpOverload) -> str | None:
     return next((reason for reason, names in OUT_OF_SCOPE.items() if re.search(names, name)), None)
 
 
-def _functional() -> list[torch._ops.OpOverload]:
+def _functional() -> list[OpOverload]:
     """Functional forward overloads that take or return a tensor, by name."""
-    found: list[torch._ops.OpOverload] = []
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
+    found: list[OpOverload] = []
+    for name in sorted(dispatch_get_all_op_names()):
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if not name.startswith("aten::") or packet.endswith("backward") or "_backward_" in packet:
             continue
@@ -141,12 +141,12 @@ def _functional() -> list[torch._ops.OpOverload]:
     return found
 
 
-def _operator(op: torch._ops.OpOverload) -> Operator:
+def _operator(op: OpOverload) -> Operator:
     how, where = _computed_by(op)
     return Operator(_short(op), how, where, tuple(_short(variant) for variant in variants_of(op)))
 
 
-def _computed_by(op: torch._ops.OpOverload) -> tuple[How, str]:
+def _computed_by(op: OpOverload) -> tuple[How, str]:
     """The dispatcher's order: our kernel, C++'s composites, then the fallback."""
     lowering = lookup(op)
     kernel = installed().kernels.get(f"{_short(op)}PrivateUse1")
@@ -169,8 +169,8 @@ def _computed_by(op: torch._ops.OpOverload) -> tuple[How, str]:
     return "decomposition", _source(decomposition)
 
 
-def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+def _has_kernel(op: OpOverload, key: str) -> bool:
+    return dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 _EXPLICIT = "CompositeExplicitAutograd"
@@ -198,7 +198,7 @@ def _shortened(file: str) -> str:
     return file
 
 
-def _short(op: torch._ops.OpOverload) -> str:
+def _short(op: OpOverload) -> str:
     return op.name().removeprefix("aten::")
 
 

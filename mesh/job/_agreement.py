@@ -18,10 +18,10 @@ from typing import Any
 
 from mesh._mesh_errors import JobError, message
 from mesh.job._service import Service, ServiceLost
+from mesh.job._timeouts import COMPARE_STEP_S
 
 Items = Mapping[str, str]
 _FINE = "ok"
-_STEP_S = 600.0
 _RAISE_S = 3.0
 
 
@@ -64,8 +64,8 @@ def _gathered(service: Service, folder: str, name: str, timeout_s: float) -> str
 def _absent(name: str, absent: list[int], timeout_s: float) -> str:
     return message(
         f"process {', '.join(map(str, absent))} did not come to {name} within {timeout_s:g} s",
-        ["the others are about to run it"],
-        "see what it does instead: all processes must call the same functions in the same order",
+        "the others are about to run it",
+        fix="see what it does instead: all processes must call the same functions in the same order",
     )
 
 
@@ -82,8 +82,9 @@ def difference(name: str, brought: Mapping[int, Items]) -> str | None:
         rest = next(index for index, value in values.items() if value == usual)
         return message(
             f"process {', '.join(map(str, odd))} differs from the others at {name}: {item}",
-            [f"process {odd[0]}: {values[odd[0]]}", f"process {rest}: {usual}"],
-            "make it the same in all processes: the program, its arguments, the mesh, the seed and the data order",
+            f"process {odd[0]}: {values[odd[0]]}",
+            f"process {rest}: {usual}",
+            fix="make it the same in all processes: the program, its arguments, the mesh, the seed and the data order",
         )
     return None
 
@@ -128,12 +129,12 @@ class Steps:
         number, self._begun = self._begun, self._begun + 1
         self._queue.put((number, text))
         with self._checked:
-            came = self._checked.wait_for(lambda: self._problem is not None or self._num_checked >= number, _STEP_S)
+            came = self._checked.wait_for(lambda: self._problem is not None or self._num_checked >= number, COMPARE_STEP_S)
         if self._problem is not None:
             problem, self._problem = self._problem, ""
             raise JobError(problem or "the processes differ")
         if not came:
-            raise JobError(_absent(f"step {number - 1}", self._silent(number - 1), _STEP_S))
+            raise JobError(_absent(f"step {number - 1}", self._silent(number - 1), COMPARE_STEP_S))
 
     def stop(self) -> None:
         """The process ends in order: finish what was begun."""
@@ -166,16 +167,16 @@ class Steps:
         service, folder = self._service, f"spmd/step/{number}"
         service.set(f"{folder}/{self._index}", text)
         if self._index:
-            return service.get(f"{folder}/verdict", _STEP_S) or _absent(f"step {number}", [0], _STEP_S)
+            return service.get(f"{folder}/verdict", COMPARE_STEP_S) or _absent(f"step {number}", [0], COMPARE_STEP_S)
         brought: dict[int, dict[str, str]] = {}
         for other in range(service.count):
-            theirs = text if other == 0 else service.get(f"{folder}/{other}", _STEP_S)
+            theirs = text if other == 0 else service.get(f"{folder}/{other}", COMPARE_STEP_S)
             if theirs is None:
                 brought.clear()
                 break
             brought[other] = json.loads(theirs)
         name = f"step {number}"
-        verdict = difference(name, brought) or _FINE if brought else _absent(name, self._silent(number), _STEP_S)
+        verdict = difference(name, brought) or _FINE if brought else _absent(name, self._silent(number), COMPARE_STEP_S)
         service.set(f"{folder}/verdict", verdict)
         if number >= 2:
             service.delete(f"spmd/step/{number - 2}")

@@ -23,10 +23,9 @@ from pathlib import Path
 
 from mesh._mesh_errors import JobError, message
 from mesh.job._place import Host
+from mesh.job._timeouts import DEFAULT_PORT
 
 Environ = Mapping[str, str]
-
-DEFAULT_PORT = 8476  # as jax and torch_xla on TPU VMs
 
 
 def detect(environ: Environ) -> Host | None:
@@ -88,8 +87,8 @@ def _open_mpi(environ: Environ) -> Host | None:
         raise JobError(
             message(
                 "Open MPI does not say where process 0 runs",
-                [f"{count} processes, {num_local} of them on this machine"],
-                "mpirun -x SPMD_COORDINATOR=<first host>:8476 ...",
+                f"{count} processes, {num_local} of them on this machine",
+                fix=f"mpirun -x SPMD_COORDINATOR=<first host>:{DEFAULT_PORT} ...",
             )
         )
     local = int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]) if "OMPI_COMM_WORLD_LOCAL_RANK" in environ else None
@@ -180,7 +179,7 @@ def expand_hostlist(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names.extend(_expanded(part))
     if not names or text.count("[") != text.count("]"):
-        raise JobError(message(f"{text!r} is no list of hosts", [], "write names with ranges, e.g. 'node[01-04],node7'"))
+        raise JobError(message(f"{text!r} is no list of hosts", fix="write names with ranges, e.g. 'node[01-04],node7'"))
     return names
 
 
@@ -193,7 +192,7 @@ def _expanded(part: str) -> list[str]:
     for piece in inside.split(","):
         low, dash, high = piece.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) - int(low) > 100_000):
-            raise JobError(message(f"{part!r} is no list of hosts", [f"{piece!r} is no range"], "write e.g. 'node[01-04]'"))
+            raise JobError(message(f"{part!r} is no list of hosts", f"{piece!r} is no range", fix="write e.g. 'node[01-04]'"))
         names += [f"{head}{i:0{len(low)}d}" for i in range(int(low), int(high if dash else low) + 1)]
     return [name + end for name in names for end in _expanded(tail)] if tail else names
 
@@ -216,12 +215,12 @@ def _port_of(job: str) -> int:
 
 def _text(environ: Environ, name: str) -> str:
     if not environ.get(name):
-        raise JobError(message(f"the environment has no {name}", ["its scheduler sets it"], f"set {name}, or pass it to mesh.init(...)"))
+        raise JobError(message(f"the environment has no {name}", "its scheduler sets it", fix=f"set {name}, or pass it to mesh.init(...)"))
     return environ[name]
 
 
 def _number(environ: Environ, name: str) -> int:
     text = _text(environ, name)
     if not text.isdigit():
-        raise JobError(message(f"{name} is {text!r}", ["a number from 0 on is expected"], f"set {name}, or pass it to mesh.init(...)"))
+        raise JobError(message(f"{name} is {text!r}", "a number from 0 on is expected", fix=f"set {name}, or pass it to mesh.init(...)"))
     return int(text)

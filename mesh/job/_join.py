@@ -39,11 +39,10 @@ from mesh.job._preemption import Preemption
 from mesh.job._records import write_record
 from mesh.job._rollcall import Report, RollCall, report, require_reachable_name, resolve
 from mesh.job._service import Service, ServiceLost
+from mesh.job._timeouts import BARRIER_S, HEARTBEAT_S, JOIN_S, LEAVE_S, SERVICE_START_S, SERVICE_STOP_S, SHARED_VALUE_S
 from mesh.job._watchdog import Limits, Watchdog
 from mesh.platform import _gloo
 
-HEARTBEAT_S = 30  # a link that is down for seconds must not end the job; jax's own value is 100
-_LEAVE_S = 300.0
 _VERSIONED = ("jax", "jaxlib", "libtpu", "ml_dtypes", "numpy", "spmd-mesh", "torch")
 
 
@@ -94,7 +93,7 @@ def init(
     index: int | None = None,
     *,
     devices: int | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = JOIN_S,
     watchdog_s: float | None = None,
     first_step_s: float | None = None,
 ) -> Host:
@@ -151,7 +150,7 @@ def should_stop(step: int) -> bool:
     return _joined.alone is not None and _joined.alone.should_stop(step)
 
 
-def shared(name: str, own: str, timeout_s: float = 60.0) -> str:
+def shared(name: str, own: str, timeout_s: float = SHARED_VALUE_S) -> str:
     """Process 0's value of something that all processes must hold alike; `own` is this process's.
 
     Raises:
@@ -165,11 +164,11 @@ def shared(name: str, own: str, timeout_s: float = 60.0) -> str:
         return own
     value = service.get(key, timeout_s)
     if value is None:
-        raise JobError(message(f"process 0 did not say its {name} within {timeout_s:g} s", [], "look at what process 0 wrote last"))
+        raise JobError(message(f"process 0 did not say its {name} within {timeout_s:g} s", fix="look at what process 0 wrote last"))
     return value
 
 
-def barrier(name: str, timeout_s: float = 300.0) -> None:
+def barrier(name: str, timeout_s: float = BARRIER_S) -> None:
     """Wait until every process of the job has come to the barrier of this name; each name is used once.
 
     Raises:
@@ -207,15 +206,15 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
         raise JobError(
             message(
                 "mesh.init got some of coordinator, count and index",
-                [f"coordinator={coordinator!r}, count={count!r}, index={index!r}"],
-                "give all three, or none to read them from the environment",
+                f"coordinator={coordinator!r}, count={count!r}, index={index!r}",
+                fix="give all three, or none to read them from the environment",
             )
         )
     else:
         host = detect(os.environ) or (on_tpu_vm(metadata) if _devices.has_tpu() else None) or Host()
     if not 0 <= host.index < host.count:
         raise JobError(
-            message(f"there is no process {host.index} in a job of {host.count}", [f"read from: {host.found_by}"], "number them from 0")
+            message(f"there is no process {host.index} in a job of {host.count}", f"read from: {host.found_by}", fix="number them from 0")
         )
     return host
 
@@ -232,8 +231,8 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
         raise JobError(
             message(
                 "mesh.init comes too late: jax has already started its devices",
-                [f"{host} joins before the first array, tensor or mesh"],
-                "call mesh.init() at the top of the program",
+                f"{host} joins before the first array, tensor or mesh",
+                fix="call mesh.init() at the top of the program",
             )
         )
     assert host.coordinator is not None
@@ -291,9 +290,9 @@ def _start_jax(host: Host, address: str, start: Callable[[str], None]) -> None:
         process_id=host.index,
         local_device_ids=_own_gpus(host),
         cluster_detection_method="deactivate",
-        initialization_timeout=60,
+        initialization_timeout=SERVICE_START_S,
         heartbeat_timeout_seconds=HEARTBEAT_S,
-        shutdown_timeout_seconds=60,
+        shutdown_timeout_seconds=SERVICE_STOP_S,
         coordinator_bind_address=address,
     )
 
@@ -354,7 +353,7 @@ def _leave() -> None:
     left.steps.stop()
     left.watchdog.stop()
     try:
-        left.service.barrier("spmd/leave", _LEAVE_S)
+        left.service.barrier("spmd/leave", LEAVE_S)
     except JobError as error:
         left.alarm.failed(str(error), 1)
     left.notices.leave()
@@ -428,7 +427,7 @@ def _service_port(ip: str, port: int) -> int:
             probe.bind((ip, 0 if ip in ("127.0.0.1", "::1") else port + 1))
         except OSError as error:
             fix = f"choose another port than {port} for the coordinator; {port} and {port + 1} must be free"
-            raise JobError(message(f"port {port + 1} of {ip} is in use", ["jax's service needs it"], fix)) from error
+            raise JobError(message(f"port {port + 1} of {ip} is in use", "jax's service needs it", fix=fix)) from error
         return int(probe.getsockname()[1])
 
 

@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable
 
 from mesh._mesh_errors import JobError, message
-
-_AGREE_S = 60.0
+from mesh.job._timeouts import AGREE_ON_STOP_S
 
 
 class Preemption:
@@ -69,13 +68,13 @@ class Preemption:
             if not self._asked:
                 self._entered = step
                 return False
-            if not self._reached.wait_for(lambda: len(self._steps) == self._count, _AGREE_S):
+            if not self._reached.wait_for(lambda: len(self._steps) == self._count, AGREE_ON_STOP_S):
                 silent = [i for i in range(self._count) if i not in self._steps]
                 raise JobError(
                     message(
-                        f"process {', '.join(map(str, silent))} did not say within {_AGREE_S:g} s where it can stop",
-                        [f"{len(self._steps)} of {self._count} processes did"],
-                        "look at the last lines that it wrote",
+                        f"process {', '.join(map(str, silent))} did not say within {AGREE_ON_STOP_S:g} s where it can stop",
+                        f"{len(self._steps)} of {self._count} processes did",
+                        fix="look at the last lines that it wrote",
                     )
                 )
             return step >= max(self._steps.values())

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mesh._mesh_errors import JobError, message
+from mesh.job._timeouts import DEFAULT_PORT
 
 MAX_BYTES = 4096
 _PATIENCE_S = 5.0  # for one line from a connected peer
@@ -74,12 +75,12 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
     """
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 65535:
-        raise JobError(message(f"{address!r} is no address of a coordinator", [], "write name:port, e.g. 'node1:8476'"))
+        raise JobError(message(f"{address!r} is no address of a coordinator", fix=f"write name:port, e.g. 'node1:{DEFAULT_PORT}'"))
     try:
         found = socket.getaddrinfo(name.strip("[]"), int(port), socket.AF_UNSPEC, socket.SOCK_STREAM)
     except socket.gaierror as error:
         fix = "use an IP address, or add the name to DNS or /etc/hosts on every host"
-        raise JobError(message(f"the coordinator's name {name!r} is not known on this host", [f"{error.strerror}"], fix)) from error
+        raise JobError(message(f"the coordinator's name {name!r} is not known on this host", f"{error.strerror}", fix=fix)) from error
     ip = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     # An address that was written as one is meant so (a tunnel, several "hosts" on one machine).
     is_loopback = ipaddress.ip_address(ip.split("%")[0]).is_loopback and ip != name.strip("[]")
@@ -87,8 +88,8 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
         raise JobError(
             message(
                 f"the coordinator's name {name!r} resolves to loopback ({ip}) on this host, where other hosts cannot reach it",
-                ["Debian writes '127.0.1.1 <own name>' into /etc/hosts"],
-                "give the host's own IP address as coordinator, or take the line out of /etc/hosts",
+                "Debian writes '127.0.1.1 <own name>' into /etc/hosts",
+                fix="give the host's own IP address as coordinator, or take the line out of /etc/hosts",
             )
         )
     return ip, int(port)
@@ -106,16 +107,17 @@ def require_reachable_name(name: str) -> None:
         raise JobError(
             message(
                 f"this host's own name {name!r} is not known here",
-                [str(error), "collectives between CPU processes announce it"],
-                f"add a line '<its IP address> {name}' to /etc/hosts",
+                str(error),
+                "collectives between CPU processes announce it",
+                fix=f"add a line '<its IP address> {name}' to /etc/hosts",
             )
         ) from error
     if ipaddress.ip_address(found).is_loopback:
         raise JobError(
             message(
                 f"this host's own name {name!r} resolves to loopback ({found}), where other hosts cannot reach it",
-                ["collectives between CPU processes announce it; Debian writes '127.0.1.1 <own name>' into /etc/hosts"],
-                f"replace that line in /etc/hosts by '<its IP address> {name}'",
+                "collectives between CPU processes announce it; Debian writes '127.0.1.1 <own name>' into /etc/hosts",
+                fix=f"replace that line in /etc/hosts by '<its IP address> {name}'",
             )
         )
 
@@ -174,7 +176,7 @@ class RollCall:
     def start(self, service: str) -> None:
         """Tell everybody where jax's service is, and from now on turn late comers away."""
         self._answer({"service": service})
-        text = message("the job has started without this process", [f"{self.own.count} processes run"], "wait until that job has ended")
+        text = message("the job has started without this process", f"{self.own.count} processes run", fix="wait until that job has ended")
         self._verdict = json.dumps({"problem": text}).encode() + b"\n"
         threading.Thread(target=self._refuse_late_comers, name="roll call", daemon=True).start()
 
@@ -197,21 +199,21 @@ class RollCall:
         if report.count != own.count:
             return message(
                 "the processes do not agree on how many they are",
-                [f"process {own.index} ({own.where}) says {own.count}, process {report.index} ({report.where}) says {report.count}"],
-                "start all of them with the same number of processes",
+                f"process {own.index} ({own.where}) says {own.count}, process {report.index} ({report.where}) says {report.count}",
+                fix="start all of them with the same number of processes",
             )
         other = own if report.index == own.index else self._waiting[report.index][0] if report.index in self._waiting else None
         if other is not None or not 0 <= report.index < own.count:
             twice = "" if other is None else f" and {other.where}"
             what = f"process {report.index} reported twice" if other else f"there is no process {report.index} in a job of {own.count}"
-            return message(what, [f"from {report.where}{twice}"], "give every process its own number from 0 on")
+            return message(what, f"from {report.where}{twice}", fix="give every process its own number from 0 on")
         for name in sorted({*own.versions, *report.versions}):
             ours, theirs = own.versions.get(name, "none"), report.versions.get(name, "none")
             if ours != theirs:
                 return message(
                     f"the processes run different versions of {name}",
-                    [f"process {own.index} ({own.where}) has {ours}, process {report.index} ({report.where}) has {theirs}"],
-                    f"install the same {name} on every host",
+                    f"process {own.index} ({own.where}) has {ours}, process {report.index} ({report.where}) has {theirs}",
+                    fix=f"install the same {name} on every host",
                 )
         return None
 
@@ -220,8 +222,8 @@ class RollCall:
         named = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
         return message(
             f"process {named} did not report within {timeout_s:g} s",
-            [f"{1 + len(self._waiting)} of {self.own.count} processes came to {self.ip}:{self.port}"],
-            "see whether it was started and whether it can reach that address; mesh.init(timeout_s=...) waits longer",
+            f"{1 + len(self._waiting)} of {self.own.count} processes came to {self.ip}:{self.port}",
+            fix="see whether it was started and whether it can reach that address; mesh.init(timeout_s=...) waits longer",
         )
 
     def _answer(self, verdict: Mapping[str, str]) -> None:
@@ -344,8 +346,8 @@ def report(address: tuple[str, int], own: Report, key: str, timeout_s: float) ->
     raise JobError(
         message(
             f"process 0 did not answer at {address[0]}:{address[1]} within {timeout_s:g} s",
-            [f"process {own.index} of {own.count} ({own.where}) tried; the last attempt: {refusal}"],
-            "see whether process 0 was started, and whether a firewall lets this port through",
+            f"process {own.index} of {own.count} ({own.where}) tried; the last attempt: {refusal}",
+            fix="see whether process 0 was started, and whether a firewall lets this port through",
         )
     )
 
@@ -376,13 +378,13 @@ def _cannot_listen(ip: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return message(
             f"port {port} of {ip} is in use: another job or program listens there",
-            ["process 0 must have it for itself"],
-            f"choose another port, e.g. {port + 10}, or end the other program (ss -ltnp shows it)",
+            "process 0 must have it for itself",
+            fix=f"choose another port, e.g. {port + 10}, or end the other program (ss -ltnp shows it)",
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return message(
             f"{ip} is not an address of this host, where process 0 runs",
-            [f"process 0 must listen on {ip}:{port}"],
-            "give the address of the host that runs process 0, or start process 0 there",
+            f"process 0 must listen on {ip}:{port}",
+            fix="give the address of the host that runs process 0, or start process 0 there",
         )
-    return message(f"process 0 cannot listen on {ip}:{port}", [error.strerror or str(error)], "choose another address or port")
+    return message(f"process 0 cannot listen on {ip}:{port}", error.strerror or str(error), fix="choose another address or port")

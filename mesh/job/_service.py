@@ -1,4 +1,4 @@
-"""The coordination service of a job: keys, values and barriers, each wait with a limit. The one user of jax's private client.
+"""The coordination service of a job: keys, values and barriers, each wait with a limit.
 
 jax starts the service in process 0 (`jax.distributed.initialize`) and every process talks to it over gRPC. Nothing here
 knows what the keys mean.
@@ -10,9 +10,9 @@ import re
 from typing import Any
 
 import jax
-from jax._src.distributed import global_state
 
 from mesh._mesh_errors import JobError, message
+from mesh.platform._jax_runtime import coordination_client
 
 
 class ServiceLost(JobError):
@@ -31,7 +31,7 @@ class Service:
 
     @property
     def _client(self) -> Any:
-        return global_state.client
+        return coordination_client()
 
     def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
         """Store a value; ServiceLost when process 0 is gone. Without `overwrite` a key is set once."""
@@ -74,14 +74,14 @@ class Service:
             raise JobError(
                 message(
                     f"{who} did not come to the barrier {name!r} within {timeout_s:g} s",
-                    [f"{self.count} processes; the service says: {str(error).splitlines()[0][:300]}"],
-                    "look at the last lines that this process wrote; all processes must reach the same barriers",
+                    f"{self.count} processes; the service says: {str(error).splitlines()[0][:300]}",
+                    fix="look at the last lines that this process wrote; all processes must reach the same barriers",
                 )
             ) from error
 
     def _call(self, method: Any, *args: Any) -> Any:
         if self._client is None:
-            raise ServiceLost(message("this process has left the job", [], "call mesh.init() before"))
+            raise ServiceLost(message("this process has left the job", fix="call mesh.init() before"))
         try:
             return method(*args)
         except jax.errors.JaxRuntimeError as error:
@@ -91,8 +91,8 @@ class Service:
             raise ServiceLost(
                 message(
                     "process 0 cannot be reached: it coordinates the job",
-                    [text.splitlines()[0][:300]],
-                    "look at what process 0 wrote last; if it still runs, at the network between the hosts",
+                    text.splitlines()[0][:300],
+                    fix="look at what process 0 wrote last; if it still runs, at the network between the hosts",
                 )
             ) from error
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mesh.job._service import Service, ServiceLost
+from mesh.job._timeouts import FIRST_STEP_S, SILENT_S, WATCHDOG_S
 
 FOLDER = "spmd/beat"
 _FACTOR = 20
@@ -37,9 +38,9 @@ class Limits:
         silent_s: without a beat, never less than this: a busy machine keeps living threads waiting.
     """
 
-    least_s: float = 60.0
-    first_s: float = 1800.0
-    silent_s: float = 10.0
+    least_s: float = WATCHDOG_S
+    first_s: float = FIRST_STEP_S
+    silent_s: float = SILENT_S
 
 
 @dataclass(frozen=True)

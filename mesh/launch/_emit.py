@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mesh.job._place import PREEMPTED
+from mesh.job._timeouts import DEFAULT_PORT, JOIN_S
 from mesh.launch._launch_options import Options
-
-_PORT = 8476
 
 
 def emit(options: Options) -> list[Path]:
@@ -35,7 +34,7 @@ def emit(options: Options) -> list[Path]:
 
 def _command(options: Options) -> str:
     """What each process runs."""
-    words = ["python", "-m", "mesh.launch", "--join", "--timeout", f"{max(300.0, options.timeout_s):g}", "--", *options.program]
+    words = ["python", "-m", "mesh.launch", "--join", "--timeout", f"{max(JOIN_S, options.timeout_s):g}", "--", *options.program]
     return shlex.join(words)
 
 
@@ -120,10 +119,10 @@ spec:
                 - name: SPMD_LOCAL_PROCESSES
                   value: "1"
                 - name: SPMD_COORDINATOR
-                  value: {name}-host-0-0.{name}:{_PORT}
+                  value: {name}-host-0-0.{name}:{DEFAULT_PORT}
 {exports}                ports:
-                - containerPort: {_PORT}
-                - containerPort: {_PORT + 1}
+                - containerPort: {DEFAULT_PORT}
+                - containerPort: {DEFAULT_PORT + 1}
 """
     return f"{name}.jobset.yaml", text
 
@@ -161,7 +160,7 @@ resources:
     recover_on_exit_codes: [{PREEMPTED}]
 envs:
 {exports}run: |
-  export SPMD_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{_PORT}"
+  export SPMD_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{DEFAULT_PORT}"
   export SPMD_PROCESS="$SKYPILOT_NODE_RANK" SPMD_PROCESSES="$SKYPILOT_NUM_NODES" SPMD_LOCAL_PROCESSES=1 SPMD_JOB_KEY="$SKYPILOT_TASK_ID"
   {_command(options)}
 """

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mesh.job._timeouts import DEFAULT_PORT, FIRST_STEP_S, GANG_JOIN_S, WATCHDOG_S
+
 KINDS = ("slurm", "jobset", "tpu-vm", "skypilot")
 
 
@@ -40,9 +42,9 @@ class Options:
     ssh: str = "ssh -o BatchMode=yes"
     coordinator: str | None = None
     directory: Path | None = None
-    watchdog_s: float = 60.0
-    first_step_s: float = 1800.0
-    timeout_s: float = 60.0
+    watchdog_s: float = WATCHDOG_S
+    first_step_s: float = FIRST_STEP_S
+    timeout_s: float = GANG_JOIN_S
     preload: tuple[str, ...] = ()
     emit: str | None = None
     out: Path = Path()
@@ -99,7 +101,9 @@ def _parser(prog: str, preload: Sequence[str]) -> argparse.ArgumentParser:
     add("--hosts", default="", metavar="A,B", help="run on these machines over SSH")
     add("--hostfile", type=Path, metavar="FILE", help="the same, one name per line")
     add("--ssh", default=Options.ssh, metavar="COMMAND", help=f"how to run a command on a host (default: {Options.ssh!r})")
-    add("--coordinator", metavar="NAME:PORT", help="where process 0 listens (default: loopback, or the first host and port 8476)")
+    add(
+        "--coordinator", metavar="NAME:PORT", help=f"where process 0 listens (default: loopback, or the first host and port {DEFAULT_PORT})"
+    )
     add("--job-dir", type=Path, metavar="DIR", help="keep logs, first failures and thread dumps here")
     add("--watchdog", type=float, default=Options.watchdog_s, metavar="S", help="seconds without progress (at least; 20 median steps)")
     add("--first-step", type=float, default=Options.first_step_s, metavar="S", help="the same for the first step and for saving")

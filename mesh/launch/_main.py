@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mesh.job._records import write_record
+from mesh.job._timeouts import DEFAULT_PORT
 from mesh.launch import _member
 from mesh.launch._attempt import Outcome, Stops, tell, watch
 from mesh.launch._emit import emit
@@ -25,8 +26,6 @@ from mesh.launch._gang import Gang, InMember
 from mesh.launch._keeper import Keeper
 from mesh.launch._launch_options import Options, parse
 from mesh.launch._output import Output, say
-
-_PORT = 8476
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m mesh.launch", preload: Sequence[str] = ("jax",)) -> int:
@@ -159,7 +158,7 @@ def _start_over_ssh(gang: Gang, options: Options, attempt: int) -> None:
     """A launcher on each host; it gets what must stay secret on its stdin, and ends when that closes."""
     each = options.processes // len(options.hosts)
     told = json.dumps({"SPMD_JOB_KEY": secrets.token_hex(16), "SPMD_ATTEMPT": str(attempt)}).encode() + b"\n"
-    coordinator = options.coordinator or f"{options.hosts[0]}:{_PORT + 2 * (attempt % 50)}"
+    coordinator = options.coordinator or f"{options.hosts[0]}:{DEFAULT_PORT + 2 * (attempt % 50)}"
     for number, host in enumerate(options.hosts):
         name, port = coordinator.rpartition(":")[::2]
         if options.coordinator is not None and attempt:  # a fresh port each time

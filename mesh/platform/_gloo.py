@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.lax.parallel import reduce_scatter_p
 from jax.interpreters import mlir
+
+from mesh.platform._jax_runtime import reduce_scatter_p
 
 _installed: list[bool] = []
 

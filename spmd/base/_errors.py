@@ -1,15 +1,40 @@
-"""The exceptions of `spmd`, and the one form their messages take.
+"""The exceptions of `spmd`, the tree of all exceptions, and the user's line for their messages.
 
-    SpmdError
-    +-- UnsupportedOpError (NotImplementedError)   an ATen op without a lowering
-    +-- TraceError (RuntimeError)                  Python wanted a value that only the compiled program will have
-    +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
-    +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
-    +-- ShardError (RuntimeError)                  pieces of a tensor do not fit it
-    +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
-    +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
+    Noted                                              heard of even when a traced function catches it
+    +-- SpmdError                                      base of every error that users meet
+    |   +-- MeshError (ValueError)                     mesh: a mesh, spec or device request is invalid
+    |   |   +-- SpecError                              mesh: a PartitionSpec does not fit its mesh or its tensor
+    |   |   |   +-- RulesError                         mesh: rules for a model leave something suspicious
+    |   |   |   +-- PlacementError                     DTensor placements that lay out no such tensor
+    |   |   |       +-- NoSuchDimError (IndexError)
+    |   |   |       +-- UnreducedError (NotImplementedError)
+    |   |   +-- DeviceError (RuntimeError)             mesh: too few devices, or asked for too late
+    |   +-- JobError (RuntimeError)                    mesh: the processes of a job do not come together, or do not agree
+    |   |   +-- ServiceLost                            process 0, or the way to it, is gone
+    |   +-- UnsupportedOpError (NotImplementedError)   an ATen op without a lowering
+    |   +-- TraceError (RuntimeError)                  Python needed a value that only the compiled program has
+    |   +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
+    |   |   +-- StaleGradients                         a gradient of an earlier call was added to: the step is traced again
+    |   +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
+    |   +-- ShardError (RuntimeError)                  pieces of a tensor do not make one up
+    |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
+    |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
+    |   +-- PeerError                                  a contender of a benchmark failed
+    |   +-- AnnotationError (RuntimeError)             torch_xla's errors, where programs rely on them
+    |   +-- CollectiveError (NotImplementedError)
+    |   +-- LaunchError (NotImplementedError)
+    |   +-- NoShardingError (ValueError)
+    +-- TraceAgain                                     no error: the trace starts again, otherwise
+        +-- UnequalCounters                            ... with counters lifted
+        +-- Unreached                                  ... with a module or optimizer that was not found before
+        +-- NewHolders                                 ... with objects recognised as containers
+    Exception                                          neither: always caught by ours
+    +-- _StateComplete                                 an optimizer has all its state
+    +-- InMember                                       mesh: leaves the launcher's frames in a forked process
+    UserWarning
+    +-- AcceleratorIdle                                mesh: virtual devices were asked for beside a real accelerator
 
-Specs and meshes raise `mesh.SpecError` and `mesh.DeviceError`, which live on the floor below.
+Those marked `mesh` are in `mesh`, on the floor below.
 """
 
 from __future__ import annotations
@@ -18,34 +43,19 @@ import os.path
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
+
+from mesh._mesh_errors import Noted, noted
+from mesh._mesh_errors import SpmdError as SpmdError
+from mesh._mesh_errors import message as message
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of the whole package
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
-# What was raised to a function while it was traced, whether or not the function let it pass.
-_raised: ContextVar[list[Exception] | None] = ContextVar("raised", default=None)
-
-
-class Noted(Exception):
-    """An exception that a traced function must not catch for good (see `nothing_swallowed`)."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        raised = _raised.get()
-        if raised is not None:
-            raised.append(self)
-
-
 class TraceAgain(Noted):
     """Not an error: the trace goes on no further and starts again, otherwise. Seen by nobody outside."""
-
-
-class SpmdError(Noted):
-    """Base of every exception that `spmd` itself raises."""
 
 
 class UnsupportedOpError(SpmdError, NotImplementedError):
@@ -83,7 +93,7 @@ def nothing_swallowed() -> Generator[None]:
     An exception of its own that it raises instead passes, unless what it caught only asks for another trace.
     """
     raised: list[Exception] = []
-    token = _raised.set(raised)
+    token = noted.set(raised)
     try:
         yield
     except Exception as error:
@@ -92,14 +102,9 @@ def nothing_swallowed() -> Generator[None]:
             raise
         raise again from error
     finally:
-        _raised.reset(token)
+        noted.reset(token)
     if raised:
         raise raised[0]
-
-
-def message(what: str, *details: str, fix: str) -> str:
-    """Text of an error in the project's form: what is wrong, the values on both sides, the shortest fix."""
-    return "\n".join([what, *(f"  {line}" for line in details), f"  fix: {fix}"])
 
 
 def user_line() -> str:

@@ -1,4 +1,7 @@
-"""The few functions of jax that are not, or not in every version, public. No other file imports a private name of jax."""
+"""The few functions of jax that are not, or not in every version, public.
+
+No other file of `spmd` names a private name of jax; those that `mesh` uses are in `mesh/platform/_jax_runtime.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,22 @@ from typing import Any, TypeGuard
 import jax
 import jax.core
 import jax.extend.core
-from jax._src.core import eval_context as _eval_context
-from jax._src.core import trace_ctx as _trace_ctx
-from jax._src.core import trace_state_clean as _trace_state_clean
-from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
-from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
-from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
-from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
-from jax._src.source_info_util import current as _current_source
-from jax._src.source_info_util import current_name_stack as _current_name_stack
-from jax._src.source_info_util import user_context as _user_context
+
+from mesh.platform._jax_runtime import missing
+
+try:
+    from jax._src.core import eval_context as _eval_context
+    from jax._src.core import trace_ctx as _trace_ctx
+    from jax._src.core import trace_state_clean as _trace_state_clean
+    from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
+    from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
+    from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
+    from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
+    from jax._src.source_info_util import current as _current_source
+    from jax._src.source_info_util import current_name_stack as _current_name_stack
+    from jax._src.source_info_util import user_context as _user_context
+except ImportError as error:
+    raise missing(str(error)) from error
 
 
 def is_tracing() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spmd.base._torch import FakeTensorMode
 from spmd.bench._task import Job
 from spmd.program.xla import _hlo
 
@@ -61,7 +62,6 @@ def model_flops(job: Job) -> int:
     import dataclasses
 
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
     job = dataclasses.replace(job, topology=job.topology or "none", dtype="float32")  # a topology: tensors on the meta device

@@ -17,9 +17,9 @@ import jax
 
 import mesh
 from mesh.job._service import Service
+from mesh.job._timeouts import SAVE_S
 from spmd.base._errors import CheckpointError, message
 
-TIMEOUT_S = 600.0
 _GRACE_S = 5.0  # so that process 0 can still say who is missing
 
 
@@ -52,7 +52,7 @@ class Coordinated:
 
     _rounds: itertools.count[int] = itertools.count()
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = SAVE_S) -> None:
         self.index, self.size = jax.process_index(), jax.process_count()
         self._service, self._timeout_s = Service(self.size), timeout_s
         self._scope = f"spmd/{next(self._rounds)}"

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
-from torch._prims_common import elementwise_dtypes
 
 from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
+from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+from spmd.base._torch import OpOverload, elementwise_dtypes
 from spmd.device import _generator
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
@@ -414,7 +414,7 @@ def _number_or_tensor(arg: Any) -> Any:
     return arg
 
 
-def _data_dependent(op: torch._ops.OpOverload) -> TraceError:
+def _data_dependent(op: OpOverload) -> TraceError:
     return TraceError(
         message(
             f"the result shape of {op} depends on values, which a traced program does not have",

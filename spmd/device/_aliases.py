@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import to_numpy_dtype
+from spmd.base._torch import OpOverload
 from spmd.device._storage import META, Buffer, buffer_of, contiguous_stride, strided_alias
 
 _BY_REDISPATCH = (
@@ -97,7 +98,7 @@ def view_kernels() -> dict[str, Any]:
     return kernels
 
 
-def _redispatch(op: torch._ops.OpOverload) -> Any:
+def _redispatch(op: OpOverload) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
         return op.redispatch(META, *args, **kwargs)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from spmd.base._torch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, OpOverload
 from spmd.lowering._registry import exists, resolve
 
 LOW = [
@@ -125,8 +126,8 @@ FLOAT32_BY_DTYPE = [
 ]
 WIDEST = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add"]
 
-_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # pyright: ignore[reportAttributeAccessIssue]
-_BELOW = torch._C.DispatchKeySet(_KEY)
+_KEY = DispatchKey.AutocastPrivateUse1  # pyright: ignore[reportAttributeAccessIssue]
+_BELOW = DispatchKeySet(_KEY)
 _LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -141,21 +142,21 @@ def kernels() -> dict[str, Callable[..., Any]]:
     return made
 
 
-def _in_low(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _in_low(op: OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _called(op, args, kwargs, torch.get_autocast_dtype("jax"))
 
     return kernel
 
 
-def _in_float32(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _in_float32(op: OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _called(op, args, kwargs, torch.float32)
 
     return kernel
 
 
-def _in_float32_by_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _in_float32_by_dtype(op: OpOverload) -> Callable[..., Any]:
     """These ops take the dtype to compute in as an argument; one that the user gave stands."""
     names = [a.name for a in op._schema.arguments]
     position = names.index("dtype")
@@ -173,7 +174,7 @@ def _in_float32_by_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-def _in_widest(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _in_widest(op: OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtypes = [a.dtype for a in _tensors(args) if _is_eligible(a)]
         return _called(op, args, kwargs, torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("jax"))
@@ -189,8 +190,8 @@ def _refused(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _called(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+def _called(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    with ExcludeDispatchKeyGuard(_BELOW):
         if dtype is None:
             return op(*args, **kwargs)
         return op(*(_cast(a, dtype) for a in args), **{n: _cast(a, dtype) for n, a in kwargs.items()})

@@ -1,6 +1,6 @@
 """The device itself: makes `torch.device("jax")` a real PyTorch device, once per process.
 
-All use of PyTorch's experimental Python-backend API is in this file. Importing `spmd` calls `register()`.
+PyTorch's Python-backend API is experimental: its names are in `base/_torch`. Importing `spmd` calls `register()`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Any
 
 import jax
 import torch
-from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
-from torch.utils._foreach_utils import _foreach_supported_types as _in_utilities
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import mesh
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
+from spmd.base._torch import (
+    foreach_types_of_optimizers,
+    foreach_types_of_utilities,
+    get_privateuse1_backend_name,
+    setup_privateuseone_for_python_backend,
+)
 from spmd.device import _addresses, _bags, _dlpack, _engine, _modules, _serialize
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
@@ -106,7 +109,7 @@ def register() -> None:
     """Claim PyTorch's PrivateUse1 slot for 'jax' and install the kernels; does nothing the second time."""
     if _installed:
         return
-    owner = torch._C._get_privateuse1_backend_name()
+    owner = get_privateuse1_backend_name()
     others = sorted({"torchax", "torch_xla"} & set(sys.modules))
     if owner != "privateuseone" or others:
         raise DeviceSlotError(
@@ -116,7 +119,7 @@ def register() -> None:
                 fix="import spmd in a process of its own",
             )
         )
-    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
+    setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
     _engine.register()
     _installed.append(install())
     _serialize.register()
@@ -137,7 +140,7 @@ def installed() -> Installed:
 
 def accept_in_foreach(*classes: type[torch.Tensor]) -> None:
     """Let optimizers use their foreach form, a tenth of the calls, for these tensor classes (torch asks for exact types)."""
-    for supported in (_in_optimizers, _in_utilities):
+    for supported in (foreach_types_of_optimizers, foreach_types_of_utilities):
         supported.extend(c for c in classes if c not in supported)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
+from spmd.base._torch import pytree
 from spmd.device._storage import load, wrap
 from spmd.device._whole import Call, differentiable
 

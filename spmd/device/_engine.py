@@ -21,15 +21,16 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _DummyDeviceGuard
+
+from spmd.base._torch import DummyDeviceGuard, ImperativeEngine, is_multithreading_enabled, set_multithreading_enabled
 
 # Of ctypes' functions of Python itself: when the error indicator is set after the call, the call raises that error.
 _raise_what_is_set: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
-_PRIVATE_USE_1: Any = _DummyDeviceGuard().type_()
+_PRIVATE_USE_1: Any = DummyDeviceGuard().type_()
 _raised: dict[int, BaseException] = {}  # by thread: taken from C++, not yet raised by the backward it belongs to
 
 
-class DeviceGuard(_DummyDeviceGuard):
+class DeviceGuard(DummyDeviceGuard):
     """What C++ asks for the type of its current device. See Note [Exceptions in gradient hooks]."""
 
     def type_(self) -> Any:
@@ -41,13 +42,13 @@ class DeviceGuard(_DummyDeviceGuard):
         return _PRIVATE_USE_1
 
 
-class Engine(torch._C._ImperativeEngine):
+class Engine(ImperativeEngine):
     """PyTorch's engine, on the caller's thread, raising what a hook raised."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        thread, threads_before = get_ident(), torch._C._is_multithreading_enabled()
+        thread, threads_before = get_ident(), is_multithreading_enabled()
         _raised.pop(thread, None)
-        torch._C._set_multithreading_enabled(False)
+        set_multithreading_enabled(False)
         try:
             return super().run_backward(*args, **kwargs)
         except SystemError:
@@ -55,14 +56,14 @@ class Engine(torch._C._ImperativeEngine):
             if raised is None:  # also of backwards in backwards, 60 deep, which run on other threads: so it is with CPU tensors
                 raise
         finally:
-            torch._C._set_multithreading_enabled(threads_before)
+            set_multithreading_enabled(threads_before)
         raise raised  # out here it keeps its own context
 
 
 def register() -> None:
     """Make this PyTorch's engine."""
     engine: Any = torch.autograd.Variable._execution_engine
-    assert type(engine) is torch._C._ImperativeEngine, f"the autograd engine is {type(engine)}: another package has replaced it"
+    assert type(engine) is ImperativeEngine, f"the autograd engine is {type(engine)}: another package has replaced it"
     torch.autograd.Variable._execution_engine = Engine()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
-from torch._decomp import decomposition_table
 
 from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import UnsupportedOpError, called_at, message
+from spmd.base._torch import OpOverload, decomposition_table
 from spmd.device import _aliases, _autocast, _copy, _experts, _like, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
@@ -99,9 +99,9 @@ def install() -> Installed:
     return installed
 
 
-def variants(op: torch._ops.OpOverload, adapter: Adapter) -> list[tuple[torch._ops.OpOverload, Any]]:
+def variants(op: OpOverload, adapter: Adapter) -> list[tuple[OpOverload, Any]]:
     """The in-place and out= overloads that mean the same as functional `op`, each with its kernel."""
-    found: list[tuple[torch._ops.OpOverload, Any]] = []
+    found: list[tuple[OpOverload, Any]] = []
     for other in variants_of(op):
         outs = [a.name for a in other._schema.arguments if a.is_out]
         if outs:
@@ -111,9 +111,9 @@ def variants(op: torch._ops.OpOverload, adapter: Adapter) -> list[tuple[torch._o
     return found
 
 
-def variants_of(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+def variants_of(op: OpOverload) -> list[OpOverload]:
     """The in-place and out= overloads that mean the same as functional `op`."""
-    found: list[torch._ops.OpOverload] = []
+    found: list[OpOverload] = []
     base = op._schema.name.split("::")[1]
     signature = _signature(op)
     for name in (base, base + "_"):
@@ -125,7 +125,7 @@ def variants_of(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
     return found
 
 
-def _signature(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+def _signature(op: OpOverload) -> tuple[tuple[str, str], ...]:
     """Names and types of the arguments that in-place, out= and functional forms share."""
     return tuple((a.name, str(a.type)) for a in op._schema.arguments if not a.is_out and a.name not in _FACTORY)
 
@@ -133,7 +133,7 @@ def _signature(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
 _FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
-def _is_in_place(op: torch._ops.OpOverload) -> bool:
+def _is_in_place(op: OpOverload) -> bool:
     """True if the op writes its first argument and returns it, as `normal_` does."""
     first = op._schema.arguments[0].alias_info if op._schema.arguments else None
     return op._schema.name.endswith("_") and first is not None and first.is_write
@@ -165,7 +165,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
     return in_place
 
 
-def _dtype_is_left_to_out(functional: torch._ops.OpOverload, op: torch._ops.OpOverload) -> bool:
+def _dtype_is_left_to_out(functional: OpOverload, op: OpOverload) -> bool:
     """Whether `functional` is told the dtype of a new tensor and its out= form `op` is not, since the tensor is there."""
     return "dtype" in {a.name for a in functional._schema.arguments} - {a.name for a in op._schema.arguments}
 
@@ -210,7 +210,7 @@ def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.T
     return _aliases.as_strided_(self, size, stride)
 
 
-def fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Ops without a kernel: torch's decomposition of it, or of the functional form it is a variant of; else an error.
 
     Without a kernel of ours, a structured op's functional, in-place and out= forms call each other in a ring: meeting the
@@ -234,11 +234,11 @@ def fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise unsupported(op, args, kwargs)
 
 
-_inside: ContextVar[tuple[torch._ops.OpOverload, ...]] = ContextVar("ops that the fallback is resolving", default=())
+_inside: ContextVar[tuple[OpOverload, ...]] = ContextVar("ops that the fallback is resolving", default=())
 _MAX_ROUNDS = 3
 
 
-def _functional_of(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _functional_of(op: OpOverload) -> OpOverload | None:
     """The functional overload that a mutating `op` is a variant of."""
     if not op._schema.is_mutable:
         return None
@@ -252,7 +252,7 @@ def _functional_of(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return None
 
 
-def _through_functional(op: torch._ops.OpOverload, functional: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _through_functional(op: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outs = [a.name for a in op._schema.arguments if a.is_out]
     if outs:
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(outs) + i] for i, name in enumerate(outs)]
@@ -273,7 +273,7 @@ def _through_functional(op: torch._ops.OpOverload, functional: torch._ops.OpOver
     return args[0]
 
 
-def unsupported(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOpError:
+def unsupported(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOpError:
     """The error for an op that has neither lowering nor decomposition."""
     shown = ", ".join(_shown(a) for a in args) + "".join(f", {n}={_shown(a)}" for n, a in kwargs.items())
     short = _short(op)
@@ -295,7 +295,7 @@ def _shown(arg: Any) -> str:
     return repr(arg)
 
 
-def _short(op: torch._ops.OpOverload) -> str:
+def _short(op: OpOverload) -> str:
     """`add.Tensor` of `aten::add.Tensor`; `relu` of `aten::relu`."""
     return op.name().removeprefix("aten::")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from spmd.base._torch import DisableAutocast, OpOverload
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of
 
@@ -44,7 +45,7 @@ class Judge:
 
     __slots__ = ("accepted", "args", "holes", "is_complete", "kwargs", "op")
 
-    def __init__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.op = op
         self.args = args
         self.kwargs = {name: arg for name, arg in kwargs.items() if name != "generator"}
@@ -98,7 +99,7 @@ class Judge:
             a.name == "generator" for a in self.op._schema.arguments[len(args) :]
         ):  # not to draw from the user's stream
             kwargs["generator"] = torch.Generator()
-        with torch._C._DisableAutocast():
+        with DisableAutocast():
             return self.op(*args, **kwargs)
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
-from torch._utils import get_tensor_metadata, set_tensor_metadata
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import get_tensor_metadata, set_tensor_metadata
 from spmd.device._copy import to_host
 from spmd.device._layout import plain_layouts
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host, wrap_stored

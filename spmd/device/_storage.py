@@ -27,13 +27,14 @@ import mesh
 from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import DroppedValueError, SpmdError, message
 from spmd.base._jax import current_trace, is_tracer
+from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._views import contiguous_stride, plan_window
 
-_create = torch._C._acc.create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
+_create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _as_strided = torch.ops.aten.as_strided.default
 # C++'s own view kernel, taken from the Meta key because a storage of ours has no bytes to be out of bounds of
-META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+META = DispatchKeySet(DispatchKey.Meta)
 
 
 class Recorder(Protocol):

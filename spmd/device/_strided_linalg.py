@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from spmd.base._jax import is_tracer
+from spmd.base._torch import OpOverload
 from spmd.device._adapter import Adapter
 from spmd.device._copy import to_host
 from spmd.device._storage import load
@@ -20,7 +21,7 @@ def check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
         torch.ops.aten._linalg_check_errors(to_host(info), api_name, is_matrix=is_matrix)
 
 
-def _determinant(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _determinant(op: OpOverload) -> Callable[..., Any]:
     """torch's gradients of determinants take the saved factors for those of A^T where A is real and row-major."""
     lowering = lookup(op)
     assert lowering is not None, f"{op} has no lowering"

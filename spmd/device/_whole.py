@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from spmd.base._convert import exact_dtypes
+from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
 from spmd.device._storage import load, wrap
@@ -33,12 +34,12 @@ class WholeOp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
         flat = [t for name, t in _tensors(self.adapter.names, args, kwargs) if name not in self.adapter.lowering.host]
-        if torch._C._are_functorch_transforms_active() or any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat):
+        if are_functorch_transforms_active() or any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat):
             return self.op.decompose(*args, **kwargs)
         if any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
             return self.op.decompose(*args, **kwargs)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
-            with torch._C._AutoDispatchBelowAutograd():
+            with AutoDispatchBelowAutograd():
                 return self.adapter(*args, **kwargs)
         plan, _ = self.adapter.plan(args, kwargs)
         call = self._calls.get(id(plan))

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from spmd.base._torch import OpOverload, dispatch_has_kernel_for_dispatch_key
 from spmd.lowering._arithmetic import mul
 
 Rule = Callable[..., Any]
@@ -58,7 +59,7 @@ class Lowering:
         source: `file:line` of the rule, or of its registration where the rule is a function of jax.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     rule: Rule
     pointwise: bool = False
     promoted: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ class Lowering:
     source: str = ""
 
 
-_table: dict[torch._ops.OpOverload, Lowering] = {}
+_table: dict[OpOverload, Lowering] = {}
 
 # Overloads that the oldest supported torch lacks, and the version of torch they came with. Any other unknown name is a mistake.
 SINCE = {"_upsample_lanczos2d_aa": "2.13", "_upsample_lanczos2d_aa_backward": "2.13"}
@@ -141,7 +142,7 @@ def _source(rule: Rule, caller: FrameType) -> str:
     return f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
 
-def resolve(name: str) -> torch._ops.OpOverload:
+def resolve(name: str) -> OpOverload:
     """The overload that `"packet.overload"` names; namespace `aten` unless given as `"ns::packet.overload"`."""
     namespace, _, rest = name.rpartition("::")
     packet, _, overload = rest.partition(".")
@@ -165,17 +166,17 @@ def is_of_later_torch(name: str) -> bool:
     return name in SINCE and Version(torch.__version__) < Version(SINCE[name]) and not exists(name)
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
+def is_composite(op: OpOverload) -> bool:
     """True if PyTorch differentiates the op through a C++ composite, so that a plain kernel would cut the gradient."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def lowerings() -> dict[torch._ops.OpOverload, Lowering]:
+def lowerings() -> dict[OpOverload, Lowering]:
     """A copy of the table."""
     return dict(_table)
 
 
-def lookup(op: torch._ops.OpOverload) -> Lowering | None:
+def lookup(op: OpOverload) -> Lowering | None:
     """The lowering of `op`, if it has one."""
     return _table.get(op)
 

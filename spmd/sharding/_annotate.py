@@ -17,6 +17,7 @@ import mesh as mesh_
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer
+from spmd.base._torch import disable_dynamo, graph_break
 from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 from spmd.sharding._constraint import constrain
@@ -54,8 +55,7 @@ def mark_sharding(
         remember(tensor, spec)
         return become_sharded(tensor)
     buffer = buffer_of(tensor)
-    value = None if buffer.value is None else buffer.value
-    if recording.get() is not None or is_tracer(value):
+    if recording.get() is not None or is_tracer(buffer.value):
         with exact_dtypes():
             store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
         if tensor.requires_grad and not tensor.is_leaf:
@@ -76,18 +76,18 @@ def mark_sharding(
 def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
     """What Dynamo finds where it captures a graph: one operator (see `spmd.sharding._dynamo`)."""
     if not IN_GRAPHS:
-        torch._dynamo.graph_break(msg="spmd.mark_sharding: a graph of torch 2.11 holds no mesh; fix: pip install 'torch>=2.12'")
+        graph_break(msg="spmd.mark_sharding: a graph of torch 2.11 holds no mesh; fix: pip install 'torch>=2.12'")
         return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
     if isinstance(mesh, mesh_.Mesh) and isinstance(partition_spec, mesh_.PartitionSpec | tuple | list):
         return torch.ops.spmd.mark_sharding_(tensor, mesh_.ShardingSpec(mesh, partition_spec), uneven)
-    torch._dynamo.graph_break(
+    graph_break(
         msg="spmd.mark_sharding: a graph holds no mesh and no spec of jax's or DTensor's; "
         "fix: before the compiled function, m = mesh.Mesh.from_jax(jax_mesh); specs are tuples"
     )
     return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (torch.compiler.disable imports Dynamo, which takes seconds)
+@disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  (torch.compiler.disable imports Dynamo, which takes seconds)
 def _outside_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
     return mark_sharding(tensor, mesh, partition_spec, uneven=uneven)
 

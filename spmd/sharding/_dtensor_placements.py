@@ -11,10 +11,10 @@ from typing import Any, TypeGuard
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 import mesh as mesh_
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import message
 
 
-class PlacementError(SpmdError, mesh_.SpecError):
+class PlacementError(mesh_.SpecError):
     """Placements that lay out no tensor of this rank over this mesh."""
 
 

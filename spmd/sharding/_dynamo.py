@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._library.opaque_object import register_opaque_type
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 import mesh as mesh_
+from spmd.base._torch import FakeTensor, FunctionalTensor, register_opaque_type
 from spmd.sharding._annotate import IN_GRAPHS, checked_spec, mark_sharding
 from spmd.sharding._constraint import constrain
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.checkpoint as checkpoint_module
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import CheckpointFrame, pytree
 from spmd.device._storage import recording
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -144,7 +143,7 @@ def _under_active_policies(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def register() -> None:
     """Let `torch.utils.checkpoint` recompute under the policies that were active the first time."""
-    frame: Any = checkpoint_module._CheckpointFrame
+    frame: Any = CheckpointFrame
     torchs = frame.__init__
 
     def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:

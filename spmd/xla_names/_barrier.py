@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from spmd.base._jax import is_tracer
+from spmd.base._torch import pytree
 from spmd.device._storage import buffer_of, load, store
 
 

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 import mesh as mesh_
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import ShardError, SpmdError, message
+from spmd.base._torch import pytree
 from spmd.device._storage import buffer_of, wrap
 from spmd.sharding._annotate import mark_sharding
 from spmd.sharding._tensor import become_sharded

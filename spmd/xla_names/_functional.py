@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 from jax.experimental.shard_alike import shard_alike
-from torch.utils import _pytree as pytree
 
 import mesh as mesh_
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import pytree
 from spmd.device._call_jax import call_jax
 from spmd.sharding._annotate import as_mesh, checked_spec
 from spmd.sharding._constraint import constrain

@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import torch
 from jax.sharding import PartitionSpec
-from torch.utils import _pytree as pytree
 
 import mesh as mesh_
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracer
+from spmd.base._torch import DisableTorchFunctionSubclass, pytree
 from spmd.device._storage import buffer_of, load, wrap
 from spmd.sharding._annotate import as_mesh, checked_spec
 from spmd.sharding._tensor import XLAShardedTensor, become_sharded
@@ -42,7 +42,7 @@ class ManualTensor(XLAShardedTensor):
         grid = _meet([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)
         if func in _READS:
             raise _no_global_value(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in torch.overrides.get_default_nowrap_functions():
             return result
@@ -166,7 +166,7 @@ def _unnamed_axes(spec: mesh_.ShardingSpec) -> tuple[str, ...]:
 
 def _plain(t: torch.Tensor) -> torch.Tensor:
     """The tensor without the class, on the same place of the tape."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return t.as_subclass(torch.Tensor)
 
 

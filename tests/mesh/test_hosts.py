@@ -539,7 +539,7 @@ def test_all_processes_stop_at_the_same_step_wherever_they_are() -> None:
 
 
 def test_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.job._preemption._AGREE_S", 0.1)
+    monkeypatch.setattr("mesh.job._preemption.AGREE_ON_STOP_S", 0.1)
     preemption = Preemption(2, lambda step: preemption.hear(0, step))
     preemption.ask()
     with pytest.raises(JobError, match="process 1 did not say within 0.1 s where it can stop"):

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
+from spmd.base._torch import DeviceContext, package_registry
 from spmd.compat.torch_xla._asker import is_user
 from spmd.device import _serialize
 
@@ -103,7 +103,7 @@ def _register_location(stack: ExitStack) -> None:
     def restore(storage: Any, location: str) -> Any:
         return _serialize._storage_on_device(storage, "jax") if location.partition(":")[0] == _TYPE else None
 
-    registry: Any = torch.serialization._package_registry
+    registry: Any = package_registry
     entry = (_serialize._BEFORE_TORCHS_OWN, lambda storage: None, restore)
     registry.insert(0, entry)
     stack.callback(registry.remove, entry)

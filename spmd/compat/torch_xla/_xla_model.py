@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 import mesh as mesh_
+from spmd.base._torch import pytree
 from spmd.compat.torch_xla._device_names import XLA
 from spmd.compat.torch_xla._step_ends import add_step_closure as add_step_closure
 from spmd.compat.torch_xla._step_ends import mark_step as mark_step

@@ -14,6 +14,7 @@ import torch
 
 import mesh as mesh_
 from spmd.base._errors import SpmdError, called_at, message
+from spmd.base._torch import DisableTorchFunctionSubclass
 from spmd.device._call_jax import call_jax
 from spmd.xla_names._manual import ManualTensor, as_manual
 
@@ -109,7 +110,7 @@ def _on_pieces(name: str, t: Any, groups: Groups, run: Callable[[Any, Any], Any]
     axes = _axes_of(name, grid, groups)
     spec = jax.sharding.PartitionSpec()
     fn = jax.shard_map(lambda x: run(x, axes), mesh=grid.to_jax(), in_specs=spec, out_specs=spec, check_vma=False)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         plain = t.as_subclass(torch.Tensor)
         if plain.requires_grad and torch.is_grad_enabled():
             raise CollectiveError(

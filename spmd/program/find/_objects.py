@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
+from spmd.base._errors import TraceAgain
+from spmd.base._torch import pytree
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._held import PLAIN
 from spmd.program.find._static import attributes_of
@@ -33,7 +34,7 @@ class Compiled:
     """Base of what `spmd.compile` returns. An object with a compiled method is the state of a program, which finds it by name."""
 
 
-class NewHolders(Exception):
+class NewHolders(TraceAgain):
     """The function put tensors into arguments that held none: trace again, with their `classes` taken for containers."""
 
     def __init__(self, classes: frozenset[type]) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, load, recording, wrap
 from spmd.program.flow._round import one_round, words_now

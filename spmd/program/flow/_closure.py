@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from spmd.base._errors import TraceError, message
+from spmd.base._torch import DisableTorchFunction, DispatchKey, HigherOrderOperator, pytree
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 
 
@@ -33,7 +32,7 @@ class _Mode(TorchFunctionMode):
         if not isinstance(fn, HigherOrderOperator):
             return fn(*args, **kwargs)
         with self:
-            return fn.py_kernels[torch._C.DispatchKey.AutogradPrivateUse1](*args, **kwargs)
+            return fn.py_kernels[DispatchKey.AutogradPrivateUse1](*args, **kwargs)
 
 
 class Closure(_Mode):
@@ -59,7 +58,7 @@ class Closure(_Mode):
         return self.call(func, args, kwargs or {})
 
     def _is_outer(self, tensor: torch.Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if not tensor.requires_grad or self._is_newborn(buffer_of(tensor)):
                 return False
             node: Any = tensor.grad_fn

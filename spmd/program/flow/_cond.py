@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
+from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._body import Body, Fn

@@ -14,15 +14,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._higher_order_ops import utils as torchs
-from torch._higher_order_ops.associative_scan import associative_scan, associative_scan_op, generic_associative_scan
-from torch._higher_order_ops.cond import cond_op
-from torch._higher_order_ops.scan import scan_op
-from torch._higher_order_ops.while_loop import while_loop_op
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from spmd.base._torch import (
+    DispatchKey,
+    FakeTensor,
+    associative_scan,
+    associative_scan_op,
+    cond_op,
+    generic_associative_scan,
+    higher_order_utils,
+    pytree,
+    scan_op,
+    while_loop_op,
+)
 from spmd.device._numbers import NumberNode, carried
 from spmd.device._storage import is_device_tensor, recording, wrap
 from spmd.program.flow._body import Fn
@@ -40,10 +44,10 @@ def register() -> None:
             op.py_impl(key)(kernel)
         op.fallthrough(DispatchKey.AutocastPrivateUse1)  # pyright: ignore[reportAttributeAccessIssue]
     funnels = ["_hop_compile_and_call", "_maybe_compile_and_run_fn"]
-    if not hasattr(torchs, funnels[0]):  # torch 2.11
+    if not hasattr(higher_order_utils, funnels[0]):  # torch 2.11
         _compile_directly(funnels.pop(0))
     for name in funnels:
-        original = getattr(torchs, name)
+        original = getattr(higher_order_utils, name)
         for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops") and getattr(m, name, None) is original]:
             setattr(module, name, _directly(original))
     for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops")]:

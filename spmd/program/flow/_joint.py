@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, split_by_dependence, with_constants_as_inputs
+from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, wrap
 from spmd.program.find._discover import reachable

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
+from spmd.base._torch import pytree
 from spmd.device._numbers import carried, lifted
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap

@@ -15,12 +15,12 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
+from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program.find._discover import reachable

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import jax
 import torch
 import torch.utils.checkpoint as checkpoint_module
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import CheckpointFrame, pytree
 from spmd.device._kept import Kept
 from spmd.device._storage import is_device_tensor, load, recording, wrap
 
@@ -100,7 +100,7 @@ def _ignoring_self(fn: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recomputing_for_real() -> Generator[None]:
     """While active, checkpointed functions recompute from inputs behind a barrier."""
-    frame: Any = checkpoint_module._CheckpointFrame
+    frame: Any = CheckpointFrame
     torchs_init: Callable[..., None] = frame.__init__
     detach_variable = checkpoint_module.detach_variable
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 import mesh
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, TraceError, message
+from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced
 from spmd.device._storage import buffer_of, load, wrap
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program.find._held import ABSENT, PLAIN

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
+from spmd.base._torch import BatchNorm
 from spmd.device._copy import from_host
 from spmd.device._storage import is_device_tensor
 
@@ -34,13 +34,13 @@ def bring_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
 @contextmanager
 def counting_on_device() -> Generator[None]:
     """While active, these averages do not read their counts."""
-    update, forward = AveragedModel.update_parameters, _BatchNorm.forward
+    update, forward = AveragedModel.update_parameters, BatchNorm.forward
     AveragedModel.update_parameters = lambda self, model: _update(update, self, model)
-    _BatchNorm.forward = lambda self, input: _normalised(forward, self, input)
+    BatchNorm.forward = lambda self, input: _normalised(forward, self, input)
     try:
         yield
     finally:
-        AveragedModel.update_parameters, _BatchNorm.forward = update, forward
+        AveragedModel.update_parameters, BatchNorm.forward = update, forward
 
 
 class _Positive(torch.Tensor):

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-import torch.optim._adafactor as adafactor_module
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceError, message
 from spmd.base._jax import eval_jaxpr
+from spmd.base._torch import adafactor
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
 from spmd.device._layout import state_sharding_of
@@ -117,7 +117,7 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
     """
     groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
     kept = [group["capturable"] for group in groups]
-    names: Any = vars(adafactor_module)
+    names: Any = vars(adafactor)
     try:
         for group in groups:
             group["capturable"] = True
@@ -236,7 +236,7 @@ def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]
     return {buffer: (*key, value.tobytes()) for (buffer, key), value in zip(found.items(), values, strict=True)}
 
 
-class _AllBorn(Exception):
+class _StateComplete(Exception):
     """Every parameter has its state: the rest of the step need not be traced."""
 
 
@@ -267,7 +267,7 @@ class _Births:
 
     def will_write(self, buffer: Buffer) -> None:
         if self._waiting_for and all(self._state.get(p) for p in self._waiting_for):
-            raise _AllBorn
+            raise _StateComplete
         if buffer not in self.first:
             self.before.setdefault(buffer, (buffer.value, buffer.host))
 
@@ -300,7 +300,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
             p.grad = None
         for p in missing:
             p.grad = wrap(jnp.zeros(p.shape, to_numpy_dtype(p.dtype)))
-        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_AllBorn):
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_StateComplete):
             optimizer.step()
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))

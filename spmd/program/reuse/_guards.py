@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.base._torch import storage_id
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.optim._preparation import LiftedNumbers, static_settings
 from spmd.program.reuse._versions import DictVersions
@@ -108,7 +109,7 @@ def storages_guard(tensors: list[tuple[str, torch.Tensor]]) -> Guard:
     addresses = [storage._cdata for storage in storages]
 
     def check() -> str | None:
-        ids = map(torch._C._storage_id, shown)  # pyright: ignore[reportAttributeAccessIssue]
+        ids = map(storage_id, shown)  # pyright: ignore[reportAttributeAccessIssue]
         if list(ids) == addresses and len(storages) == len(shown):
             return None
         for (name, tensor), buffer in zip(tensors, buffers, strict=True):

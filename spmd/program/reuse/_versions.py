@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-try:  # private: torch.compile's own guards use it; before Python 3.12 it reads the dict's version tag, since then it watches the dict
-    from torch._C._dynamo.guards import dict_version as _version  # pyright: ignore[reportMissingModuleSource]
-except ImportError:
-    _version = None
+from spmd.base._torch import dict_version as _version
 
 
 class DictVersions:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import DroppedValueError, line_of, nothing_swallowed
+from spmd.base._errors import DroppedValueError, TraceAgain, line_of, nothing_swallowed
 from spmd.base._jax import eval_jaxpr
 from spmd.device._arrays import padded
 from spmd.device._layout import state_sharding_of
@@ -50,7 +50,7 @@ DROPPED_VALUE = (
 )
 
 
-class UnequalCounters(Exception):
+class UnequalCounters(TraceAgain):
     """Equal step counters that were read as one have different new values: trace again with each on its own."""
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd.base._errors import TraceError, called_at, message
+from spmd.base._torch import DisableTorchFunctionSubclass, pytree
 
 _READERS = frozenset(
     (
@@ -35,7 +35,7 @@ class HostArgument(torch.Tensor):
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if name in _READERS or name == "__setitem__" or (in_place and isinstance(args[0], HostArgument)):
             raise computed_on_host(f"{name.strip('_')}()")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         return pytree.tree_map(_as_argument, out)
 
@@ -47,7 +47,7 @@ def _as_argument(value: Any) -> Any:
 
 def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors that show the same memory in the same way."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

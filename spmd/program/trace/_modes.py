@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from spmd.base._torch import set_grad_enabled
+
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_grad_enabled, set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (lambda: torch.is_autocast_enabled("jax"), lambda on: torch.set_autocast_enabled("jax", on)),
     (lambda: torch.get_autocast_dtype("jax"), lambda dtype: torch.set_autocast_dtype("jax", dtype)),

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch._tensor_str import _str
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
+from spmd.base._torch import pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.program.find._discover import Reachable
 
@@ -116,7 +115,7 @@ def functorch_left_on() -> Generator[None]:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code is _str.__code__:
+            if trace.tb_frame.f_code is tensor_str.__code__:
                 trace.tb_frame.clear()
             trace = trace.tb_next
         raise

@@ -1,0 +1,120 @@
+"""torch's private names: every one that this package uses, and no other file names one (tests/base/test_private_names.py).
+
+Each may go with any version of torch. One that is gone says so when this file is imported, with the versions that have it,
+and not where it is first needed. Operators (`torch.ops.aten._copy_from`) are no names of Python; those that a torch lacks are
+skipped where kernels are registered. What is replaced in torch, and why, is told in `spmd/patches`.
+"""
+
+# ruff: noqa: F401  (in a `try`, it takes names for unused that are imported for others)
+# pyright: reportPrivateImportUsage=none, reportAttributeAccessIssue=none, reportUnusedImport=none
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mesh._mesh_errors import message
+
+TRIED = "torch 2.13"  # the versions that are known to have all these names
+
+
+def missing(what: str) -> ImportError:
+    """The error for a private name that this torch does not have."""
+    return ImportError(
+        message(
+            f"torch {torch.__version__} has no {what}, a private name that spmd is built on",
+            f"versions that have all of them: {TRIED}",
+            fix="pip install 'torch==2.13.*'",
+        )
+    )
+
+
+try:
+    import torch.utils.backend_registration
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+    from torch._C import DispatchKey as DispatchKey
+    from torch._C import DispatchKeySet as DispatchKeySet
+    from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
+    from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
+    from torch._C import _current_graph_task_id as current_graph_task_id
+    from torch._C import _DisableAutocast as DisableAutocast
+    from torch._C import _dispatch_get_all_op_names as dispatch_get_all_op_names
+    from torch._C import _dispatch_has_kernel_for_dispatch_key as dispatch_has_kernel_for_dispatch_key
+    from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
+    from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
+    from torch._C import _ImperativeEngine as ImperativeEngine
+    from torch._C import _is_multithreading_enabled as is_multithreading_enabled
+    from torch._C import _set_grad_enabled as set_grad_enabled
+    from torch._C import _set_multithreading_enabled as set_multithreading_enabled
+    from torch._decomp import decomposition_table as decomposition_table
+    from torch._higher_order_ops import utils as higher_order_utils
+    from torch._higher_order_ops.associative_scan import associative_scan as associative_scan
+    from torch._higher_order_ops.associative_scan import associative_scan_op as associative_scan_op
+    from torch._higher_order_ops.associative_scan import generic_associative_scan as generic_associative_scan
+    from torch._higher_order_ops.cond import cond_op as cond_op
+    from torch._higher_order_ops.scan import scan_op as scan_op
+    from torch._higher_order_ops.while_loop import while_loop_op as while_loop_op
+    from torch._library.opaque_object import register_opaque_type as register_opaque_type
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as ELEMENTWISE_TYPE_PROMOTION_KIND
+    from torch._prims_common import elementwise_dtypes as elementwise_dtypes
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch._tensor_str import _str as tensor_str
+    from torch._utils import get_tensor_metadata as get_tensor_metadata
+    from torch._utils import set_tensor_metadata as set_tensor_metadata
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.optim import _adafactor as adafactor
+    from torch.optim.optimizer import _foreach_supported_types as foreach_types_of_optimizers
+    from torch.serialization import _package_registry as package_registry
+    from torch.utils import _pytree as pytree
+    from torch.utils._device import DeviceContext as DeviceContext
+    from torch.utils._foreach_utils import _foreach_supported_types as foreach_types_of_utilities
+    from torch.utils.backend_registration import _DummyDeviceGuard as DummyDeviceGuard
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend
+    from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
+
+    storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+    extension: Any = torch._C  # some of its functions are replaced
+    create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
+    top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # torch.compiler.disable imports Dynamo, which takes seconds
+except (ImportError, AttributeError) as error:
+    raise missing(str(error)) from error
+
+try:  # torch.compile's own guards use it; before Python 3.12 it reads the dict's version tag, since then it watches the dict
+    from torch._C._dynamo.guards import dict_version as _dict_version  # pyright: ignore[reportMissingModuleSource]
+except ImportError:  # guards look at the values then
+    _dict_version = None
+dict_version: Callable[[dict[Any, Any]], int] | None = _dict_version
+
+
+def graph_break(msg: str) -> None:
+    """Tell Dynamo that the graph it captures ends here. Dynamo is imported when it is used: that takes seconds."""
+    torch._dynamo.graph_break(msg=msg)
+
+
+# Attributes of torch's objects: an object that has them, and which are used.
+_ATTRIBUTES: Mapping[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+    "nn.Module": (
+        torch.nn.Module,
+        (
+            *("_parameters", "_buffers", "_modules", "_apply"),
+            *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+        ),
+    ),
+    "Tensor": (lambda: torch.zeros(()), ("_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    "UntypedStorage": (lambda: torch.UntypedStorage(0), ("_cdata",)),
+    "Node": (lambda: torch.ones((), requires_grad=True).exp().grad_fn, ("_sequence_nr",)),
+    "OpOverload": (lambda: torch.ops.aten.add.Tensor, ("_schema",)),
+}
+for _kind, (_make, _names) in _ATTRIBUTES.items():
+    _made = _make()
+    for _name in _names:
+        if not hasattr(_made, _name):
+            raise missing(f"{_kind}.{_name}")
