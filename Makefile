@@ -13,7 +13,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench torchax ops models docs faults clean
+.PHONY: help setup demo check test bench torchax ops models docs faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ TRIALS ?=
 
 faults: setup ## what a job survives: faults thrown at it, an hour; TRIALS of each if given (network faults where root may make namespaces)
 	@$(PY) benchmarks/faults.py $(if $(TRIALS),--trials $(TRIALS))
+
+endurance: setup ## loops that read nothing, on many virtual devices and threads
+	@$(PY) benchmarks/unread.py
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) $(TORCHAX) .venv-timm build dist .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ import jax
 from mesh._mesh_errors import AcceleratorIdle, DeviceError, message
 from mesh.platform._allocator import keep_freed_memory
 from mesh.platform._jax_runtime import backends_are_initialized
+from mesh.platform._threads import count_in_flags, has_threads, provide_threads
 
 # Note [Accelerator device files]
 # Looking for the driver's files says that an accelerator is there without starting it: asking jax would initialise
@@ -51,6 +52,7 @@ class _Split:
 
 
 _split = _Split()
+_with_threads = [False]  # whether the CPU client was made with enough of them; see Note [Threads of XLA:CPU]
 
 
 def split_over(num_processes: int, per_process: int | None) -> None:
@@ -171,6 +173,21 @@ def _confine_to_cpu(n: int) -> None:
     jax.config.update("jax_num_cpu_devices", n)
     jax.config.update("jax_platforms", "cpu")
     keep_freed_memory()
+    prepare_threads()
+
+
+def prepare_threads() -> None:
+    """Have XLA:CPU start enough threads for the devices that jax is set to make, unless it has made them; see Note [Threads of XLA:CPU]."""
+    if not _backends_are_initialized():
+        asked = int(jax.config.values["jax_num_cpu_devices"])
+        num_devices = asked if asked > 0 else count_in_flags()
+        provide_threads(num_devices)
+        _with_threads[0] = has_threads(num_devices)
+
+
+def started_with_threads() -> bool:
+    """Whether the CPU devices of this process have threads enough for programs that wait for each other."""
+    return _with_threads[0]
 
 
 def _backends_are_initialized() -> bool:

@@ -16,6 +16,7 @@ import jax.extend.core
 from mesh.platform._jax_runtime import missing
 
 try:
+    from jax._src.array import ArrayImpl as ArrayImpl
     from jax._src.core import eval_context as _eval_context
     from jax._src.core import trace_ctx as _trace_ctx
     from jax._src.core import trace_state_clean as _trace_state_clean

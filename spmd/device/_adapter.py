@@ -28,6 +28,7 @@ from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
+from spmd.device._pacing import note_operation
 from spmd.device._refusals import Judge, asked
 from spmd.device._storage import load, once, store, told_by_program, wrap
 from spmd.lowering._registry import Lowering
@@ -159,6 +160,7 @@ class Adapter:
             if self.is_plain and not is_tracing():
                 plan, dynamic = self.plan(args, kwargs)
                 out = plan.jitted(dynamic)[0]
+                note_operation(out)
             else:
                 out = self.arrays(args, kwargs)
             out = kept_or_new(self.name, out)
@@ -181,6 +183,7 @@ class Adapter:
                 _counters.count("host_reads")
             jitted = plan.jitted if sharding is None else plan.jitted_to(sharding)
             out, updated = (plan.run if needs_values else jitted)(dynamic, key)
+            note_operation(out)
         else:
             try:
                 out, updated = plan.run(dynamic, key) if needs_values else plan.traced(dynamic, key)

@@ -14,6 +14,7 @@ import jax
 import torch
 
 import mesh
+from mesh import _devices
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.base._torch import (
@@ -121,6 +122,7 @@ def register() -> None:
         )
     setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
     _engine.register()
+    _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())
     _serialize.register()
     _addresses.register()

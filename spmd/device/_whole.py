@@ -18,6 +18,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
+from spmd.device._pacing import note_operation
 from spmd.device._storage import load, wrap
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -108,6 +109,7 @@ class _Differentiable(torch.autograd.Function):
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
             out, vjp, new_values = call.forward_jit(arrays, key, wanted)
+            note_operation(out)
             out = kept_or_new(call.name, out)
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
@@ -130,6 +132,7 @@ class _Differentiable(torch.autograd.Function):
                 vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
                 cotangents: list[Any] = [load(g) for g in grads]
                 out = _apply_vjp(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
+                note_operation(out)
                 wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
         result: list[Any] = [None] * (ctx.count + 3)
         for position, grad in zip(ctx.wanted, wanted_grads, strict=True):

@@ -23,6 +23,7 @@ from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
 from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
+from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
@@ -82,12 +83,9 @@ class Program:
         self.mesh = common_mesh([*written, *read, *captured.arg_buffers])
         self.is_ahead = self.mesh is not None and self.mesh.topology is not None
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
-        # Note [One program at a time]. XLA:CPU runs a program's devices on one pool of threads, where each waits in a thread for
-        # the others at a collective. Devices that are already in the next program can hold all the threads that the last one
-        # still needs; XLA then aborts the process after 40 s (so it does to jax's own loop). So there a call waits for its inputs.
         self.platform = platform_of(self.mesh)
         self.is_on_cpu = self.platform == "cpu"
-        self.waits = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
+        self.is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
         self._numbers: list[float] | None = None
@@ -136,7 +134,7 @@ class Program:
             if self.watched is not None:
                 self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
             self.compiled = lowered.compile(mesh.topology_options() if self.is_ahead else None)
-            if self.watched is not None and self.waits:
+            if self.watched is not None and self.is_paced:
                 require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
 
@@ -241,10 +239,12 @@ class Program:
         if self.watched is not None:
             self.watched.begin(self.captured.numbers.today, arg_buffers, host_arrays)
         inputs = self._inputs([b.value for b in arg_buffers], host_arrays)
-        if self.waits:
+        if self.is_paced and self.watched is not None:  # the processes of a job run one program at a time: gloo has no order for two
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
         with exact_dtypes():
             new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
+        if self.is_paced:
+            note_call((*outputs, *grads, *new_state[self.num_donated :]), new_state)
         if self.captured.finite:
             self._require_finite(outputs[-len(self.captured.finite) :])
         for buffer, value in zip(self.written, new_state, strict=True):

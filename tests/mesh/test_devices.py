@@ -10,6 +10,7 @@ import pytest
 
 import mesh
 from mesh import _devices
+from mesh.platform._threads import count_in_flags, provide_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,3 +154,28 @@ def test_virtual_devices_keep_freed_memory_unless_the_environment_sets_the_alloc
     done = run_fresh(FAULTS_OF_A_SECOND_BLOCK, env=ours | setting)
     assert done.returncode == 0, done.stderr
     assert (int(done.stdout) < 16) == is_kept, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "num_devices", "threads"),
+    [(None, 8, "32"), ("4", 8, "32"), ("100", 8, "100"), ("many", 2, "8"), (None, 1, None)],
+)
+def test_threads_of_the_cpu_client_are_four_for_each_device_at_least(
+    given: str | None, num_devices: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("PJRT_NPROC", raising=False)
+    else:
+        monkeypatch.setenv("PJRT_NPROC", given)
+    provide_threads(num_devices)
+    assert os.environ.get("PJRT_NPROC") == threads
+
+
+@pytest.mark.parametrize(("flags", "count"), [("", 1), ("--a=2 --xla_force_host_platform_device_count=4", 4)])
+def test_devices_that_flags_ask_for_are_counted(flags: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert count_in_flags() == count
+
+
+def test_virtual_devices_have_threads() -> None:
+    assert _devices.started_with_threads() or mesh.device_count() == 1
