@@ -13,10 +13,10 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test bench torchax ops models docs faults endurance clean
+.PHONY: help setup demo check test test-all versions bench torchax ops models docs faults endurance clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything installed (does nothing when up to date)
 
@@ -38,17 +38,14 @@ check: setup ## lint, format, types and the house rules
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(PY)
 	@$(PY) -m pytest --quiet tests/test_structure.py
 
-# Tests whose meshes take all devices, whatever their number: see tests/grids.py.
-ANY_NUMBER := tests/xla_names tests/compat tests/sharding/test_shard.py tests/device/test_call_jax.py tests/program/test_scan.py
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-# The operator tests run in processes of their own: thousands of compiled programs pile up in one. Compiling is what takes the time there.
-FAST_COMPILATION := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+test: setup check ## check, then all tests on 8 virtual devices, compiled fast: ten minutes on two cores
+	@$(PYTEST) tests
 
-test: setup check ## check, then all tests on 8 virtual devices, and what torch_xla's users rely on also on 1 and 4
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore tests/lowering
-	@XLA_FLAGS="$(FAST_COMPILATION)" $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/lowering
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal --devices 1 $(ANY_NUMBER)
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal --devices 4 $(ANY_NUMBER)
+# Nothing is left out: every dtype, form and sample of every operator, recipes of 200 steps, other numbers of devices, XLA's optimizations.
+test-all: setup check ## check, then all tests and sweeps, compiled as users' programs are (hours)
+	@$(PYTEST) -m "slow or not slow" --optimize tests
 
 # GROUND=tpu compiles for TPU topologies ahead of time, GROUND=gpu runs on this machine's GPU. Peers that are missing are left out.
 bench: setup ## the small benchmarks beside their peers; rewrites benchmarks/results and docs/benchmarks.md

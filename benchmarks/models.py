@@ -9,6 +9,8 @@ Every model is tiny and randomly initialised, so nothing is downloaded. Three co
     compiled   the same under spmd.compile, caches going out of one call and into the next; no value read back to the host
     gradients  backward, eager; then a compiled step of SGD: loss, every gradient, every parameter and buffer after it; tied weights
                are still tied
+
+What passes in models.json and does not any more is an error, and the record stays as it was unless `--accept` is given.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks import zoo, zoo_timm
+from benchmarks.sweep_record import guard
 from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -433,13 +436,17 @@ def main() -> None:
         work()
         return
     if chosen.merge:
-        write(merged(chosen.merge), RESULTS)
+        results = merged(chosen.merge)
+        guard(RESULTS, results, is_whole=True, accepts=chosen.accept)
+        write(results, RESULTS)
         return
     names = shard_of([n for n in ZOO if re.search(chosen.models, n)], chosen.shard)
     columns = tuple(chosen.columns.split(","))
     results = run(names, columns, chosen.timeout)
     whole = not chosen.models and chosen.shard == WHOLE and columns == COLUMNS
     out = chosen.json or (RESULTS if whole or chosen.update else None)
+    if chosen.json is None:
+        guard(RESULTS, results, is_whole=whole, accepts=chosen.accept)
     if out is None:
         return
     if chosen.update:

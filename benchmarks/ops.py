@@ -6,7 +6,8 @@
     python -m benchmarks.ops --merge part*.json
 
 Ops run in a worker process, restarted when it crashes or an op exceeds its time-out. Results go to
-benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: why" | "first line of the failure"}}}; a summary is printed.
+benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: why" | "first line of the failure"}}}; a summary is printed. What
+passes in that record and does not any more is an error, and the record stays as it was unless `--accept` is given.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sweep_record import guard
 from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
 DEFAULT_DTYPES = "float32,float64,bfloat16,int64,int32,bool,complex64"
 ALL_DTYPES = "float32,float64,bfloat16,float16,int64,int32,int16,int8,uint8,bool,complex64"
+DEFAULT_KINDS = "forward,grad,inplace,out,sharded,sharded_grad"
 SPLIT_DTYPES = ("float32",)  # in which inputs are split over 8 devices; the values have been compared in the others
 OPS_PER_WORKER = 100  # compiled programs pile up in its memory
 
@@ -69,7 +72,7 @@ def start() -> Worker:
 def options() -> argparse.Namespace:
     parser = sweep_parser("ops", __doc__, 1500.0, DEFAULT_JSON)
     parser.add_argument("--dtypes", default=DEFAULT_DTYPES, help=f"comma-separated, or 'all': {ALL_DTYPES}")
-    parser.add_argument("--kinds", default="forward,grad,inplace,out,sharded,sharded_grad")
+    parser.add_argument("--kinds", default=DEFAULT_KINDS)
     parser.add_argument("--verbose", action="store_true", help="print failures as they are found")
     return parser.parse_args()
 
@@ -80,7 +83,10 @@ def main() -> None:
         work()
         return
     if chosen.merge:
-        write(merged(chosen.merge), DEFAULT_JSON)
+        results = merged(chosen.merge)
+        summarise(results)
+        guard(DEFAULT_JSON, results, is_whole=True, accepts=chosen.accept)
+        write(results, DEFAULT_JSON)
         return
     dtypes = (ALL_DTYPES if chosen.dtypes == "all" else chosen.dtypes).split(",")
     kinds = chosen.kinds.split(",")
@@ -100,16 +106,19 @@ def main() -> None:
         if sys.stderr.isatty() or number % 50 == 49:
             sys.stderr.write(f"{number + 1}/{len(names)} {time.monotonic() - began:.0f} s\n")
     worker.stop()
-    out = chosen.json or (DEFAULT_JSON if not chosen.ops and chosen.shard == WHOLE else None)
-    write(results, out)
-
-
-def write(results: dict[str, Any], out: Path | None) -> None:
-    """Print the summary, and write the results if somebody says where."""
+    is_whole = not chosen.ops and chosen.shard == WHOLE
     summarise(results)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    if chosen.json is not None:
+        write(results, chosen.json)
+    has_all = is_whole and set(DEFAULT_DTYPES.split(",")) <= set(dtypes) and set(DEFAULT_KINDS.split(",")) <= set(kinds)
+    guard(DEFAULT_JSON, results, has_all, accepts=chosen.accept)
+    if is_whole and chosen.json is None:
+        write(results, DEFAULT_JSON)
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def show_failures(name: str, found: dict[str, dict[str, str]]) -> None:

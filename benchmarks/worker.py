@@ -25,6 +25,7 @@ def sweep_parser(what: str, description: str | None, timeout_s: float, results: 
     parser.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="seconds for each")
     parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {results} for a whole run, else nowhere")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these shards' results together")
+    parser.add_argument("--accept", action="store_true", help="write the record although something that passed in it does not any more")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 

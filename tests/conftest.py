@@ -4,11 +4,13 @@
 """
 
 import warnings
+from collections.abc import Generator
 
 import hypothesis
 import pytest
 
 import mesh
+from tests import compilation
 
 # No deadline: the first example of a property compiles. Derandomised: a red run is red again.
 hypothesis.settings.register_profile("spmd", deadline=None, derandomize=True)
@@ -17,6 +19,7 @@ hypothesis.settings.load_profile("spmd")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--devices", type=int, default=8, metavar="N", help="number of virtual devices (default: 8)")
+    parser.addoption("--optimize", action="store_true", help="compile as users do, not fast, in tests without the mark `optimized` too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,12 +35,23 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     num_devices = config.getoption("--devices")
     for item in items:
+        if item.nodeid.partition("::")[0] in compilation.OPTIMIZED:
+            item.add_marker(pytest.mark.optimized)
         marker = item.get_closest_marker("multidevice")
         if marker is None:
             continue
         num_needed = marker.kwargs.get("num", 2)
         if num_devices < num_needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {num_needed} devices, --devices gave {num_devices}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Compile fast, except for tests marked `optimized`; a hook, not a fixture, so that fixtures of any scope are compiled so too."""
+    with compilation.fast(not item.config.getoption("--optimize") and item.get_closest_marker("optimized") is None):
+        done = yield
+    compilation.drop_programs_that_pile_up()
+    return done
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests import compilation, fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "benchmarks" / "faulty_job.py"
@@ -29,7 +30,8 @@ class Done:
 
 
 def environ() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {compilation.flags()}".strip()
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **({"XLA_FLAGS": flags} if flags else {})}
 
 
 def command(*options: object, program: Path = JOB, arguments: tuple[object, ...] = ()) -> list[str]:
@@ -37,10 +39,9 @@ def command(*options: object, program: Path = JOB, arguments: tuple[object, ...]
 
 
 def launch(*options: object, program: Path = JOB, arguments: tuple[object, ...] = (), timeout: float = 300) -> Done:
-    done = subprocess.run(
-        command(*options, program=program, arguments=arguments), env=environ(), capture_output=True, text=True, timeout=timeout, check=False
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    """Run the job to its end; the launcher is a fork of one that has imported what it needs (`command` is one of its own)."""
+    argv = ["spmd.cli", *command(*options, program=program, arguments=arguments)[len(LAUNCH) - 1 :]]
+    return Done(*fork_server.run(argv, environ(), Path.cwd(), timeout))
 
 
 def steps(folder: Path, process: int = 0) -> list[dict[str, Any]]:

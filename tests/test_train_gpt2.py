@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import faults
+from tests import fork_server
 from tests.launched import ROOT, environ, launch
 from tests.oracle import assert_reordered
 
@@ -29,9 +28,9 @@ def arguments(out: Path, steps: int, mesh: str) -> tuple[object, ...]:
 
 def alone(out: Path, steps: int, mesh: str = MESH) -> None:
     """Run the example in one process, as a reader would."""
-    command = [sys.executable, str(EXAMPLE), *map(str, arguments(out, steps, mesh))]
-    done = subprocess.run(command, env=environ(), cwd=out.parent, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    argv = [str(EXAMPLE), *map(str, arguments(out, steps, mesh))]
+    code, said, err = fork_server.run(argv, environ(), out.parent)
+    assert code == 0, said + err
 
 
 def losses(out: Path) -> list[float]:
@@ -75,8 +74,9 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, un
     assert_reordered(losses(out), unbroken)
 
 
-def test_random_faults_are_survived_bit_for_bit() -> None:
+@pytest.mark.parametrize("trials", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_random_faults_are_survived_bit_for_bit(trials: int) -> None:
     """Of a small job, see `benchmarks/faults.py`: any process, any of five faults, at any moment of its life."""
-    row = faults.processes(12, random.Random(1))
-    assert row["survived bit-identical"] == row["trials"] == 12, row["failed"]
-    assert row["restarted"] >= 6  # else nothing was tried
+    row = faults.processes(trials, random.Random(1))
+    assert row["survived bit-identical"] == row["trials"] == trials, row["failed"]
+    assert row["restarted"] >= trials // 2  # else nothing was tried

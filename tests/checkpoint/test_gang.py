@@ -1,8 +1,6 @@
 """Several processes: each writes and reads its own shards, and a run goes on with another number of them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,16 @@ import safetensors.torch
 import spmd
 from spmd import checkpoint
 from spmd.checkpoint import _coordination
+from tests.launched import launch
 from tests.oracle import assert_reordered
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(processes: int, devices: int, folder: Path, steps: int) -> list[float]:
     """The losses of a job up to step `steps`."""
     losses = folder.with_name("losses.json")
-    command = [sys.executable, "-m", "mesh.launch", "-n", str(processes), "--devices-per-process", str(devices)]
-    arguments = [str(ROOT / "tests" / "checkpoint" / "job.py"), str(folder), str(losses), str(steps)]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    program = Path(__file__).with_name("job.py")
+    done = launch("-n", processes, "--devices-per-process", devices, program=program, arguments=(folder, losses, steps))
+    assert done.code == 0, done.out + done.err
     return json.loads(losses.read_text())
 
 

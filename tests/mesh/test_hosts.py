@@ -21,14 +21,9 @@ from mesh.job._preemption import Preemption
 from mesh.job._rollcall import MAX_BYTES, Report, RollCall, report, require_reachable_name, resolve
 from mesh.job._service import Service
 from mesh.job._watchdog import Beat, Limits, Watchdog, blame
+from tests.ports import reserve_port
 
 VERSIONS = {"jax": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 LAUNCHER = {"SPMD_COORDINATOR": "a:1", "SPMD_PROCESS": "1", "SPMD_PROCESSES": "2", "SPMD_DEVICES": "4", "SPMD_JOB_DIR": "/x"}
@@ -154,7 +149,7 @@ def test_init_wants_all_of_its_place_or_nothing() -> None:
 
 def called(count: int, reports: list[Report], key: str = "k", timeout_s: float = 3.0, own_count: int | None = None) -> list[str]:
     """What everybody hears: process 0 last. A report's answer or error is its text."""
-    port = free_port()
+    port = reserve_port()
     roll = RollCall("127.0.0.1", port, Report(0, own_count or count, VERSIONS, "host 0"), key)
 
     def ask(own: Report) -> str:
@@ -210,11 +205,11 @@ def test_absent_process_is_named_to_those_who_came() -> None:
 
 def test_without_process_0_the_others_say_so() -> None:
     with pytest.raises(JobError, match="process 0 did not answer at 127.0.0.1:\\d+ within 0.3 s"):
-        report(("127.0.0.1", free_port()), Report(1, 2, VERSIONS, "here"), "", 0.3)
+        report(("127.0.0.1", reserve_port()), Report(1, 2, VERSIONS, "here"), "", 0.3)
 
 
 def test_another_jobs_process_is_not_counted() -> None:
-    port = free_port()
+    port = reserve_port()
     roll = RollCall("127.0.0.1", port, Report(0, 2, VERSIONS, "host 0"), "our key")
     with ThreadPoolExecutor(1) as pool:
         stranger = pool.submit(report, ("127.0.0.1", port), Report(1, 2, VERSIONS, "host 1"), "their key", 0.5)
@@ -225,18 +220,18 @@ def test_another_jobs_process_is_not_counted() -> None:
 
 
 def test_port_that_somebody_listens_on_is_refused_at_once() -> None:
-    port = free_port()
+    port = reserve_port()
     with socket.create_server(("127.0.0.1", port)), pytest.raises(JobError, match=f"port {port} of 127.0.0.1 is in use"):
         RollCall("127.0.0.1", port, Report(0, 2, VERSIONS, "host 0"), "")
 
 
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(JobError, match="192.0.2.1 is not an address of this host"):
-        RollCall("192.0.2.1", free_port(), Report(0, 2, VERSIONS, "here"), "")
+        RollCall("192.0.2.1", reserve_port(), Report(0, 2, VERSIONS, "here"), "")
 
 
 def test_late_comer_is_turned_away() -> None:
-    port = free_port()
+    port = reserve_port()
     roll = RollCall("127.0.0.1", port, Report(0, 1, VERSIONS, "host 0"), "")
     roll.wait(1.0)
     roll.start("127.0.0.1:1")
@@ -247,7 +242,7 @@ def test_late_comer_is_turned_away() -> None:
 
 def test_random_bytes_do_not_disturb_the_roll_call() -> None:
     """Connections full of noise and well-formed nonsense; then the real process comes."""
-    port, rng = free_port(), random.Random(0)
+    port, rng = reserve_port(), random.Random(0)
     roll = RollCall("127.0.0.1", port, Report(0, 2, VERSIONS, "host 0"), "k")
     nonsense = [b"{}\n", b"[]\n", b"null\n", b'{"report": 1, "mac": 2}\n', b'{"report": "{}", "mac": ""}\n', b"[" * 4000 + b"\n"]
     signed = [Report(1, 2, VERSIONS, "x").to_line("other"), Report(1, 2, VERSIONS, "x").to_line("k").replace(b"jax", b"jex")]

@@ -21,6 +21,7 @@ from mesh.launch._attempt import meaning
 from mesh.launch._emit import emit
 from mesh.launch._launch_options import KINDS, Options, parse
 from tests.launched import ROOT, command, environ, launch, steps
+from tests.ports import reserve_port
 
 TWO = ("-n", 2, "--devices-per-process", 2)
 QUICK = ("-n", 2, "--devices-per-process", 1, "--preload", "jax")  # for programs that need no torch
@@ -235,7 +236,7 @@ def test_sigterm_while_the_interpreter_ends_is_no_failure(tmp_path: Path) -> Non
 
 
 def test_process_that_never_comes_is_named(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{25_000 + os.getpid() % 5_000}"
+    address = f"127.0.0.1:{reserve_port()}"
     run = [sys.executable, "-m", "mesh.launch", "--node", "0", "--local", "1", "-n", "2", "--coordinator", address, "--timeout", "1"]
     program = script(tmp_path, "import mesh\nmesh.init()\n")
     node = subprocess.Popen([*run, str(program)], env=environ(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -255,8 +256,7 @@ def test_hosts_over_ssh_run_one_job_and_end_together(tmp_path: Path) -> None:
     ssh.chmod(0o755)
     text = "import mesh, sys\nhost = mesh.init()\nmesh.barrier('b')\nprint(host, flush=True)\nmesh.barrier('c')\n"
     text += "sys.exit(host.index == 3 and 'told to fail')\n"
-    port = 20_000 + os.getpid() % 5_000
-    options = ("-n", 4, "--hosts", "one,two", "--ssh", ssh, "--coordinator", f"127.0.0.1:{port}", "--preload", "jax")
+    options = ("-n", 4, "--hosts", "one,two", "--ssh", ssh, "--coordinator", f"127.0.0.1:{reserve_port()}", "--preload", "jax")
     done = launch(*options, program=script(tmp_path, text))
     assert done.code == 1, done.err
     assert sorted(line.partition("] ")[2] for line in done.out.splitlines()) == [f"process {i} of 4" for i in range(4)]
@@ -304,7 +304,7 @@ while not (here / "go").exists():
     time.sleep(0.05)
 mesh.barrier("still fine")
 """
-    address = ("--coordinator", f"127.0.0.1:{25_000 + os.getpid() % 5_000}")
+    address = ("--coordinator", f"127.0.0.1:{reserve_port()}")
     program = script(tmp_path, text)
     first = subprocess.Popen(command(*QUICK, *address, program=program), env=environ(), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (tmp_path / "in0").exists() and (tmp_path / "in1").exists())

@@ -1,0 +1,82 @@
+"""Fast compilation for tests: XLA:CPU spends a third of the time, and the programs mean the same.
+
+Tests of numerics, HLO, memory and time are compiled as users' programs are: the files in `OPTIMIZED`, and what is marked
+`@pytest.mark.optimized`. `pytest --optimize` compiles all so (`make test-all`). One function of jax makes the options of every
+compilation of this process. Processes that a test starts are told by jax's own variable, jobs by `flags` (`XLA_FLAGS` cannot be set
+here: libtpu reads it when it is loaded, and ends the process for a flag of XLA:CPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import compiler
+
+FAST: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+OPTIMIZED = (
+    "tests/fsdp/test_fsdp.py",
+    "tests/program/test_channels_last.py",
+    "tests/program/test_fused_attention.py",
+    "tests/program/test_gpt2.py",
+    "tests/program/test_gradients.py",
+    "tests/program/test_hlo.py",
+    "tests/program/test_megatron.py",
+    "tests/program/test_optim.py",
+    "tests/program/test_remat.py",
+    "tests/sharding/test_precision.py",
+    "tests/test_models.py",
+    "tests/test_uneven.py",
+)
+_VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+_MAX_MAPS = 20_000  # of 65,530 that Linux lets a process have
+_options = compiler.get_compile_options
+_is_fast = False
+
+
+def flags() -> str:
+    """The options as `XLA_FLAGS` has them, for a process of CPU devices; empty where tests are compiled as users' programs are."""
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items()) if _is_fast else ""
+
+
+def _with_fast_options(*args: Any, **kwargs: Any) -> Any:
+    options = _options(*args, **kwargs)
+    backend = kwargs.get("backend")
+    if _is_fast and backend is not None and backend.platform == "cpu":
+        options.env_option_overrides = [*FAST.items(), *options.env_option_overrides]
+    return options
+
+
+def drop_programs_that_pile_up() -> None:
+    """Forget jax's compiled programs when there are thousands: each has memory maps, whose number is limited."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
+@contextlib.contextmanager
+def fast(active: bool) -> Iterator[None]:
+    """Compile fast, here and in processes started meanwhile, or as users do."""
+    global _is_fast
+    before, told = _is_fast, os.environ.pop(_VARIABLE, None)
+    compiler.get_compile_options = _with_fast_options
+    _is_fast = active
+    if active:
+        os.environ[_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        _is_fast = before
+        os.environ.pop(_VARIABLE, None)
+        if told is not None:
+            os.environ[_VARIABLE] = told
