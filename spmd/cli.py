@@ -103,7 +103,7 @@ def ops_command() -> Callable[..., Any]:
         if markdown:
             print(ops.markdown(found), end="")
         else:
-            show_operators(found, ops.counts(found), ops.MEANING, Console(markup=False, highlight=False))
+            show_operators(found, ops.counts(found), ops, Console(markup=False, highlight=False))
         return 0 if found else 1
 
     return run
@@ -183,7 +183,8 @@ def show_verdict(verdict: Verdict, console: Console) -> None:
         console.print(Text(f"{verdict.folder}: {problem}", style="red"))
 
 
-def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, int]], meaning: Mapping[How, str], console: Console) -> None:
+def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, int]], ops: Any, console: Console) -> None:
+    """`ops`: the module, for what its words mean."""
     table = Table(
         "overload", "computed by", Column("where", no_wrap=True), Column("in-place and out=", overflow="fold"), box=rich.box.SIMPLE
     )
@@ -193,9 +194,14 @@ def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, in
     console.print(table)
     summary = Table("computed by", "overloads", "in-place and out=", "", box=rich.box.SIMPLE)
     for how, (count, num_variants) in counts.items():
-        summary.add_row(how, str(count), str(num_variants), meaning[how])
+        summary.add_row(how, str(count), str(num_variants), ops.MEANING[how])
     summary.add_row("total", str(len(found)), str(sum(len(operator.variants) for operator in found)), "")
     console.print(summary)
+    order = Table("mechanism", "here", "the first that has an overload serves it", box=rich.box.SIMPLE)
+    for name, text in ops.MECHANISMS.items():
+        served = [operator.name for operator in found if operator.mechanism == name]
+        order.add_row(name, served[0] if len(served) == 1 else str(len(served)), text)
+    console.print(order)
 
 
 def mark(check: Check) -> Text:

@@ -22,8 +22,8 @@ import torch
 
 from spmd.base._torch import OpOverload, decomposition_table, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 from spmd.device._backend import installed
-from spmd.device._kernels import variants_of
-from spmd.lowering import Lowering, lookup
+from spmd.device._kernels import MECHANISMS, variants_of
+from spmd.lowering import Lowering, lookup, lowerings
 
 How = Literal["rule", "device", "view", "composite", "decomposition", "unsupported"]
 MEANING: dict[How, str] = {
@@ -55,6 +55,7 @@ class Operator:
     Attributes:
         name: `add.Tensor`; `relu` for `relu.default`.
         how: what computes it on device 'jax'.
+        mechanism: which of `MECHANISMS` serves it, the first that has it; empty if none does.
         where: `file:line` of the rule, kernel or decomposition, relative to the project or to site-packages; empty for C++.
         variants: its in-place and `out=` overloads, `add_.Tensor`.
     """
@@ -63,10 +64,12 @@ class Operator:
     how: How
     where: str
     variants: tuple[str, ...]
+    mechanism: str = ""
 
 
 def coverage(pattern: str = "") -> list[Operator]:
-    """Every overload that counts and whose name the regular expression `pattern` is found in, by name.
+    """Every overload of ATen that counts and whose name the regular expression `pattern` is found in, by name; with "::" in
+    `pattern` the overloads of libraries that have a lowering.
 
     Raises:
         ValueError: `pattern` is no regular expression.
@@ -75,6 +78,8 @@ def coverage(pattern: str = "") -> list[Operator]:
         wanted = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}\n  fix: quote it, as in spmd ops '^add'") from error
+    if "::" in pattern:
+        return [_operator(op) for op in lowerings() if not op.name().startswith("aten::") and wanted.search(op.name())]
     return [_operator(op) for op in _functional() if wanted.search(_short(op)) and reason_left_out(op) is None]
 
 
@@ -143,7 +148,8 @@ def _functional() -> list[OpOverload]:
 
 def _operator(op: OpOverload) -> Operator:
     how, where = _computed_by(op)
-    return Operator(_short(op), how, where, tuple(_short(variant) for variant in variants_of(op)))
+    mechanism = installed().by.get(_short(op)) or ("composite" if how == "view" else how if how != "unsupported" else "")
+    return Operator(_short(op), how, where, tuple(_short(variant) for variant in variants_of(op)), mechanism)
 
 
 def _computed_by(op: OpOverload) -> tuple[How, str]:
@@ -180,6 +186,8 @@ def _rule_source(lowering: Lowering) -> str:
     """Where the rule stands; the line of the table where a table names the op."""
     file, _, line = lowering.source.rpartition(":")
     key = re.compile(rf'^\s*"(?:[^"]* )?{re.escape(_short(lowering.op))}(?: [^"]*)?":')
+    if not Path(file).is_file():  # typed at a prompt
+        return lowering.source
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     line = next((str(number) for number, text in enumerate(lines, 1) if key.match(text)), line)
     return f"{_shortened(file)}:{line}"
@@ -202,4 +210,4 @@ def _short(op: OpOverload) -> str:
     return op.name().removeprefix("aten::")
 
 
-__all__ = ["MEANING", "OUT_OF_SCOPE", "How", "Operator", "counts", "coverage", "left_out", "reason_left_out"]
+__all__ = ["MEANING", "MECHANISMS", "OUT_OF_SCOPE", "How", "Operator", "counts", "coverage", "left_out", "reason_left_out"]

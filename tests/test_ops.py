@@ -99,3 +99,23 @@ def test_command_writes_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["ops", "--markdown"])
     assert capsys.readouterr().out == ops.markdown(ALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [
+        ("clone", "device"),
+        ("view", "view"),
+        ("_linalg_det", "strides"),
+        ("zeros", "filled"),
+        ("matmul", "whole"),
+        ("add.Tensor", "rule"),
+        ("transpose.int", "composite"),
+        ("isin.Tensor_Tensor", "decomposition"),
+    ],
+)
+def test_the_mechanism_that_serves_it_is_printed(name: str, mechanism: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BY_NAME[name].mechanism == mechanism in ops.MECHANISMS
+    with pytest.raises(SystemExit):
+        cli.main(["ops", f"^{re.escape(name)}$"])
+    assert re.search(rf"^ *{mechanism} +{re.escape(name)} ", capsys.readouterr().out, re.MULTILINE)

@@ -57,9 +57,11 @@ try:
     from torch._higher_order_ops.cond import cond_op as cond_op
     from torch._higher_order_ops.scan import scan_op as scan_op
     from torch._higher_order_ops.while_loop import while_loop_op as while_loop_op
+    from torch._library.custom_ops import OPDEFS as custom_operators
     from torch._library.opaque_object import register_opaque_type as register_opaque_type
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as ELEMENTWISE_TYPE_PROMOTION_KIND
     from torch._prims_common import elementwise_dtypes as elementwise_dtypes
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor

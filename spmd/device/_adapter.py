@@ -92,6 +92,7 @@ class Plan:
         updated: tuple[Any, ...] = ()
         if self.lowering.updates:
             count = len(self.lowering.op._schema.returns)
+            out = out if isinstance(out, (tuple, list)) else (out,)
             out, updated = out[0] if count == 1 else out[:count], tuple(out[count:])
         _check_count(self.lowering, out)
         if self.results is None:
@@ -163,6 +164,8 @@ class Adapter:
                 note_operation(out)
             else:
                 out = self.arrays(args, kwargs)
+            if not self.op._schema.returns:  # what it does is to write arguments
+                return None
             out = kept_or_new(self.name, out)
             return wrap(out) if isinstance(out, jax.Array) else self._wrapped(out)
 

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import torch
 
 from spmd.base._convert import exact_dtypes, to_torch_dtype
-from spmd.base._errors import UnsupportedOpError, called_at, message
-from spmd.base._torch import OpOverload, decomposition_table
+from spmd.base._errors import TraceError, UnsupportedOpError, called_at, message
+from spmd.base._jax import is_tracing
+from spmd.base._torch import OpOverload, decomposition_table, dispatch_has_kernel_for_dispatch_key
 from spmd.device import _aliases, _autocast, _copy, _experts, _like, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._refusals import check_in_place, check_out, check_out_dtype
-from spmd.device._storage import Buffer, buffer_of, load, store
+from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
-from spmd.lowering import lowerings
-from spmd.lowering._registry import is_composite
+from spmd.lowering import Lowering, lookup, lowerings
+from spmd.lowering._registry import is_composite, listen
 
 _SPECIAL = {
     # asked by nn.TransformerEncoder whether padding may become a nested tensor, which this device does not have
@@ -49,53 +50,112 @@ _WHOLE = {"scaled_dot_product_attention": Attention}
 _FILLED = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "full": None, "full_like": None}
 
 
+# Note [Which mechanism serves an operator]
+# The first of these that has the overload. `Installed.by` says which one it was, `spmd ops NAME` prints it.
+MECHANISMS = {
+    "device": "a kernel of the device itself: moves, copies, reads values (`_SPECIAL`, `resize_`)",
+    "view": "PyTorch's own strides on the shared storage (`_aliases`)",
+    "strides": "a kernel that sees the strides of its tensors (`_strided_linalg`)",
+    "filled": "one number repeated, with no memory until it is used (`_FILLED`)",
+    "whole": "a rule of the table of lowerings, kept as one call of jax with jax's gradient (`whole=True`)",
+    "in place": "a rule whose result is the new value of its first argument",
+    "rule": "a rule of the table of lowerings; the gradient is PyTorch's formula",
+    "derived": "the in-place or `out=` form of an overload that has a rule",
+    "composite": "PyTorch's C++ calls other operators",
+    "decomposition": "PyTorch's Python decomposition into other operators, or the functional form of an overload that writes",
+}
+
+
 class Installed:
-    """The kernels of one process. Keeps torch's `Library` objects alive: dropping one would unregister its kernels."""
+    """The kernels of one process. Keeps torch's `Library` objects alive: dropping one would unregister its kernels.
+
+    Attributes:
+        by: the mechanism of each overload that has a kernel of ours, a key of `MECHANISMS`.
+    """
 
     def __init__(self) -> None:
-        self.aten = torch.library.Library("aten", "IMPL")
         self.any = torch.library.Library("_", "IMPL")
+        self.libraries: dict[str, torch.library.Library] = {}
         self.experts = _experts.install()
         self.kernels: dict[str, Any] = {}
+        self.by: dict[str, str] = {}
 
-    def add(self, op_name: str, kernel: Any, key: str = "PrivateUse1") -> None:
+    def add(self, op_name: str, kernel: Any, key: str = "PrivateUse1", by: str = "rule") -> None:
         """Register `kernel` for an overload such as `add.Tensor`; a second one for the same key is our own mistake."""
         assert (op_name + key) not in self.kernels, f"two kernels for {op_name} on {key}"
         self.kernels[op_name + key] = kernel
-        self.aten.impl(op_name, kernel, key)
+        self.by.setdefault(op_name, by)
+        namespace, _, name = op_name.rpartition("::")
+        library = self.libraries.get(namespace or "aten")
+        if library is None:
+            library = self.libraries[namespace or "aten"] = torch.library.Library(namespace or "aten", "IMPL")
+        library.impl(name, kernel, key)
 
     def has(self, op_name: str) -> bool:
         """True if the overload has a kernel of ours."""
         return op_name + "PrivateUse1" in self.kernels
 
+    def refuse(self, op: OpOverload) -> None:
+        """Raise if a lowering of `op` cannot be installed now: it has a kernel, or a function is being traced."""
+        name = _short(op)
+        if recording.get() is not None or is_tracing():
+            raise TraceError(
+                message(
+                    f"a lowering of {op} is registered while a function is traced",
+                    *called_at(),
+                    "the program would compute the operator in one way before this line and in another after it",
+                    fix=f'move @spmd.lowering.lower("{name}") to where the module is imported',
+                )
+            )
+        if self.has(name) or dispatch_has_kernel_for_dispatch_key(op.name(), "PrivateUse1"):
+            by = MECHANISMS.get(self.by.get(name, ""), "a kernel that was registered for PrivateUse1 elsewhere")
+            raise ValueError(message(f"{op} has a kernel on device 'jax' already", by, fix="give the operator another name"))
+
+    def install(self, lowering: Lowering) -> None:
+        """Install the kernels of a lowering, and of the in-place and `out=` forms that follow from it."""
+        self.install_functional(lowering)
+        self.install_variants(lowering.op)
+
+    def install_functional(self, lowering: Lowering) -> None:
+        """The kernel of the overload itself, and for composites the one that differentiates the rule."""
+        op, name, adapter = lowering.op, _short(lowering.op), Adapter(lowering)
+        if name in _FILLED:
+            self.add(name, _like.filled(adapter, _FILLED[name]), by="filled")
+        if not self.has(name):
+            in_place = _is_in_place(op) and not lowering.updates
+            by = "in place" if in_place else "whole" if lowering.whole else "rule"
+            self.add(name, _in_place_kernel(adapter) if in_place else adapter, by=by)
+        if lowering.whole:
+            self.add(name, _WHOLE.get(name, WholeOp)(adapter), "AutogradPrivateUse1")
+
+    def install_variants(self, op: OpOverload) -> None:
+        """The forms of a lowered overload that have no kernel yet."""
+        lowering = lookup(op)
+        assert lowering is not None
+        for variant, kernel in variants(op, Adapter(lowering)):
+            if not self.has(_short(variant)) and not is_composite(variant):  # a composite calls the functional form itself
+                self.add(_short(variant), kernel, by="derived")
+
 
 def install() -> Installed:
-    """Register every kernel; called once by `_backend`."""
+    """Register every kernel, in the order of `MECHANISMS`; called once by `_backend`. Lowerings that are added later install themselves."""
     installed = Installed()
-    for name, kernel in (
-        *_SPECIAL.items(),
-        *_aliases.view_kernels().items(),
-        *_strided_linalg.linalg_kernels().items(),
-        ("resize_", resize_),
+    for by, kernels in (
+        ("device", {**_SPECIAL, "resize_": resize_}),
+        ("view", _aliases.view_kernels()),
+        ("strides", _strided_linalg.linalg_kernels()),
     ):
-        installed.add(name, kernel)
-    for op, lowering in lowerings().items():
-        name = _short(op)
-        adapter = Adapter(lowering)
-        if name in _FILLED:
-            installed.add(name, _like.filled(adapter, _FILLED[name]))
-        if not installed.has(name):
-            installed.add(name, _in_place_kernel(adapter) if _is_in_place(op) else adapter)
-        if lowering.whole:
-            installed.add(name, _WHOLE.get(name, WholeOp)(adapter), "AutogradPrivateUse1")
-    for op, lowering in lowerings().items():
-        for variant, kernel in variants(op, Adapter(lowering)):
-            if not installed.has(_short(variant)) and not is_composite(variant):  # a composite calls the functional form itself
-                installed.add(_short(variant), kernel)
+        for name, kernel in kernels.items():
+            installed.add(name, kernel, by=by)
+    for lowering in lowerings().values():
+        installed.install_functional(lowering)
+    for op in lowerings():
+        installed.install_variants(op)
     for name, kernel in _autocast.kernels().items():
         installed.add(name, kernel, "AutocastPrivateUse1")
     installed.any.fallback(fallback, "PrivateUse1")
     installed.any.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    listen(installed)
     return installed
 
 
@@ -114,10 +174,10 @@ def variants(op: OpOverload, adapter: Adapter) -> list[tuple[OpOverload, Any]]:
 def variants_of(op: OpOverload) -> list[OpOverload]:
     """The in-place and out= overloads that mean the same as functional `op`."""
     found: list[OpOverload] = []
-    base = op._schema.name.split("::")[1]
+    namespace, base = op._schema.name.split("::")
     signature = _signature(op)
     for name in (base, base + "_"):
-        packet = getattr(torch.ops.aten, name, None)
+        packet = getattr(getattr(torch.ops, namespace), name, None)
         for overload in packet.overloads() if packet is not None else ():
             other = getattr(packet, overload)
             if other is not op and other._schema.is_mutable and _signature(other) == signature:
@@ -242,9 +302,9 @@ def _functional_of(op: OpOverload) -> OpOverload | None:
     """The functional overload that a mutating `op` is a variant of."""
     if not op._schema.is_mutable:
         return None
-    base = op._schema.name.split("::")[1]
+    namespace, base = op._schema.name.split("::")
     for name in (base, base.removesuffix("_")):
-        packet = getattr(torch.ops.aten, name, None)
+        packet = getattr(getattr(torch.ops, namespace), name, None)
         for overload in packet.overloads() if packet is not None else ():
             other = getattr(packet, overload)
             if not other._schema.is_mutable and _signature(other) == _signature(op):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spmd.base._torch import DisableAutocast, OpOverload
+from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, dispatch_has_kernel_for_dispatch_key
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of
 
@@ -52,7 +52,7 @@ class Judge:
         self.holes = [hole.index for hole in _holes((*args, *kwargs.values()))]
         self.accepted: set[Any] = set()
         rest = op._schema.arguments[len(args) :]  # C++ leaves an in-place form's defaults out, which its functional form may not have
-        self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest)
+        self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest) and _has_fake(op)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise what torch raises for arrays of these shapes, if it has not accepted them before."""
@@ -73,7 +73,11 @@ class Judge:
             out = self._asked("meta", shapes) if self.is_complete else None
         except (NotImplementedError, Warning):
             out = None  # it has no meta kernel
-        except Exception:
+        except Exception as error:
+            if not self.op._schema.name.startswith("aten::"):  # a library's own check of shapes; its CPU kernel is the user's code
+                if "get_ctx()" in str(error):  # it would make up a size, which depends on values
+                    return None
+                raise
             refused = self.op._schema.name not in _LIMITS_OF_A_KERNEL
         if refused:
             self._ask_cpu(shapes)
@@ -101,6 +105,16 @@ class Judge:
             kwargs["generator"] = torch.Generator()
         with DisableAutocast():
             return self.op(*args, **kwargs)
+
+
+def _has_fake(op: OpOverload) -> bool:
+    """Whether a library's operator says what its results are like (`register_fake`); ATen's always may."""
+    if op._schema.name.startswith("aten::"):
+        return True
+    made = custom_operators.get(op._schema.name)  # of `custom_op`, which registers a fake that raises until it is given one
+    if made is not None:
+        return made._abstract_fn is not None
+    return dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
 
 
 def _holes(args: Iterable[Any]) -> Iterable[Hole]:

@@ -20,6 +20,7 @@ from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
 from spmd.device._pacing import note_operation
 from spmd.device._storage import load, wrap
+from spmd.lowering._registry import is_composite
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
@@ -30,14 +31,19 @@ class WholeOp:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.op = adapter.op
+        self.decomposes = adapter.op.name().startswith("aten::") or is_composite(adapter.op)
         self._calls: dict[Any, Call] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
         flat = [t for name, t in _tensors(self.adapter.names, args, kwargs) if name not in self.adapter.lowering.host]
-        if are_functorch_transforms_active() or any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat):
+        is_foreign = any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat)
+        if not self.decomposes and is_foreign:
+            with AutoDispatchBelowAutograd():
+                return self.op(*args, **kwargs)
+        if self.decomposes and (are_functorch_transforms_active() or is_foreign):
             return self.op.decompose(*args, **kwargs)
-        if any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
+        if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
             return self.op.decompose(*args, **kwargs)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
             with AutoDispatchBelowAutograd():

@@ -6,6 +6,7 @@ from spmd.lowering._registry import Lowering as Lowering
 from spmd.lowering._registry import lookup as lookup
 from spmd.lowering._registry import lower as lower
 from spmd.lowering._registry import lowerings as lowerings
+from spmd.lowering._registry import num_lowerings as num_lowerings
 
 DOMAINS = (
     "activation",
@@ -45,4 +46,4 @@ DOMAINS = (
 for _domain in DOMAINS:
     importlib.import_module(f"{__name__}.{_domain}")
 
-__all__ = ["DOMAINS", "Lowering", "lookup", "lower", "lowerings"]
+__all__ = ["DOMAINS", "Lowering", "lookup", "lower", "lowerings", "num_lowerings"]

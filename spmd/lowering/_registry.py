@@ -1,4 +1,6 @@
-"""The table from an ATen overload to the jax function that means it. Grows only, filled at import, one writer: `lower`.
+"""The table from an operator's overload to the jax function that means it. Grows only, one writer: `lower`.
+
+Importing `spmd` fills it for ATen; a program may add overloads of ATen and of its own libraries at any time (docs/extending.md).
 
 A *rule* is a pure function of jax arrays and Python values with the schema's argument order and names. It knows no mesh,
 no tensor class and no result dtype: the adapter in `spmd.device._kernels` promotes inputs, casts results, drops
@@ -8,6 +10,7 @@ no tensor class and no result dtype: the adapter in `spmd.device._kernels` promo
     def add(self, other, *, alpha=1):
         return self + scaled(other, alpha)
 
+Of an overload that writes arguments and returns others (`(Tensor(a!) x) -> ()`) the rule returns their new values after its results.
 A mutating overload without a functional twin (`normal_`) may be lowered too: its rule returns the new value of `self`.
 An op's optional result that was not asked for (`output_mask`) is None.
 
@@ -17,17 +20,20 @@ Scalar -> Python number, or a 0-dim array where the number is known only to the 
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from packaging.version import Version
 
-from spmd.base._torch import OpOverload, dispatch_has_kernel_for_dispatch_key
+from spmd.base._errors import message
+from spmd.base._torch import OpOverload, OpOverloadPacket, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 from spmd.lowering._arithmetic import mul
+from spmd.lowering._split import split
 
 Rule = Callable[..., Any]
 
@@ -56,6 +62,7 @@ class Lowering:
             'tpu'; "reduce_dtype", in which gradients of weights, sums over what devices share, are to be summed (None: their own).
         check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
             does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
+        sharding: which dims belong together, "b t, b -> b t" (see `_split`); empty: XLA's propagation decides by the rule's operations.
         source: `file:line` of the rule, or of its registration where the rule is a function of jax.
     """
 
@@ -72,6 +79,7 @@ class Lowering:
     host: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
     check: Callable[..., None] | None = None
+    sharding: str = ""
     source: str = ""
 
 
@@ -81,8 +89,21 @@ _table: dict[OpOverload, Lowering] = {}
 SINCE = {"_upsample_lanczos2d_aa": "2.13", "_upsample_lanczos2d_aa_backward": "2.13"}
 
 
+class Listener(Protocol):
+    """Told of lowerings that are added once the table's kernels are installed."""
+
+    def refuse(self, op: OpOverload) -> None:
+        """Raise if a kernel for `op` cannot be installed now."""
+
+    def install(self, lowering: Lowering) -> None:
+        """Install the kernels of one lowering."""
+
+
+_listeners: list[Listener] = []
+
+
 def lower(
-    *names: str,
+    *names: str | OpOverload | Any,
     pointwise: bool = False,
     promoted: tuple[str, ...] = (),
     whole: bool = False,
@@ -94,44 +115,69 @@ def lower(
     host: tuple[str, ...] = (),
     told: tuple[str, ...] = (),
     check: Callable[..., None] | None = None,
+    sharding: str = "",
 ) -> Callable[[Rule], Rule]:
-    """Register the decorated rule for ATen overloads such as `"add.Tensor"` (`"relu"` means `relu.default`).
+    """Register the decorated rule for overloads such as `"add.Tensor"` (`"relu"` means `relu.default`) or `"mylib::op"`.
+
+    The kernel, its in-place and `out=` forms are there at once, for eager code and for programs, which are traced again.
+    A function that `torch.library.custom_op` made, and an overload (`torch.ops.mylib.op.default`), may stand for their names.
 
     Raises:
-        ValueError: the overload does not exist, has a lowering already, or is a composite registered without `whole=True`
-            (a plain kernel for a composite would cut its gradient silently). A name in `SINCE` that this torch is too old
-            for is left out instead.
+        ValueError: the overload does not exist, has a lowering or a kernel already, or is a composite registered without
+            `whole=True` (a plain kernel for a composite would cut its gradient silently). Then none of the names is registered.
+            A name in `SINCE` that this torch is too old for is left out instead.
+        TraceError: a function is being traced.
     """
 
     def decorate(rule: Rule) -> Rule:
         source = _source(rule, sys._getframe(1))
-        for name in names:
-            if is_of_later_torch(name):
-                continue
-            op = resolve(name)
-            if op in _table:
-                raise ValueError(f"{op} already has a lowering at {_table[op].source}; a second one stands at {source}")
-            if is_composite(op) and not whole:
-                raise ValueError(f"{op} is a composite: register it with whole=True, or its gradient would be cut silently")
-            _table[op] = Lowering(
-                op,
-                rule,
-                pointwise,
-                promoted,
-                whole,
-                random,
-                frozenset(static),
-                data_dependent,
-                updates,
-                widened,
-                host,
-                told,
-                check,
-                source,
-            )
+        run = split(rule, sharding) if sharding else rule
+        told_also = tuple(dict.fromkeys((*told, "platform"))) if sharding else told
+        ops = [_overload_of(name) for name in names if not (isinstance(name, str) and is_of_later_torch(name))]
+        flags = (pointwise, promoted, whole, random, frozenset(static), data_dependent)
+        _add([Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, check, sharding, source) for op in ops])
         return rule
 
     return decorate
+
+
+def _add(lowerings: list[Lowering]) -> None:
+    """Put all of them into the table and tell the listeners, or raise and put none."""
+    added: dict[OpOverload, Lowering] = {}
+    for lowering in lowerings:
+        op = lowering.op
+        first = _table.get(op) or added.get(op)
+        if first is not None:
+            what = f"{op} already has a lowering at {first.source}; a second one stands at {lowering.source}"
+            raise ValueError(message(what, fix="leave the second one out: the table only grows"))
+        if is_composite(op) and not lowering.whole:
+            what = f"{op} is a composite: register it with whole=True, or its gradient would be cut silently"
+            raise ValueError(message(what, fix=f'@spmd.lowering.lower("{op.name().removeprefix("aten::")}", whole=True)'))
+        for listener in _listeners:
+            listener.refuse(op)
+        added[op] = lowering
+    _table.update(added)
+    for lowering in added.values():
+        for listener in _listeners:
+            listener.install(lowering)
+
+
+def _overload_of(name: Any) -> OpOverload:
+    if isinstance(name, str):
+        return resolve(name)
+    op = getattr(name, "_opoverload", name)
+    op = op.default if isinstance(op, OpOverloadPacket) else op
+    if not isinstance(op, OpOverload):
+        raise ValueError(f'{name!r} is no operator\n  fix: name it, as in @spmd.lowering.lower("mylib::op")')
+    return op
+
+
+def _written(op: OpOverload) -> tuple[str, ...]:
+    """The tensors that an overload of a library writes, if it returns none of them."""
+    schema = op._schema
+    if schema.name.startswith("aten::") or any(value.alias_info is not None for value in schema.returns):
+        return ()
+    return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _source(rule: Rule, caller: FrameType) -> str:
@@ -149,7 +195,20 @@ def resolve(name: str) -> OpOverload:
     try:
         return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
     except AttributeError as error:
-        raise ValueError(f"there is no ATen overload {name!r} in torch {torch.__version__}") from error
+        raise ValueError(_no_such(name, namespace or "aten")) from error
+
+
+def _no_such(name: str, namespace: str) -> str:
+    """The error's text for a name that no overload has, with the nearest one that does."""
+    own = [n.removeprefix("aten::") for n in dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
+    nearest = difflib.get_close_matches(name.removeprefix("aten::").removesuffix(".default"), own, 1, cutoff=0.5)
+    if namespace == "aten":
+        what = f"there is no ATen overload {name!r} in torch {torch.__version__}"
+    else:
+        what = f"there is no overload {name!r}: namespace {namespace!r} has {len(own)} operators"
+    if nearest:
+        return message(what, f"the nearest name is {nearest[0]!r}", fix=f'@spmd.lowering.lower("{nearest[0]}")')
+    return message(what, fix="define the operator first (torch.library.custom_op), or import the library that does")
 
 
 def exists(name: str) -> bool:
@@ -174,6 +233,16 @@ def is_composite(op: OpOverload) -> bool:
 def lowerings() -> dict[OpOverload, Lowering]:
     """A copy of the table."""
     return dict(_table)
+
+
+def num_lowerings() -> int:
+    """How many there are: another number means that programs may compute something else."""
+    return len(_table)
+
+
+def listen(listener: Listener) -> None:
+    """From now on tell `listener` of each lowering that is added."""
+    _listeners.append(listener)
 
 
 def lookup(op: OpOverload) -> Lowering | None:

@@ -10,11 +10,12 @@ import torch
 from spmd.base._errors import TraceError, message
 from spmd.base._exact import exactly
 from spmd.device._storage import Buffer, buffer_of
+from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
 from spmd.program.trace._capture import own_storage
 from spmd.program.trace._gradients import gradient_kind
 
-_MODES = ("grad mode", "default dtype", "autocast", "inference mode")
+_MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
 
 
@@ -130,4 +131,4 @@ def _static(value: Any) -> tuple[Any, Any]:
 def modes() -> tuple[Any, ...]:
     """What of torch's own state decides what a function computes."""
     autocast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else False
-    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled(), num_lowerings()
