@@ -31,6 +31,7 @@ from spmd.device._numbers import carried, sample
 from spmd.device._pacing import note_operation
 from spmd.device._refusals import Judge, asked
 from spmd.device._storage import load, once, store, told_by_program, wrap
+from spmd.device._turn import turn, was_taken
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -160,7 +161,13 @@ class Adapter:
         with exact_dtypes():
             if self.is_plain and not is_tracing():
                 plan, dynamic = self.plan(args, kwargs)
-                out = plan.jitted(dynamic)[0]
+                try:
+                    out = plan.jitted(dynamic)[0]
+                except RuntimeError as error:  # see Note [Threads]
+                    if not was_taken(error):
+                        raise
+                    with turn:
+                        out = plan.jitted(self.plan(args, kwargs)[1])[0]
                 note_operation(out)
             else:
                 out = self.arrays(args, kwargs)

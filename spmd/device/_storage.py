@@ -26,9 +26,10 @@ from jax import lax
 import mesh
 from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import DroppedValueError, SpmdError, message
-from spmd.base._jax import current_trace, is_tracer
+from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
+from spmd.device._turn import is_of_another_thread, wait_for_trace
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -132,6 +133,9 @@ class Buffer:
         recorder = recording.get()
         if recorder is not None:
             recorder.read(self)
+        elif is_of_another_thread(self.value):
+            wait_for_trace()
+            return self.raw()
         return self.value
 
     def set(self, value: Any) -> None:
@@ -139,6 +143,8 @@ class Buffer:
         recorder = recording.get()
         if recorder is not None:
             recorder.will_write(self)
+        elif is_of_another_thread(self.value):
+            wait_for_trace()
         if self.stored != self.shape and value is not None and value.shape != self.stored:
             assert self._annotation is not None
             with exact_dtypes():
@@ -252,7 +258,8 @@ def load(tensor: torch.Tensor) -> Any:
     """The value of a device tensor: a jax.Array (a tracer while tracing) of its shape and dtype."""
     buffer = buffer_of(tensor)
     root, shape = buffer.value, buffer.shape
-    if root is None or buffer.stored is not shape or recording.get() is not None:  # else `get` would find nothing to do
+    # else `get` would find nothing to do
+    if root is None or buffer.stored is not shape or type(root) is not ArrayImpl or recording.get() is not None:
         root = buffer.get()
     is_root = tensor.shape == shape and tensor.is_contiguous() and tensor.storage_offset() == 0
     value = root if is_root and to_numpy_dtype(tensor.dtype) == root.dtype else _read_window(buffer, root, tensor)

@@ -20,6 +20,7 @@ from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
 from spmd.device._pacing import note_operation
 from spmd.device._storage import load, wrap
+from spmd.device._turn import turn, was_taken
 from spmd.lowering._registry import is_composite
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -114,7 +115,14 @@ class _Differentiable(torch.autograd.Function):
         wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
         with exact_dtypes():
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
-            out, vjp, new_values = call.forward_jit(arrays, key, wanted)
+            try:
+                out, vjp, new_values = call.forward_jit(arrays, key, wanted)
+            except RuntimeError as error:  # see Note [Threads]
+                if not was_taken(error):
+                    raise
+                with turn:
+                    arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
+                    out, vjp, new_values = call.forward_jit(arrays, key, wanted)
             note_operation(out)
             out = kept_or_new(call.name, out)
         updated.extend(new_values)

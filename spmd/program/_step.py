@@ -21,6 +21,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
+from spmd.device._turn import turn
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
 from spmd.program.find._discover import Reachable, reachable
@@ -71,8 +72,9 @@ class Step(Compiled, Generic[P, R]):
         """Run the function; its first call with a new signature traces and compiles it."""
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
-        program, call = self._found(args, kwargs)
-        return self._run(program, call, (args, kwargs))
+        with turn:
+            program, call = self._found(args, kwargs)
+            return self._run(program, call, (args, kwargs))
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
         """The program that a call with these arguments would run, traced and compiled if there is none, and not run.
@@ -82,7 +84,8 @@ class Step(Compiled, Generic[P, R]):
         first use. Such a program can be read (`memory()`, `collectives()`, `flops()`, `hlo()`) and not run, and leaves nothing
         behind: no optimizer state, no trace that is counted.
         """
-        return self._found(args, kwargs)[0]
+        with turn:
+            return self._found(args, kwargs)[0]
 
     def _found(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,6 +36,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
     """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
     names = {id(module): name for name, module in found.all_modules()}
     scopes: list[tuple[str, Any]] = []
+    thread = get_ident()  # torch calls these hooks for the modules and optimizers of all threads
 
     def ran(module: torch.nn.Module) -> None:
         if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
@@ -42,6 +44,8 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
         recorder.modules[id(module)] = module
 
     def enter(module: torch.nn.Module, args: Any) -> None:
+        if get_ident() != thread:
+            return
         ran(module)
         name = names.get(id(module)) or type(module).__name__
         inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
@@ -50,13 +54,15 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
         scopes.append((name, scope))
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        if scopes:
+        if scopes and get_ident() == thread:
             name, scope = scopes.pop()
             scope.__exit__(None, None, None)
             if debug_nans:
                 recorder.finite.extend((name, flag) for flag in _finite_flags(result))
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != thread:
+            return
         if all(optimizer is not known for known in found.optimizers):
             raise Unreached(optimizer)
         recorder.stepped.append(optimizer)
@@ -90,11 +96,11 @@ def said_to_be_compiling() -> Generator[None]:
     Libraries ask it before they look at values (transformers, whether a mask hides anything). torch's optimizers and modules ask
     it too, and mean Dynamo, which does things for them that a trace of ours does not.
     """
-    before = torch.compiler.is_compiling
+    before, thread = torch.compiler.is_compiling, get_ident()
 
     def is_compiling() -> bool:
         name: str = sys._getframe(1).f_globals.get("__name__", "")
-        return before() if name.partition(".")[0] == "torch" else True
+        return before() if name.partition(".")[0] == "torch" or get_ident() != thread else True
 
     torch.compiler.is_compiling = is_compiling
     try:

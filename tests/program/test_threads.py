@@ -1,0 +1,138 @@
+"""Compiled functions and eager operations of several threads at once: every result is right, and nothing stays behind."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # replaces torch.manual_seed when it is first imported, as a trace does
+from torch import nn
+
+import spmd
+from tests.oracle import MLP, assert_same, batch, train, twins
+from tests.program.test_exceptions import nothing_changes, surroundings
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    """Let Python change threads a thousand times as often as it does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*jobs: Callable[[], Any]) -> list[Any]:
+    """The results of functions that run at the same time, each in a thread; the first error is raised."""
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(jobs))
+
+    def run(i: int) -> None:
+        try:
+            start.wait(60)
+            results[i] = jobs[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_first_calls_of_one_function_are_one_trace() -> None:
+    host, device = twins()
+    step = spmd.compile(lambda x: device(x))
+    xs = [batch(4, 8, seed=i) for i in range(6)]
+    with nothing_changes(surroundings):
+        got = together(*(lambda x=x: step(x.to("jax")) for x in xs))
+    assert_same(got, [host(x) for x in xs])
+    assert step.num_traces == 1
+
+
+def test_first_calls_of_different_functions_and_shapes() -> None:
+    pairs = [twins(seed=i) for i in range(4)]
+    steps = [spmd.compile(lambda x, m=device: m(x).square()) for _, device in pairs]
+    xs = [batch(2 + i, 8, seed=i) for i in range(4)]
+    got = together(*(lambda s=s, x=x: s(x.to("jax")) for s, x in zip(steps, xs, strict=True)))
+    assert_same(got, [host(x).square() for (host, _), x in zip(pairs, xs, strict=True)])
+
+
+def test_eager_operations_on_a_model_while_it_is_traced() -> None:
+    host, device = twins()
+    x = batch(4, 8)
+    on_device, want = x.to("jax"), host(x)
+
+    def eager() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [device(on_device) for _ in range(30)]
+
+    def compiled() -> torch.Tensor:
+        with torch.no_grad():
+            for p in device.parameters():
+                p.mul_(1.0)  # written, so that the trace has tracers in the parameters
+            return device(on_device)
+
+    for _ in range(3):
+        *rounds, got = together(eager, eager, spmd.compile(compiled))
+        assert_same(got, want)
+        for results in rounds:
+            assert_same(results, [want] * 30)
+
+
+def test_training_in_threads_each_its_own_model() -> None:
+    def losses(model: nn.Module, wrap: Callable[..., Any], move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = wrap(lambda x, y: train(model, optimizer, x, y))
+        return [step(move(batch(4, 8)), move(batch(4, 8, seed=2))).item() for _ in range(5)]
+
+    pairs = [twins(seed=i) for i in range(4)]
+    torch.optim.SGD(pairs[0][0].parameters())  # the first one of a class replaces the class's `step`
+    wraps: list[Any] = [spmd.compile, lambda f: f, spmd.compile, lambda f: f]
+    with nothing_changes(surroundings):
+        got = together(*(lambda m=d, w=w: losses(m, w, lambda t: t.to("jax")) for (_, d), w in zip(pairs, wraps, strict=True)))
+    for values, (host, _) in zip(got, pairs, strict=True):
+        assert values == pytest.approx(losses(host, lambda f: f, lambda t: t), rel=1e-5)
+
+
+def test_calls_that_update_the_same_state_take_turns() -> None:
+    count = torch.zeros((), device="jax")
+    weight = nn.Parameter(torch.zeros(64, device="jax"))
+
+    @spmd.compile
+    def add() -> None:
+        with torch.no_grad():
+            count.add_(1)
+            weight.add_(1)
+
+    together(*(lambda: [add() for _ in range(50)] for _ in range(4)))
+    assert count.item() == 200
+    assert weight.tolist() == [200.0] * 64
+    assert add.num_traces == 1
+
+
+def test_an_error_in_one_threads_trace_leaves_the_others_right() -> None:
+    host, device = twins(MLP)
+    x = batch(4, 8)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        device(x)
+        raise ValueError("mine")
+
+    def failing() -> str:
+        with pytest.raises(ValueError, match="mine"):
+            spmd.compile(fails)(x.to("jax"))
+        return "failed"
+
+    with nothing_changes(surroundings):
+        got = together(failing, lambda: spmd.compile(lambda x: device(x))(x.to("jax")), failing, lambda: device(x.to("jax")))
+    assert got[0] == got[2] == "failed"
+    assert_same([got[1], got[3]], [host(x)] * 2)
