@@ -13,7 +13,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions bench torchax ops models docs faults endurance clean
+.PHONY: help setup demo check test test-all versions bench torchax ops models layouts docs faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ ops: setup ## which PyTorch ops the device computes as the CPU does (more than a
 models: setup ## which models of Hugging Face and timm run unmodified (about two hours)
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv-timm torchvision==0.28.0 timm==1.0.31
 	@$(PY) -m benchmarks.models
+
+layouts: setup ## whether a layout ever changes a value: 3,000 random ones beside CPU torch (about an hour)
+	@$(PY) -m benchmarks.layouts
 
 docs: setup ## write the generated pages
 	@$(BIN)/spmd ops --markdown > docs/ops.md

@@ -23,6 +23,7 @@ import mesh as mesh_
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, is_tracing
+from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
@@ -115,7 +116,7 @@ class _Region:
         compiled = self.compiled.get(key)
         if compiled is None:
             jaxpr = closed.jaxpr
-            compiled = self.compiled[key] = jax.jit(lambda consts, *inputs: eval_jaxpr(jaxpr, consts, *inputs))
+            compiled = self.compiled[key] = PartitionedJit(lambda consts, *inputs: eval_jaxpr(jaxpr, consts, *inputs))
         return tuple(compiled(closed.consts, *values))
 
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:

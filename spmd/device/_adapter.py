@@ -29,6 +29,7 @@ from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
 from spmd.device._numbers import carried, sample
 from spmd.device._pacing import note_operation
+from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import Judge, asked
 from spmd.device._storage import load, once, store, told_by_program, wrap
 from spmd.device._turn import turn, was_taken
@@ -67,9 +68,9 @@ class Plan:
         self.template = template
         self.compute = compute
         self.results = results
-        self.jitted = jax.jit(self.run)
+        self.jitted = PartitionedJit(self.run)
         self.jitted_to = functools.cache(
-            lambda sharding: jax.jit(functools.partial(self._run_to, sharding), out_shardings=(sharding, None))
+            lambda sharding: PartitionedJit(functools.partial(self._run_to, sharding), out_shardings=(sharding, None))
         )
         self.bound: dict[Any, Any] = {}
         self.seen: set[Any] = set()

@@ -20,6 +20,7 @@ from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
 from spmd.base._torch import pytree
+from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import load, wrap
 from spmd.device._whole import Call, differentiable
 
@@ -75,7 +76,7 @@ class _JaxCall:
             return results[0] if len(results) == 1 else results, ()
 
         self._call = Call(run, name or getattr(fn, "__name__", "call_jax"))
-        self._plain = jax.jit(lambda dynamic: run(dynamic, None)[0])
+        self._plain = PartitionedJit(lambda dynamic: run(dynamic, None)[0])
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -19,6 +19,7 @@ from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms
 from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
 from spmd.device._pacing import note_operation
+from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import load, wrap
 from spmd.device._turn import turn, was_taken
 from spmd.lowering._registry import is_composite
@@ -66,7 +67,8 @@ class Call:
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.fn = fn
         self.name = name
-        self.forward_jit = jax.jit(self.forward, static_argnums=2, inline=True)
+        self.forward_jit = PartitionedJit(self.forward, static=(2,), inline=True)
+        self.vjp_jit = PartitionedJit(_pulled_back, inline=True)
         self._backward_call: dict[tuple[int, ...], Call] = {}
 
     def forward(self, dynamic: list[Any], key: Any, wanted: tuple[int, ...]) -> Any:
@@ -145,7 +147,8 @@ class _Differentiable(torch.autograd.Function):
             with exact_dtypes():
                 vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
                 cotangents: list[Any] = [load(g) for g in grads]
-                out = _apply_vjp(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
+                pull = ctx.call.vjp_jit if ctx.call.forward_jit.is_affected else _apply_vjp
+                out = pull(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
                 note_operation(out)
                 wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
         result: list[Any] = [None] * (ctx.count + 3)

@@ -24,6 +24,7 @@ from spmd.base._jax import inline_jaxpr
 from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
 from spmd.device._pacing import note_call
+from spmd.device._partitioner import avoid_faults
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
@@ -131,6 +132,8 @@ class Program:
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
             lowered = _partition.lowered(jitted, args, None if self.mesh is None else self.mesh.to_jax(), self.platform)
             middle = time.perf_counter()
+            if self.mesh is not None:
+                avoid_faults(lowered, self.platform)
             if self.watched is not None:
                 self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
             self.compiled = lowered.compile(mesh.topology_options() if self.is_ahead else None)

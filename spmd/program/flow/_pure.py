@@ -12,7 +12,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 import numpy as np
 import torch
 
@@ -21,6 +20,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.base._torch import pytree
+from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program.find._discover import reachable
@@ -101,8 +101,8 @@ class _Program:
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         captured = captured_by(fn) if with_gradient else []
         self.joint: Joint = trace_joint(of_tensors, tensors, wanted, captured, default_stream.words())
-        self.forward = jax.jit(self.joint.run_forward)
-        self.backward = jax.jit(self.joint.run_backward)
+        self.forward = PartitionedJit(self.joint.run_forward)
+        self.backward = PartitionedJit(self.joint.run_backward)
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         joint = self.joint

@@ -1,0 +1,178 @@
+"""One trial of a random layout: a seed draws an operation or a training step, a mesh, layouts and a dtype; CPU torch is the oracle.
+
+print(trial(17))     # {"what": "conv2d float32 eager ...", "result": "right"}
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+import mesh
+import spmd
+from benchmarks.layout_ops import OPS, Case, Draw
+from benchmarks.layout_steps import JOBS, optimizer
+
+MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
+AXES = ("a", "b", "c")
+STEP_EVERY = 6  # one trial in so many is a training step
+NUM_STEPS = 3
+# Of the largest number in a result, for one operation; and for what several steps of training add up to.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2}
+OURS = (spmd.SpmdError, mesh.MeshError, mesh.JobError)
+
+
+def trial(seed: int) -> dict[str, str]:
+    """{"what": the trial in words, "result": "right", "refused: ..." in our words or as CPU torch does, "wrong: ...", "foreign: ..."}."""
+    d = Draw(seed)
+    grid = _mesh(d)
+    run = _step if seed % STEP_EVERY == 0 else _operation
+    torch.manual_seed(seed)
+    return run(d, grid)
+
+
+def _mesh(d: Draw) -> mesh.Mesh:
+    shape = d.one(*MESHES)
+    return mesh.Mesh(range(8), shape, AXES[: len(shape)])
+
+
+def any_spec(d: Draw, grid: mesh.Mesh, rank: int) -> tuple[Any, ...]:
+    """Each axis splits one dim or none."""
+    entries: list[list[str]] = [[] for _ in range(rank)]
+    for axis in grid.axis_names:
+        chosen = d.rng.randrange(-1, rank) if rank else -1
+        if chosen >= 0:
+            entries[chosen].append(str(axis))
+    return tuple(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in entries)
+
+
+@dataclass
+class _Outcome:
+    values: list[Any]
+    error: Exception | None
+
+
+def _operation(d: Draw, grid: mesh.Mesh) -> dict[str, str]:
+    op = OPS[d.rng.choice(sorted(OPS))]
+    d.dtype = getattr(torch, d.rng.choice(op.dtypes))
+    case = op.make(d)
+    compiled = op.is_compilable and d.one(True, False)
+    with_gradient = op.has_gradient and d.dtype.is_floating_point and d.one(True, True, False)
+    specs = [any_spec(d, grid, t.dim()) if d.rng.random() < 0.8 else None for t in case.inputs]
+    shapes = " ".join(f"{tuple(t.shape)}:{'-' if s is None else s}" for t, s in zip(case.inputs, specs, strict=True))
+    modes = f"{'compiled' if compiled else 'eager'}{' gradient' if with_gradient else ''}"
+    what = f"{op.name} {str(d.dtype)[6:]} {modes} {grid.mesh_shape} {shapes}"
+    cotangents = d.rng.randrange(2**31)
+    want = _outcome(case, case.inputs, with_gradient, False, cotangents)
+    with_layouts = [_laid(t.clone(), grid, s) for t, s in zip(case.inputs, specs, strict=True)]
+    got = _outcome(case, with_layouts, with_gradient, compiled, cotangents)
+    return {"what": what, "result": _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))}
+
+
+def _laid(tensor: torch.Tensor, grid: mesh.Mesh, spec: Any) -> torch.Tensor:
+    there = tensor.to("jax")
+    return there if spec is None else spmd.mark_sharding(there, grid, spec)
+
+
+def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, compiled: bool, seed: int) -> _Outcome:
+    def run(*inputs: torch.Tensor) -> list[Any]:
+        inputs = tuple(t.detach().requires_grad_(with_gradient and t.dtype.is_floating_point) for t in inputs)
+        found = [t for t in pytree.tree_leaves(case.fn(*inputs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in found if t.requires_grad]
+        if made:
+            cotangents = [_cotangent(t, seed + i) for i, t in enumerate(made)]
+            wanted = [t for t in inputs if t.requires_grad]
+            found += [g for g in torch.autograd.grad(made, wanted, cotangents, allow_unused=True) if g is not None]
+        return found
+
+    try:
+        out = (spmd.compile(run) if compiled else run)(*given)
+        return _Outcome([t.detach().cpu().as_subclass(torch.Tensor) for t in out], None)
+    except Exception as error:
+        return _Outcome([], error)
+
+
+def _cotangent(t: torch.Tensor, seed: int) -> torch.Tensor:
+    host = torch.randn(t.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(t.dtype)
+    return host.to(t.device)
+
+
+def _verdict(got: _Outcome, want: _Outcome, tolerance: float) -> str:
+    if got.error is not None:
+        text = str(got.error).strip().partition("\n")[0][:200]
+        kind = "refused" if isinstance(got.error, OURS) or want.error is not None else "foreign"
+        return f"{kind}: {type(got.error).__name__}: {text}"
+    if want.error is not None:
+        return f"wrong: CPU torch refuses it: {str(want.error)[:200]}"
+    if len(got.values) != len(want.values):
+        return f"wrong: {len(got.values)} results, expected {len(want.values)}"
+    for number, (a, b) in enumerate(zip(got.values, want.values, strict=True)):
+        said = _difference(a, b, tolerance)
+        if said:
+            return f"wrong: result {number} of {len(got.values)}: {said}"
+    return "right"
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}"
+    if not want.dtype.is_floating_point:
+        count = int((got != want).sum())
+        return f"{count} of {want.numel()} are different" if count else ""
+    a, b = got.double(), want.double()
+    if not torch.equal(a.isfinite(), b.isfinite()) or not torch.equal(a[~b.isfinite()].nan_to_num(), b[~b.isfinite()].nan_to_num()):
+        return "not finite in other places"
+    a, b = a[b.isfinite()], b[b.isfinite()]
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    off = float((a - b).abs().max()) if b.numel() else 0.0
+    return f"off by {off:.3g} where the largest is {largest:.3g}" if off > tolerance * max(1.0, largest) else ""
+
+
+def _step(d: Draw, grid: mesh.Mesh) -> dict[str, str]:
+    name, d.dtype = d.rng.choice(sorted(JOBS)), d.one(torch.float32, torch.float64)
+    job = JOBS[name](d)
+    model, rule, compiled = job.model.to(d.dtype), d.one("sgd", "adamw"), d.one(True, True, False)
+    share = d.one(0.0, 0.5, 1.0)
+    parameters = {n: any_spec(d, grid, p.dim()) for n, p in model.named_parameters() if d.rng.random() < share}
+    batch = [any_spec(d, grid, t.dim()) for t in job.batch]
+    sizes = " ".join(f"{tuple(t.shape)}:{s}" for t, s in zip(job.batch, batch, strict=True))
+    mode = "compiled" if compiled else "eager"
+    what = f"step {name} {rule} {str(d.dtype)[6:]} {mode} {grid.mesh_shape} {sizes} {parameters}"
+    there = copy.deepcopy(model).to("jax")
+    want = _trained(model, job, job.batch, rule, False)
+    try:
+        for key, spec in parameters.items():
+            spmd.mark_sharding(there.get_parameter(key), grid, spec)
+        given = [_laid(t, grid, s) for t, s in zip(job.batch, batch, strict=True)]
+    except Exception as error:
+        return {"what": what, "result": _verdict(_Outcome([], error), want, 0.0)}
+    got = _trained(there, job, given, rule, compiled)
+    # rounding errors of a step are multiplied by the next one
+    return {"what": what, "result": _verdict(got, want, math.sqrt(TOLERANCE[d.dtype]) / 10)}
+
+
+def _trained(model: Any, job: Any, batch: list[torch.Tensor], rule: str, compiled: bool) -> _Outcome:
+    chosen = optimizer(rule, model.parameters())
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        chosen.zero_grad()
+        loss = job.loss(model, *batch)
+        loss.backward()
+        chosen.step()
+        return loss
+
+    try:
+        run = spmd.compile(step) if compiled else step
+        losses = [run(*batch).detach().cpu() for _ in range(NUM_STEPS)]
+        values = [t.detach().cpu().as_subclass(torch.Tensor) for t in (*losses, *model.state_dict().values())]
+        return _Outcome(values, None)
+    except Exception as error:
+        return _Outcome([], error)
+
+
+__all__ = ["trial"]

@@ -1,0 +1,137 @@
+"""Does a layout ever change a value? Random operations and training steps over random meshes and layouts, beside CPU torch.
+
+    python -m benchmarks.layouts                          # 3,000 trials (about an hour of one core)
+    python -m benchmarks.layouts --trials 200 --first 3000
+    python -m benchmarks.layouts --seeds 17,1204          # these, in words
+
+Each trial is one seed: it draws the operation, sizes, dtype, mesh, layouts, eager or compiled, with its gradient or without. Trials
+run in a worker process, so that an abort or a hang is one trial's result. Results go to benchmarks/results/layouts.json, the table
+to docs/layouts.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worker import Worker
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "layouts.json"
+PAGE = ROOT / "docs" / "layouts.md"
+NUM_TRIALS = 3000
+TIMEOUT_S = 120.0
+TRIALS_PER_WORKER = 150  # compiled programs pile up in its memory
+KINDS = ("right", "refused", "wrong", "foreign", "abort")
+# The partitioner runs as ever; what LLVM would do to make the programs fast takes longer than to run them once.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def work() -> None:
+    """Answer one JSON line per seed on standard output until standard input ends."""
+    warnings.simplefilter("ignore")
+    import jax
+    import torch
+
+    import mesh
+
+    mesh.virtual_devices(8)
+    from benchmarks.layout_trials import trial
+
+    torch.set_num_threads(1)
+    answer = sys.stdout
+    sys.stdout = sys.stderr
+    answer.write('"ready"\n')
+    answer.flush()
+    for number, line in enumerate(sys.stdin):
+        answer.write(json.dumps(trial(json.loads(line)["seed"])) + "\n")
+        answer.flush()
+        if number % 25 == 24:
+            jax.clear_caches()
+
+
+def start() -> Worker:
+    return Worker([sys.executable, "-m", "benchmarks.layouts", "--worker"], env={**os.environ, "XLA_FLAGS": FAST_COMPILATION})
+
+
+def run(seeds: list[int], timeout_s: float, verbose: bool) -> dict[str, dict[str, str]]:
+    """The trials of these seeds, each {"what", "result"}; "abort: ..." where the process did not live to say what."""
+    found: dict[str, dict[str, str]] = {}
+    worker, began = start(), time.monotonic()
+    for number, seed in enumerate(seeds, 1):
+        answer = worker.ask({"seed": seed}, timeout_s)
+        lost = isinstance(answer, str)
+        found[str(seed)] = {"what": "", "result": f"abort: {answer}"} if isinstance(answer, str) else answer
+        if lost or number % TRIALS_PER_WORKER == 0:
+            worker.stop()
+            worker = start()
+        kind = kind_of(found[str(seed)]["result"])
+        if verbose or kind not in ("right", "refused"):
+            print(f"{seed} {found[str(seed)]['what']}: {found[str(seed)]['result']}", flush=True)
+        if number % 100 == 0:
+            sys.stderr.write(f"{number} of {len(seeds)}, {time.monotonic() - began:.0f} s\n")
+    worker.stop()
+    return found
+
+
+def kind_of(result: str) -> str:
+    return result.partition(":")[0]
+
+
+def table(found: dict[str, dict[str, str]]) -> str:
+    """Trials by operation and result, as the documentation's page shows them."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for one in found.values():
+        words = one["what"].split()
+        name = "died" if not words else " ".join(words[:2]) if words[0] == "step" else words[0]
+        counts[name][kind_of(one["result"])] += 1
+    total = sum(counts.values(), collections.Counter[str]())
+    lines = [f"| | trials | {' | '.join(KINDS)} |", "|---|---|" + "---|" * len(KINDS)]
+    for name, count in [("**all**", total), *sorted(counts.items())]:
+        lines.append(f"| {name} | {sum(count.values())} | {' | '.join(str(count[kind]) for kind in KINDS)} |")
+    return "\n".join(lines)
+
+
+def write(found: dict[str, dict[str, str]]) -> None:
+    """The results, each seed with the trial in words where it is not right, and the table in its page."""
+    said: dict[str, Any] = {seed: one["result"] if one["result"] == "right" else one for seed, one in found.items()}
+    kinds = collections.Counter(kind_of(one["result"]) for one in found.values())
+    whole = {"trials": len(found), **{kind: kinds[kind] for kind in KINDS}, "seeds": said}
+    RESULTS.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(r"(?s)(<!-- table -->\n).*(<!-- end -->)", lambda m: f"{m[1]}{table(found)}\n{m[2]}", page), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=NUM_TRIALS, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--seeds", default="", metavar="S,S", help="only these, each result printed")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="seconds for each")
+    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help="write the trials here too")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.worker:
+        work()
+        return
+    seeds = [int(s) for s in chosen.seeds.split(",") if s] or list(range(chosen.first, chosen.first + chosen.trials))
+    found = run(seeds, chosen.timeout, bool(chosen.seeds))
+    print(table(found))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not chosen.seeds and chosen.first == 0 and chosen.trials >= NUM_TRIALS:
+        write(found)
+    if any(kind_of(one["result"]) in ("wrong", "foreign", "abort") for one in found.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

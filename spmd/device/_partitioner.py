@@ -1,0 +1,297 @@
+"""Keeps programs away from layouts that XLA's partitioner gets wrong, whatever tensors were marked with.
+
+Note [Convolutions that are split]
+Where a height or a width of one operand is split, the partitioner sums partial results over all devices, also over those that hold
+copies of the same part: the result is too large by their number (openxla/xla, convolution_handler.cc; in plain JAX too). A transposed
+or differentiated convolution is one more convolution, so gradients are held to the same. Shardy's propagation says how the operands will
+be split (jaxlib contains it; the compiler would run it next). Then they are pinned to one of three ways, which are right, also where
+the compiler's own propagation would have said something else:
+
+- images split over all devices, by batch and by space, and a whole kernel: what is at the edges is exchanged;
+- both split over all devices in the same way by the dims that are summed over, batch and space: the gradient of the kernel;
+- heights and widths whole, whatever channels and batch are.
+
+Of convolutions in groups, split channels are wrong too: there only the batch may be split. A gradient of their kernels sums over the
+batch, and again over copies; so where the batch is split at all, it is split over all devices, which takes no communication.
+
+Note [Transforms that are split]
+A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
+collective left in another order in memory, which it refuses (fft_thunk.cc): the order is said too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy, stablehlo
+
+from spmd.base._jax import is_tracing
+
+_CONVOLUTION, _TRANSFORM = "stablehlo.convolution", "stablehlo.fft"
+_ASKED = "spmd.asked"
+_Split = tuple[tuple[str, ...], ...]  # the axes of each dim
+
+
+def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
+    """Add to the lowered program the layouts that its convolutions and transforms need; whether it has any.
+
+    Args:
+        platform: 'cpu', 'gpu' or 'tpu', which the program is for.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    convolutions, transforms = _operations(module, _CONVOLUTION), _operations(module, _TRANSFORM)
+    if not convolutions and not transforms:
+        return False
+    with module.context, ir.Location.unknown():
+        grid = _largest_mesh(module)
+        if grid is None:
+            return True
+        said = _said_by_propagation(module, grid) if convolutions else []
+        for operation, splits in zip(convolutions, said, strict=True):
+            left, right, out = _layouts(operation, *splits, grid)
+            _constrain(operation, 0, left)
+            _constrain(operation, 1, right)
+            _constrain_result(operation, out)
+        for operation in transforms:
+            _keep_transform_whole(grid, operation, platform == "cpu")
+    return True
+
+
+class PartitionedJit:
+    """`jax.jit(fn)` for eager calls: a program over several devices that needs layouts of `avoid_faults` is compiled with them.
+
+    Attributes:
+        is_affected: whether the function's programs have operations that need it; None before the first over several devices.
+    """
+
+    __slots__ = ("_compiled", "_static", "is_affected", "jitted")
+
+    def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = (), **options: Any) -> None:
+        """`static`: positions of arguments that are no arrays, known while `fn` is traced."""
+        self.jitted = jax.jit(fn, static_argnums=static, **options)
+        self.is_affected: bool | None = None
+        self._static = static
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Arrays, numbers and containers of them."""
+        if self.is_affected is False or is_tracing():
+            return self.jitted(*args)
+        dynamic = [arg for i, arg in enumerate(args) if i not in self._static] if self._static else args
+        leaves, tree = jax.tree.flatten(dynamic)
+        if not any(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 for leaf in leaves):
+            return self.jitted(*args)
+        key = (tree, *(args[i] for i in self._static), *map(_described, leaves))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            lowered = self.jitted.lower(*args)
+            self.is_affected = avoid_faults(lowered, _platform(leaves))
+            if not self.is_affected:
+                return self.jitted(*args)
+            compiled = self._compiled[key] = lowered.compile()
+        return compiled(*dynamic)
+
+
+def _platform(leaves: Sequence[Any]) -> str:
+    return next(iter(next(leaf for leaf in leaves if isinstance(leaf, jax.Array)).sharding.device_set)).platform
+
+
+def _described(leaf: Any) -> Any:
+    """What of a leaf decides which program runs."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type  # pyright: ignore[reportAttributeAccessIssue]
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else type(leaf)
+
+
+def _operations(module: Any, name: str) -> list[Any]:
+    found: list[Any] = []
+
+    def look(operation: Any) -> Any:
+        if operation.name == name:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return found
+
+
+def _largest_mesh(module: Any) -> _Mesh | None:
+    """The mesh of most devices; None if the program has none of several."""
+    found = [_Mesh(op.attributes["sym_name"].value, _axes(op)) for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    largest = max(found, key=lambda grid: grid.num_devices, default=None)
+    return largest if largest is not None and largest.num_devices > 1 else None
+
+
+def _axes(operation: Any) -> dict[str, int]:
+    """Axis -> size, of an operation that declares a mesh."""
+    return {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(operation.attributes["mesh"]).axes)}
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """A mesh of the module, by name."""
+
+    name: str
+    axes: dict[str, int]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    def whole(self, value: Any, dims: Iterable[int]) -> Any:
+        """The layout that keeps these dims whole and says nothing of the others."""
+        closed = set(dims)
+        return self._layout("{}" if dim in closed else "{?}" for dim in range(ir.RankedTensorType(value.type).rank))
+
+    def split(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
+        """The layout that splits dims by axes and keeps the others whole."""
+        entries = [", ".join(f'"{axis}"' for axis in axes.get(dim, ())) for dim in range(ir.RankedTensorType(value.type).rank)]
+        return self._layout(f"{{{entry}}}" for entry in entries)
+
+    def is_used_up(self, axes: Iterable[Sequence[str]]) -> bool:
+        """Whether axes split something over all devices."""
+        return math.prod(self.axes[axis] for listed in axes for axis in listed) == self.num_devices
+
+    def divides(self, value: Any, axes: Mapping[int, Sequence[str]], dims: Iterable[int]) -> bool:
+        """Whether these dims are split into equal parts."""
+        shape = ir.RankedTensorType(value.type).shape
+        return all(shape[dim] % math.prod(self.axes[axis] for axis in axes[dim]) == 0 for dim in dims)
+
+    def _layout(self, entries: Iterable[str]) -> Any:
+        return ir.Attribute.parse(f'#sdy.sharding<@"{self.name}", [{", ".join(entries)}]>')
+
+
+def _layouts(operation: Any, of_left: _Split, of_right: _Split, grid: _Mesh) -> tuple[Any, Any, Any]:
+    """Of a convolution's left operand, right operand and result.
+
+    Args:
+        of_left, of_right: the axes of the operands' dims, as propagation says.
+    """
+    numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+    left, right, out = *operation.operands, operation.results[0]
+    groups, batch_groups = (ir.IntegerAttr(operation.attributes[f"{of}_group_count"]).value for of in ("feature", "batch"))
+    summed = {numbers.input_feature_dimension: numbers.kernel_input_feature_dimension}
+    if batch_groups > 1:
+        split = of_left[numbers.input_feature_dimension]
+        axes = [*split, *(axis for axis in grid.axes if axis not in split)] if split else []
+        on_left, on_right = ({dim: axes} for dim in next(iter(summed.items())))
+        return grid.split(left, on_left), grid.split(right, on_right), grid.split(out, {})
+    if groups > 1:
+        kept = [set(range(value.type.rank)) for value in (left, out)]
+        kept[0].remove(numbers.input_batch_dimension)
+        kept[1].remove(numbers.output_batch_dimension)
+        return grid.whole(left, kept[0]), grid.split(right, {}), grid.whole(out, kept[1])
+    space = numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions
+    if any(of_left[dim] for dim in space[0]) and _is_plain(operation):
+        summed |= dict(zip(space[0], space[1], strict=True))
+        on_left, on_right = _chosen(of_left, summed), _chosen(of_right, summed.values())
+        is_same = grid.is_used_up(on_left.values()) and list(on_left.values()) == list(on_right.values())
+        if is_same and grid.divides(left, on_left, space[0]) and grid.divides(right, on_right, space[1]):
+            return grid.split(left, on_left), grid.split(right, on_right), grid.split(out, {})
+        images = {numbers.input_batch_dimension: numbers.output_batch_dimension, **dict(zip(space[0], space[2], strict=True))}
+        on_left, on_out = _chosen(of_left, images), {there: of_left[here] for here, there in images.items()}
+        are_images = grid.is_used_up(on_left.values()) and not any(of_right[dim] for dim in space[1])
+        if are_images and grid.divides(left, on_left, space[0]) and grid.divides(out, on_out, space[2]):
+            return grid.split(left, on_left), grid.split(right, {}), grid.split(out, on_out)
+    layouts = [grid.whole(value, dims) for value, dims in zip((left, right, out), space, strict=True)]
+    return layouts[0], layouts[1], layouts[2]
+
+
+def _is_plain(operation: Any) -> bool:
+    """Whether a window begins at the left operand's first element, or before: the partitioner ends the process where it begins later."""
+    padding = operation.attributes.get("padding", None)
+    return padding is None or all(int(low) >= 0 for low in np.array(ir.DenseIntElementsAttr(padding))[:, 0])
+
+
+def _chosen(split: _Split, dims: Iterable[int]) -> dict[int, Sequence[str]]:
+    return {dim: split[dim] for dim in dims}
+
+
+def _constrain(operation: Any, position: int, sharding: Any) -> None:
+    """Lay one operand out by `sharding`."""
+    with ir.InsertionPoint(operation):
+        operation.operands[position] = sdy.ShardingConstraintOp(operation.operands[position], sharding).result
+
+
+def _constrain_result(operation: Any, sharding: Any) -> None:
+    result = operation.results[0]
+    with ir.InsertionPoint.after(operation):
+        constraint = sdy.ShardingConstraintOp(result, sharding)
+    result.replace_all_uses_except(constraint.result, constraint.operation)
+
+
+def _keep_transform_whole(grid: _Mesh, operation: Any, is_on_cpu: bool) -> None:
+    count = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
+    shapes = [ir.RankedTensorType(value.type).shape for value in (operation.operands[0], operation.results[0])]
+    dims = range(len(shapes[0]) - count, len(shapes[0]))
+    _constrain(operation, 0, grid.whole(operation.operands[0], dims))
+    _constrain_result(operation, grid.whole(operation.results[0], dims))
+    if is_on_cpu:
+        with ir.InsertionPoint(operation):
+            operation.operands[0] = _row_major(operation.operands[0]).results[0]
+        result = operation.results[0]
+        with ir.InsertionPoint.after(operation):
+            laid = _row_major(result)
+        result.replace_all_uses_except(laid.results[0], laid.operation)
+
+
+def _row_major(value: Any) -> Any:
+    """An operation that gives `value` in the one order in memory that transforms take."""
+    kind = ir.RankedTensorType(value.type)
+    call = stablehlo.CustomCallOp([kind], [value], call_target_name="LayoutConstraint", backend_config=ir.StringAttr.get(""))
+    for side, order in (("operand", range(kind.rank)), ("result", reversed(range(kind.rank)))):
+        listed = ", ".join(map(str, order))
+        call.attributes[f"{side}_layouts"] = ir.Attribute.parse(f"[dense<[{listed}]> : tensor<{kind.rank}xindex>]")
+    return call
+
+
+def _said_by_propagation(module: Any, grid: _Mesh) -> list[tuple[_Split, _Split]]:
+    """How the operands of each convolution are split; not at all where propagation says nothing, or several things."""
+    copy = module.operation.clone()
+    operands: list[tuple[int, int]] = []
+    for operation in _operations(copy, _CONVOLUTION):
+        for position in range(2):
+            operands.append((len(operands), ir.RankedTensorType(operation.operands[position].type).rank))
+            _ask(operation, position, operands[-1][0])
+    passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
+    said: dict[int, set[_Split]] = {}
+    for operation in _operations(copy, "stablehlo.custom_call"):
+        if operation.attributes["call_target_name"].value == _ASKED:
+            said.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, grid))
+    found = [said.get(number, set()) for number, _ in operands]
+    splits = [next(iter(answers)) if len(answers) == 1 else ((),) * rank for answers, (_, rank) in zip(found, operands, strict=True)]
+    return list(zip(splits[::2], splits[1::2], strict=True))
+
+
+def _ask(operation: Any, position: int, number: int) -> None:
+    """Put an operation without meaning before an operand, whose layout propagation will say."""
+    value = operation.operands[position]
+    shape = ir.RankedTensorType(value.type).shape
+    names = "ijklmnop"[: len(shape)]
+    listed, sizes = ", ".join(names), ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+    with ir.InsertionPoint(operation):
+        config = ir.StringAttr.get(str(number))
+        call = stablehlo.CustomCallOp([value.type], [value], call_target_name=_ASKED, backend_config=config)
+        call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(f"#sdy.op_sharding_rule<([{listed}])->([{listed}]) {{{sizes}}}, custom>")
+    operation.operands[position] = call.results[0]
+
+
+def _split_of_result(operation: Any, grid: _Mesh) -> _Split:
+    """The axes of each dim; none of a dim that an axis splits in part, or where the mesh is another one."""
+    rank = ir.RankedTensorType(operation.results[0].type).rank
+    if "sdy.sharding" not in operation.attributes:
+        return ((),) * rank
+    sharding = sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings[0])
+    if ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value != grid.name:
+        return ((),) * rank
+    dims = [[sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
+    return tuple(() if any(axis.sub_axis_info is not None for axis in axes) else tuple(axis.name for axis in axes) for axes in dims)
+
+
+__all__ = ["PartitionedJit", "avoid_faults"]

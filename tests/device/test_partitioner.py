@@ -1,0 +1,98 @@
+"""Layouts that XLA's partitioner gets wrong change no value: convolutions and Fourier transforms along dims that are split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mesh
+import spmd
+from tests.oracle import assert_same, batch
+
+pytestmark = pytest.mark.multidevice(num=8)
+MESHES = {"2x4": ((2, 4), ("a", "b")), "2x2x2": ((2, 2, 2), ("a", "b", "c"))}
+# (rtol, atol): sums of hundreds of products in float32
+SUMS = (1e-4, 1e-4)
+
+
+def _mesh(name: str) -> mesh.Mesh:
+    shape, axes = MESHES[name]
+    return mesh.Mesh(range(8), shape, axes)
+
+
+def _convolved(x: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x, k = x.detach().requires_grad_(), k.detach().requires_grad_()
+    out = F.conv2d(x, k, padding=1)
+    return out, *torch.autograd.grad(out, (x, k), torch.cos(out.detach()))
+
+
+def _transposed(x: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x, k = x.detach().requires_grad_(), k.detach().requires_grad_()
+    out = F.conv_transpose2d(x, k, stride=2, padding=1)
+    return out, *torch.autograd.grad(out, (x, k), torch.cos(out.detach()))
+
+
+def _run(fn: Callable[..., Any], compiled: bool, grid: mesh.Mesh, *given: tuple[torch.Tensor, Any]) -> Any:
+    marked = [spmd.mark_sharding(t.to("jax"), grid, spec) for t, spec in given]
+    return (spmd.compile(fn) if compiled else fn)(*marked)
+
+
+@pytest.mark.parametrize(("grid", "compiled", "size"), [("2x4", False, 4), ("2x2x2", True, 3)])
+@pytest.mark.parametrize(
+    ("of_images", "of_kernel"),
+    [
+        ((None, "a", None, None), (None, None, "a", None)),
+        ((None, None, "a", None), (None, None, None, None)),
+        ((None, None, "a", None), ("a", None, None, None)),
+        ((None, None, "a", "b"), (None, None, "b", None)),
+    ],
+)
+def test_split_height_or_width_of_a_convolution_changes_nothing(
+    size: int, of_images: Any, of_kernel: Any, grid: str, compiled: bool
+) -> None:
+    x, k = batch(4, 8, 12, 12), batch(8, 8, size, size, seed=2)
+    got = _run(_convolved, compiled, _mesh(grid), (x, of_images), (k, of_kernel))
+    assert_same(got, _convolved(x, k), SUMS)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_split_transposed_convolution_changes_nothing(compiled: bool) -> None:
+    x, k = batch(8, 4, 8, 6), batch(4, 1, 4, 4, seed=2)
+    got = _run(_transposed, compiled, _mesh("2x2x2"), (x, (None, None, "b", None)), (k, ("a", None, "c", "b")))
+    assert_same(got, _transposed(x, k), SUMS)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "of_images"), [(False, ("a", None, None, None)), (True, ("a", None, "b", None)), (True, ("b", "a", None, None))]
+)
+def test_gradient_of_a_depthwise_convolution_where_devices_hold_copies(compiled: bool, of_images: Any) -> None:
+    def fn(x: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, k = x.detach().requires_grad_(), k.detach().requires_grad_()
+        out = F.conv2d(x, k, padding=1, groups=8)
+        return out, *torch.autograd.grad(out, (x, k), torch.cos(out.detach()))
+
+    x, k = batch(6, 8, 10, 10), batch(16, 1, 3, 3, seed=2)
+    assert_same(_run(fn, compiled, _mesh("2x4"), (x, of_images), (k, (None,) * 4)), fn(x, k), SUMS)
+
+
+def test_images_split_over_all_devices_stay_split() -> None:
+    grid = _mesh("2x4")
+    x = spmd.mark_sharding(batch(4, 8, 16, 16).to("jax"), grid, ("a", None, "b", None))
+    k = spmd.mark_sharding(batch(8, 8, 3, 3, seed=2).to("jax"), grid, (None, None, None, None))
+    step = spmd.compile(lambda x, k: F.conv2d(x, k, padding=1))
+    step(x, k)
+    assert set(step.collectives().counts()) == {"collective-permute"}  # rows at the edges
+
+
+@pytest.mark.parametrize(("dim", "compiled"), [(0, False), (1, True), (2, True)])
+def test_fourier_transforms_along_split_dims(dim: int, compiled: bool) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        half = torch.fft.rfft(x, dim=dim)
+        out = torch.fft.irfft(half * torch.fft.fft(x, dim=dim).narrow(dim, 0, half.shape[dim]), dim=dim)
+        return out, *torch.autograd.grad(out, x, torch.cos(out.detach()))
+
+    x = batch(8, 12, 10).double()
+    assert_same(_run(fn, compiled, _mesh("2x4"), (x, ("a", "b", None))), fn(x))
