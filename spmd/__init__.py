@@ -24,6 +24,7 @@ from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.device._call_jax import call_jax as call_jax
 from spmd.fsdp import fully_shard as fully_shard
+from spmd.patches._module_apply import register as _register_moves
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 from spmd.program.flow._accumulate import accumulate as accumulate
@@ -38,7 +39,6 @@ from spmd.sharding._annotate import clear_sharding as clear_sharding
 from spmd.sharding._annotate import mark_sharding as mark_sharding
 from spmd.sharding._annotate import wrap_if_sharded as wrap_if_sharded
 from spmd.sharding._dynamo import register as _register_in_graphs
-from spmd.sharding._moves import register as _show_layouts
 from spmd.sharding._precision import MixedPrecisionPolicy as MixedPrecisionPolicy
 from spmd.sharding._precision import mixed_precision as mixed_precision
 from spmd.sharding._precision import register as _register_precision
@@ -71,7 +71,7 @@ _register()
 _register_control_flow()
 _register_precision()
 _register_in_graphs()
-_show_layouts()
+_register_moves()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [

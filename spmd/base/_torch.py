@@ -32,6 +32,10 @@ def missing(what: str) -> ImportError:
 
 
 try:
+    import torch.optim._adafactor
+    import torch.optim.optimizer
+    import torch.utils._device
+    import torch.utils._foreach_utils
     import torch.utils.backend_registration
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
@@ -71,18 +75,13 @@ try:
     from torch._utils import get_tensor_metadata as get_tensor_metadata
     from torch._utils import set_tensor_metadata as set_tensor_metadata
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.optim import _adafactor as adafactor
-    from torch.optim.optimizer import _foreach_supported_types as foreach_types_of_optimizers
     from torch.serialization import _package_registry as package_registry
     from torch.utils import _pytree as pytree
-    from torch.utils._device import DeviceContext as DeviceContext
-    from torch.utils._foreach_utils import _foreach_supported_types as foreach_types_of_utilities
     from torch.utils.backend_registration import _DummyDeviceGuard as DummyDeviceGuard
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend
     from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
 
     storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
-    extension: Any = torch._C  # some of its functions are replaced
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
     disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # torch.compiler.disable imports Dynamo, which takes seconds

@@ -21,6 +21,7 @@ import torch
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.device._copy import to_host
 from spmd.device._storage import Buffer, wrap
+from spmd.patches._table import current, replace
 
 # Note [Addresses of nothing]
 # Bits 62 and 54 make these numbers addresses that no processor maps for a user: not canonical on x86-64 (48 and 57 bits), nor on
@@ -34,12 +35,15 @@ _given: weakref.WeakKeyDictionary[Buffer, tuple[int, int]] = weakref.WeakKeyDict
 
 def register() -> None:
     """Have tensors and storages of device 'jax' answer `data_ptr`, `nbytes`, `size`, `len`, `cpu` and `share_memory_`."""
-    torch.Tensor.data_ptr = tensor_address
-    storages: Any = torch.UntypedStorage
-    storages.data_ptr, storages.nbytes, storages.size, storages.__len__ = address, num_bytes, num_bytes, num_bytes
-    storages.cpu, storages.is_shared = to_cpu, is_shared
+    replace("torch.Tensor.data_ptr", tensor_address)
+    for name in ("nbytes", "size", "__len__"):
+        replace(f"torch.UntypedStorage.{name}", num_bytes)
+    replace("torch.UntypedStorage.data_ptr", address)
+    replace("torch.UntypedStorage.cpu", to_cpu)
+    replace("torch.UntypedStorage.is_shared", is_shared)
     for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):  # the last two: through a queue of torch.multiprocessing
-        setattr(storages, name, _not_shared(getattr(storages, name)))
+        target = f"torch.UntypedStorage.{name}"
+        replace(target, _not_shared(current(target)))
 
 
 def address(self: torch.UntypedStorage) -> int:

@@ -18,16 +18,16 @@ from mesh import _devices
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.base._torch import (
-    foreach_types_of_optimizers,
-    foreach_types_of_utilities,
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
 )
-from spmd.device import _addresses, _bags, _dlpack, _engine, _modules, _serialize
+from spmd.device import _addresses, _dlpack, _engine, _serialize
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random_stream import default_stream, share_seed
 from spmd.device._storage import recording
+from spmd.patches import _embedding_bag
+from spmd.patches._table import current, replace
 
 NAME = "jax"
 _installed: list[Installed] = []
@@ -127,11 +127,9 @@ def register() -> None:
     _serialize.register()
     _addresses.register()
     _dlpack.register()
-    _modules.register()
-    _bags.register()
-    metaclass: Any = type(torch.Generator)
-    if metaclass is not type:  # an older torch has none of its own there, and keeps its refusal of Generator(device="jax")
-        metaclass.__call__ = made
+    _embedding_bag.register()
+    if type(torch.Generator) is not type:  # an older torch has no class of its own there, and refuses Generator(device="jax")
+        replace("torch._opaque_base.OpaqueBaseMeta.__call__", made)
     _join.when_joined(lambda job: share_seed())
 
 
@@ -142,7 +140,8 @@ def installed() -> Installed:
 
 def accept_in_foreach(*classes: type[torch.Tensor]) -> None:
     """Let optimizers use their foreach form, a tenth of the calls, for these tensor classes (torch asks for exact types)."""
-    for supported in (foreach_types_of_optimizers, foreach_types_of_utilities):
+    for target in ("torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"):
+        supported: list[type[torch.Tensor]] = current(target)
         supported.extend(c for c in classes if c not in supported)
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.utils.dlpack
 
 from spmd.base._errors import called_at, message
-from spmd.base._torch import extension
 from spmd.device._copy import to_host
+from spmd.patches._table import current, replace
 
 _CPU = (1, 0)  # kDLCPU, number 0
 _READ_ONLY_SINCE = (1, 0)  # the first version whose capsules can say that they are
@@ -23,11 +23,11 @@ _READ_ONLY_SINCE = (1, 0)  # the first version whose capsules can say that they 
 
 def register() -> None:
     """Have DLPack's methods and torch's functions for it answer for tensors of device 'jax'."""
-    torch.Tensor.__dlpack__ = dlpack
-    torch.Tensor.__dlpack_device__ = dlpack_device
-    for module in (torch, torch.utils.dlpack, extension):
-        setattr(module, "_to_dlpack" if module is extension else "to_dlpack", to_dlpack)
-    extension._to_dlpack_versioned = to_dlpack_versioned
+    replace("torch.Tensor.__dlpack__", dlpack)
+    replace("torch.Tensor.__dlpack_device__", dlpack_device)
+    for target in ("torch.to_dlpack", "torch.utils.dlpack.to_dlpack", "torch._C._to_dlpack"):
+        replace(target, to_dlpack)
+    replace("torch._C._to_dlpack_versioned", to_dlpack_versioned)
 
 
 def dlpack(self: torch.Tensor, *, stream: Any = -1, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> Any:
@@ -86,5 +86,5 @@ def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool 
 
 _torchs_dlpack = torch.Tensor.__dlpack__
 _torchs_dlpack_device = torch.Tensor.__dlpack_device__
-_torchs_to_dlpack: Any = extension._to_dlpack
-_torchs_to_dlpack_versioned: Any = extension._to_dlpack_versioned
+_torchs_to_dlpack = current("torch._C._to_dlpack")
+_torchs_to_dlpack_versioned = current("torch._C._to_dlpack_versioned")

@@ -20,9 +20,8 @@ import ctypes
 from threading import get_ident
 from typing import Any
 
-import torch
-
 from spmd.base._torch import DummyDeviceGuard, ImperativeEngine, is_multithreading_enabled, set_multithreading_enabled
+from spmd.patches._table import current, replace
 
 # Of ctypes' functions of Python itself: when the error indicator is set after the call, the call raises that error.
 _raise_what_is_set: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
@@ -62,9 +61,9 @@ class Engine(ImperativeEngine):
 
 def register() -> None:
     """Make this PyTorch's engine."""
-    engine: Any = torch.autograd.Variable._execution_engine
+    engine = current("torch.autograd.Variable._execution_engine")
     assert type(engine) is ImperativeEngine, f"the autograd engine is {type(engine)}: another package has replaced it"
-    torch.autograd.Variable._execution_engine = Engine()
+    replace("torch.autograd.Variable._execution_engine", Engine())
 
 
 __all__ = ["DeviceGuard", "Engine", "register"]

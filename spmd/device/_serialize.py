@@ -25,6 +25,7 @@ from spmd.base._torch import get_tensor_metadata, set_tensor_metadata
 from spmd.device._copy import to_host
 from spmd.device._layout import plain_layouts
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host, wrap_stored
+from spmd.patches._table import replace
 
 _BEFORE_TORCHS_OWN = 9  # torch's packages have priorities from 10; its one for PrivateUse1 wants storages with memory
 # Note [One storage, one copy in the file]
@@ -37,7 +38,7 @@ def register() -> None:
     """Teach pickle, `torch.save`, `torch.load` and `copy.deepcopy` about device tensors."""
     copyreg.pickle(torch.Tensor, reduce_tensor)  # pyright: ignore[reportArgumentType]
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, _refuse_storage, _storage_on_device)
-    torch.UntypedStorage.clone = clone_storage
+    replace("torch.UntypedStorage.clone", clone_storage)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:

@@ -22,13 +22,13 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.device._turn import turn
+from spmd.patches._running_averages import bring_counts
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
 from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._objects import Compiled, NewHolders
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
-from spmd.program.optim._averages import bring_counts
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
 from spmd.program.reuse import _guards
 from spmd.program.reuse._check import require_same

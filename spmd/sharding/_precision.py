@@ -23,6 +23,7 @@ from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import CheckpointFrame, pytree
 from spmd.device._storage import recording
+from spmd.patches._table import replace
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -143,13 +144,12 @@ def _under_active_policies(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def register() -> None:
     """Let `torch.utils.checkpoint` recompute under the policies that were active the first time."""
-    frame: Any = CheckpointFrame
-    torchs = frame.__init__
+    torchs = CheckpointFrame.__init__
 
     def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
         torchs(self, _under_active_policies(recompute_fn), *args, **kwargs)
 
-    frame.__init__ = init
+    replace("torch.utils.checkpoint._CheckpointFrame.__init__", init)
 
 
 __all__ = ["MixedPrecisionPolicy", "cast_floating", "mixed_precision", "register", "sum_gradients_wide"]

@@ -21,7 +21,7 @@ SOURCES = sorted(
 )
 OWNERS = {"torch": ("spmd/base/_torch.py",), "functorch": (), "jax": ("spmd/base/_jax.py", "mesh/platform/_jax_runtime.py"), "jaxlib": ()}
 # Patches say their target by its own name; operators of ATen are no names of Python.
-ALLOWED = ("torch.ops.", "torch.nn.Module._apply", "torch.autograd.Variable._execution_engine")
+ALLOWED = ("torch.ops.", "torch.nn.Module._apply")
 
 
 def dotted(node: ast.expr) -> str | None:

@@ -7,7 +7,6 @@ every call of a torch function: a device "xla" among its arguments becomes "jax"
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from spmd.base._torch import DeviceContext, package_registry
+from spmd.base._torch import package_registry
 from spmd.compat.torch_xla._asker import is_user
 from spmd.device import _serialize
+from spmd.patches._table import current, replaced
 
 XLA = torch.device("xla", 0)
 _TYPE = "xla"
@@ -61,19 +61,17 @@ mode = XlaDeviceMode()
 def enter(stack: ExitStack) -> None:
     """Make "xla" mean device 'jax' until `stack` closes: in this thread, in threads started from now on, and in backward passes."""
     stack.enter_context(mode)
-    _patch(stack, threading.Thread, "run", lambda run: lambda self: _within(run, self))
-    for module in (torch.autograd, torch.autograd.graph):  # a mode is not active inside the function it handles: here it is again
-        _patch(stack, module, "_engine_run_backward", lambda run: lambda *args, **kwargs: _backward(run, *args, **kwargs))
-    _patch(stack, DeviceContext, "__init__", lambda init: lambda self, device: init(self, translated(device)))
-    _patch(stack, torch.amp.autocast_mode.autocast, "__init__", _autocast)
-    _patch(stack, torch, "get_default_device", lambda get: lambda: XLA if get().type == "jax" else get())
+    _patch(stack, "threading.Thread.run", lambda run: lambda self: _within(run, self))
+    for module in ("torch.autograd", "torch.autograd.graph"):  # a mode is not active inside the function it handles: here it is again
+        _patch(stack, f"{module}._engine_run_backward", lambda run: lambda *args, **kwargs: _backward(run, *args, **kwargs))
+    _patch(stack, "torch.utils._device.DeviceContext.__init__", lambda init: lambda self, device: init(self, translated(device)))
+    _patch(stack, "torch.amp.autocast_mode.autocast.__init__", _autocast)
+    _patch(stack, "torch.get_default_device", lambda get: lambda: XLA if get().type == "jax" else get())
     _register_location(stack)
 
 
-def _patch(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    original = owner.__dict__[name]
-    setattr(owner, name, make(original))
-    stack.callback(setattr, owner, name, original)
+def _patch(stack: ExitStack, target: str, make: Callable[[Any], Any]) -> None:
+    stack.enter_context(replaced(target, make(current(target))))
 
 
 def _within(run: Callable[..., Any], *args: Any) -> Any:

@@ -8,7 +8,6 @@ of: what is a constant of the trace to Dynamo, a parameter of a module, is state
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from spmd.base._torch import (
 )
 from spmd.device._numbers import NumberNode, carried
 from spmd.device._storage import is_device_tensor, recording, wrap
+from spmd.patches._table import current, replace, replace_everywhere
 from spmd.program.flow._body import Fn
 from spmd.program.flow._cond import conditional
 from spmd.program.flow._loops import looped, scanned
@@ -47,12 +47,9 @@ def register() -> None:
     if not hasattr(higher_order_utils, funnels[0]):  # torch 2.11
         _compile_directly(funnels.pop(0))
     for name in funnels:
-        original = getattr(higher_order_utils, name)
-        for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops") and getattr(m, name, None) is original]:
-            setattr(module, name, _directly(original))
-    for module in [m for n, m in sys.modules.items() if n.startswith("torch._higher_order_ops")]:
-        if getattr(module, "associative_scan", None) is associative_scan:
-            module.associative_scan = _in_any_mode  # pyright: ignore[reportAttributeAccessIssue]
+        target = f"torch._higher_order_ops.utils.{name}"
+        replace_everywhere(target, _directly(current(target)), "torch._higher_order_ops")
+    replace_everywhere("torch._higher_order_ops.associative_scan.associative_scan", _in_any_mode, "torch._higher_order_ops")
 
 
 def _directly(original: Fn) -> Fn:
@@ -88,8 +85,8 @@ def _compile_directly(name: str) -> None:
             funnel = _directly(compiled)
             return lambda *args: funnel(fn, args)
 
-    for op in (cond_op, while_loop_op):
-        sys.modules[type(op).__module__].torch = Torch("torch")  # pyright: ignore[reportAttributeAccessIssue]
+    for op in ("cond", "while_loop"):
+        replace(f"torch._higher_order_ops.{op}.torch", Torch("torch"))
 
 
 def _is_lifted(value: Any) -> bool:

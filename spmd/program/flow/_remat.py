@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -26,6 +26,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._torch import CheckpointFrame, pytree
 from spmd.device._kept import Kept
 from spmd.device._storage import is_device_tensor, load, recording, wrap
+from spmd.patches._table import current, replaced
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = str | Callable[[str], bool]
@@ -100,9 +101,8 @@ def _ignoring_self(fn: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recomputing_for_real() -> Generator[None]:
     """While active, checkpointed functions recompute from inputs behind a barrier."""
-    frame: Any = CheckpointFrame
-    torchs_init: Callable[..., None] = frame.__init__
-    detach_variable = checkpoint_module.detach_variable
+    torchs_init: Callable[..., None] = CheckpointFrame.__init__
+    detach_variable = current("torch.utils.checkpoint.detach_variable")
 
     def detached_behind_barrier(inputs: Any) -> Any:
         return tuple(_behind_barrier(detach_variable(inputs)))
@@ -110,44 +110,27 @@ def recomputing_for_real() -> Generator[None]:
     def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
         torchs_init(self, _with_fenced_randomness(recompute_fn), *args, **kwargs)
 
-    frame.__init__ = init
-    checkpoint_module.detach_variable = detached_behind_barrier
-    try:
-        with _saved_inputs_behind_barrier(frame):
-            yield
-    finally:
-        frame.__init__ = torchs_init
-        checkpoint_module.detach_variable = detach_variable
+    with (
+        replaced("torch.utils.checkpoint._CheckpointFrame.__init__", init),
+        replaced("torch.utils.checkpoint.detach_variable", detached_behind_barrier),
+        _saved_inputs_behind_barrier(),
+    ):
+        yield
 
 
-@contextmanager
-def _saved_inputs_behind_barrier(frame: Any) -> Generator[None]:
+def _saved_inputs_behind_barrier() -> AbstractContextManager[None]:
     """While active, what a checkpoint without reentry saved of its inputs comes back behind a barrier."""
-    saver: Any = getattr(checkpoint_module, "_NoopSaveInputs", None)
-    if not hasattr(frame, "get_inputs"):  # torch 2.11: the node that saved them has a function instead
-        setup_context: Callable[..., None] = saver.setup_context
+    if not hasattr(CheckpointFrame, "get_inputs"):  # torch 2.11: the node that saved them has a function instead
+        setup_context: Callable[..., None] = current("torch.utils.checkpoint._NoopSaveInputs.setup_context")
 
         def setup(ctx: Any, inputs: Any, output: Any) -> None:
             setup_context(ctx, inputs, output)
             get_args: Callable[[Any], Any] = ctx.get_args
             ctx.get_args = lambda saved: _behind_barrier(get_args(saved))
 
-        saver.setup_context = staticmethod(setup)
-        try:
-            yield
-        finally:
-            saver.setup_context = staticmethod(setup_context)
-        return
-    get_inputs: Callable[[Any], Any] = frame.get_inputs
-
-    def inputs_behind_barrier(self: Any) -> Any:
-        return _behind_barrier(get_inputs(self))
-
-    frame.get_inputs = inputs_behind_barrier
-    try:
-        yield
-    finally:
-        frame.get_inputs = get_inputs
+        return replaced("torch.utils.checkpoint._NoopSaveInputs.setup_context", staticmethod(setup))
+    get_inputs: Callable[[Any], Any] = current("torch.utils.checkpoint._CheckpointFrame.get_inputs")
+    return replaced("torch.utils.checkpoint._CheckpointFrame.get_inputs", lambda self: _behind_barrier(get_inputs(self)))
 
 
 def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,12 +19,12 @@ import torch
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceError, message
 from spmd.base._jax import eval_jaxpr
-from spmd.base._torch import adafactor
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
+from spmd.patches._table import replaced
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
@@ -117,16 +117,14 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
     """
     groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
     kept = [group["capturable"] for group in groups]
-    names: Any = vars(adafactor)
     try:
         for group in groups:
             group["capturable"] = True
-        names.update(min=torch.sym_min, max=torch.sym_max)
-        yield
+        with replaced("torch.optim._adafactor.min", torch.sym_min), replaced("torch.optim._adafactor.max", torch.sym_max):
+            yield
     finally:
         for group, flag in zip(groups, kept, strict=True):
             group["capturable"] = flag
-        del names["min"], names["max"]
 
 
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:

@@ -25,11 +25,11 @@ from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, recording, wrap
+from spmd.patches._running_averages import counting_on_device
 from spmd.program.find._discover import Reachable
 from spmd.program.find._held import PLAIN, Action, Assigned, PythonState, lost_update
 from spmd.program.find._objects import Unfilled, flatten, unflatten
 from spmd.program.flow._remat import recomputing_for_real
-from spmd.program.optim._averages import counting_on_device
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
 from spmd.program.optim._traced_state import TracedState
 from spmd.program.reuse import _guards

@@ -17,6 +17,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
 from spmd.base._torch import pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
+from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
 
 if TYPE_CHECKING:
@@ -102,11 +103,8 @@ def said_to_be_compiling() -> Generator[None]:
         name: str = sys._getframe(1).f_globals.get("__name__", "")
         return before() if name.partition(".")[0] == "torch" or get_ident() != thread else True
 
-    torch.compiler.is_compiling = is_compiling
-    try:
+    with replaced("torch.compiler.is_compiling", is_compiling):
         yield
-    finally:
-        torch.compiler.is_compiling = before
 
 
 @contextmanager

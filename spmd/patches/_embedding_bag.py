@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmd.patches._table import replace
+
 _torchs_embedding_bag = F.embedding_bag
 
 
 def register() -> None:
     """Wrap the one function through which `nn.EmbeddingBag` goes."""
-    F.embedding_bag = embedding_bag
+    replace("torch.nn.functional.embedding_bag", embedding_bag)
 
 
 @functools.wraps(_torchs_embedding_bag)

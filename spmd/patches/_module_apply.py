@@ -1,4 +1,4 @@
-"""Moving a module to the device and back keeps its parameters the objects they are, as between CPU and CUDA.
+"""Moving a module to the device and back keeps its parameters the objects they are, as between CPU and CUDA, and shows layouts.
 
 PyTorch moves a parameter in place only between devices that its C++ knows; to others, `module.to()` puts a new Parameter in
 the module: tied weights come apart, and an optimizer made before keeps the old ones. Here the new value is swapped into the
@@ -6,6 +6,13 @@ old object, and a change of dtype keeps the annotation.
 
     model = GPT().to("jax")
     assert model.head.weight is model.tokens.weight
+
+After a move a module's tensors show the layouts that they have: parameters marked on 'meta' or on the host too.
+
+    with torch.device("meta"):
+        model = GPT()
+    spmd.shard_module(model, m, "fsdp")
+    model.to_empty(device="jax")          # no memory yet; reset_parameters() fills shard by shard
 """
 
 from __future__ import annotations
@@ -19,18 +26,31 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spmd.device._layout import annotation_of, hand_over
+from spmd.patches._table import replace
+from spmd.sharding._tensor import become_sharded
 
 _torchs_apply = nn.Module._apply
 
 
 def register() -> None:
     """Wrap the one function through which every move of a module goes."""
-    nn.Module._apply = apply
+    replace("torch.nn.Module._apply", apply)
 
 
 @functools.wraps(_torchs_apply)
 def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    return _torchs_apply(self, fn if isinstance(fn, _Moved) else _Moved(fn), recurse)
+    return show_layouts(_torchs_apply(self, fn if isinstance(fn, _Moved) else _Moved(fn), recurse))
+
+
+def show_layouts(module: nn.Module) -> nn.Module:
+    """Change the class of the marked device tensors directly in `module`; its children do so themselves."""
+    for registry in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
+        for tensor in registry.values():
+            if tensor is None or isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.device.type != "jax":
+                continue
+            if annotation_of(tensor) is not None:
+                become_sharded(tensor)
+    return module
 
 
 class _Moved:

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from spmd.base._torch import BatchNorm
 from spmd.device._copy import from_host
 from spmd.device._storage import is_device_tensor
+from spmd.patches._table import replaced
 
 
 def bring_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
@@ -35,12 +36,11 @@ def bring_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
 def counting_on_device() -> Generator[None]:
     """While active, these averages do not read their counts."""
     update, forward = AveragedModel.update_parameters, BatchNorm.forward
-    AveragedModel.update_parameters = lambda self, model: _update(update, self, model)
-    BatchNorm.forward = lambda self, input: _normalised(forward, self, input)
-    try:
+    with (
+        replaced("torch.optim.swa_utils.AveragedModel.update_parameters", lambda self, model: _update(update, self, model)),
+        replaced("torch.nn.modules.batchnorm._BatchNorm.forward", lambda self, input: _normalised(forward, self, input)),
+    ):
         yield
-    finally:
-        AveragedModel.update_parameters, BatchNorm.forward = update, forward
 
 
 class _Positive(torch.Tensor):

@@ -1,0 +1,252 @@
+"""Every object of another package that this one replaces: its name, why, for how long, and the parameters that it should have.
+
+    replace("torch.nn.functional.embedding_bag", embedding_bag)                   # while the process lives
+    with replaced("torch.compiler.is_compiling", is_compiling):                   # inside the block
+        ...
+
+Nothing is replaced in another way: a target that is not listed is refused, and so is one that this torch does not have. What is
+replaced inside a block is replaced for the whole process, so functions are traced on one thread at a time.
+
+Two things are not replaced but extended by torch's own means: `copyreg` and `torch.serialization` know how tensors of the
+device are stored (`device/_serialize`), and `transformers::grouped_mm_fallback` has kernels of ours (`device/_experts`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from spmd.base._torch import missing
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One object that is replaced.
+
+    Attributes:
+        target: its dotted name.
+        why: what would go wrong otherwise.
+        file: the file that replaces it.
+        undone_by: after what it is as before: a context or function of ours; empty if it stays while the process lives.
+        parameters: names of its parameters, as `inspect.signature` has them; None for functions of C++ and for values.
+        since: the first version of torch that has it.
+        until: the first version of torch in which it is not replaced any more.
+    """
+
+    target: str
+    why: str
+    file: str
+    undone_by: str = ""
+    parameters: str | None = None
+    since: str = "0"
+    until: str = "999"
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it is replaced in this version of torch, and so has to be there."""
+        return Version(self.since).release <= Version(torch.__version__).release < Version(self.until).release
+
+
+_ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_dlpack.py", "spmd/compat/torch_xla/_device_names.py"
+_CONTROL_FLOW, _REMAT = "spmd/program/flow/_control_flow.py", "spmd/program/flow/_remat.py"
+_PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.optim._preparation.traceable"
+_RECOMPUTE = "spmd.program.flow._remat.recomputing_for_real"
+_UNINSTALL = "spmd.compat.torch_xla.uninstall"
+_BAGS = (
+    "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
+)
+_FRAME = "self, recompute_fn, early_stop, unpack_error_cb, metadata_fn"
+
+PATCHES: tuple[Patch, ...] = (
+    # modules and functions
+    Patch(
+        "torch.nn.Module._apply",
+        "a module that moves keeps its parameter objects, as between CPU and CUDA, and shows their layouts",
+        "spmd/patches/_module_apply.py",
+        parameters="self, fn, recurse",
+    ),
+    Patch(
+        "torch.nn.functional.embedding_bag",
+        "bags of one size keep their batch dim, along which they are split",
+        "spmd/patches/_embedding_bag.py",
+        parameters=_BAGS,
+    ),
+    Patch(
+        "torch.optim.swa_utils.AveragedModel.update_parameters",
+        "the count of a running average stays on the device",
+        "spmd/patches/_running_averages.py",
+        "spmd.patches._running_averages.counting_on_device",
+        "self, model",
+    ),
+    Patch(
+        "torch.nn.modules.batchnorm._BatchNorm.forward",
+        "so does that of a cumulative batch norm",
+        "spmd/patches/_running_averages.py",
+        "spmd.patches._running_averages.counting_on_device",
+        "self, input",
+    ),
+    Patch(
+        "torch.compiler.is_compiling",
+        "libraries ask before they look at values, which a trace does not have",
+        "spmd/program/trace/_watch.py",
+        "spmd.program.trace._watch.said_to_be_compiling",
+        "",
+    ),
+    # optimizers
+    Patch(
+        "torch.optim.optimizer._foreach_supported_types",
+        "marked parameters are updated in foreach form too: a tenth of the calls",
+        "spmd/device/_backend.py",
+    ),
+    Patch("torch.utils._foreach_utils._foreach_supported_types", "the same", "spmd/device/_backend.py"),
+    Patch(
+        "torch.optim._adafactor.min",
+        "of a number on the device without a branch",
+        _PREPARATION,
+        "spmd.program.optim._preparation.traceable",
+    ),
+    Patch("torch.optim._adafactor.max", "the same", _PREPARATION, _TRACEABLE),
+    # random numbers
+    Patch(
+        "torch._opaque_base.OpaqueBaseMeta.__call__",
+        "C++ makes no generator for a device written in Python: torch.Generator(device='jax') makes one of ours",
+        "spmd/device/_backend.py",
+        parameters="self, args, kwargs",
+        since="2.12",
+    ),
+    # storages, which have no memory
+    Patch("torch.UntypedStorage.clone", "copies the array", "spmd/device/_serialize.py", parameters="self"),
+    Patch("torch.UntypedStorage.data_ptr", "tells storages apart, by a number of their own", _ADDRESSES),
+    Patch("torch.UntypedStorage.nbytes", "is the size of the array", _ADDRESSES),
+    Patch("torch.UntypedStorage.size", "the same", _ADDRESSES, parameters="self"),
+    Patch("torch.UntypedStorage.__len__", "the same", _ADDRESSES, parameters="self"),
+    Patch("torch.UntypedStorage.cpu", "copies the bytes to the host", _ADDRESSES, parameters="self"),
+    Patch("torch.UntypedStorage.is_shared", "is false: no other process can read it", _ADDRESSES),
+    Patch("torch.UntypedStorage.share_memory_", "is refused", _ADDRESSES, parameters="self, args, kwargs"),
+    Patch("torch.UntypedStorage._share_fd_cpu_", "is refused: this is how a queue shares", _ADDRESSES, parameters="self, args, kwargs"),
+    Patch("torch.UntypedStorage._share_filename_cpu_", "is refused: so is this", _ADDRESSES, parameters="self, args, kwargs"),
+    Patch("torch.Tensor.data_ptr", "is that of the storage plus an offset", _ADDRESSES),
+    Patch("torch.Tensor.__dlpack__", "hands out a copy on the host", _DLPACK, parameters="self, stream, max_version, dl_device, copy"),
+    Patch("torch.Tensor.__dlpack_device__", "is the copy's device", _DLPACK, parameters="self"),
+    Patch("torch.to_dlpack", "hands out a copy on the host", _DLPACK),
+    Patch("torch.utils.dlpack.to_dlpack", "the same", _DLPACK),
+    Patch("torch._C._to_dlpack", "the same", _DLPACK),
+    Patch("torch._C._to_dlpack_versioned", "the same", _DLPACK),
+    # autograd
+    Patch(
+        "torch.autograd.Variable._execution_engine",
+        "an exception in a gradient hook comes out where backward was called",
+        "spmd/device/_engine.py",
+    ),
+    Patch(
+        "torch.utils.checkpoint._CheckpointFrame.__init__",
+        "a module recomputes under the precision that it had the first time",
+        "spmd/sharding/_precision.py",
+        parameters=_FRAME,
+    ),
+    Patch("torch.utils.checkpoint._CheckpointFrame.__init__", "a recomputation draws the same numbers again", _REMAT, _RECOMPUTE),
+    Patch("torch.utils.checkpoint.detach_variable", "XLA would merge it with the first computation", _REMAT, _RECOMPUTE, "inputs"),
+    Patch("torch.utils.checkpoint._CheckpointFrame.get_inputs", "the same", _REMAT, _RECOMPUTE, "self", since="2.12"),
+    Patch("torch.utils.checkpoint._NoopSaveInputs.setup_context", "the same", _REMAT, _RECOMPUTE, "ctx, inputs, output", until="2.12"),
+    # control flow, which torch hands to Dynamo; replaced in every module of torch._higher_order_ops that has the function
+    Patch(
+        "torch._higher_order_ops.utils._hop_compile_and_call",
+        "operators on the device go straight to their kernels",
+        _CONTROL_FLOW,
+        parameters="fn, args, kwargs",
+        since="2.12",
+    ),
+    Patch("torch._higher_order_ops.utils._maybe_compile_and_run_fn", "the same", _CONTROL_FLOW, parameters="fn, args"),
+    Patch("torch._higher_order_ops.cond.torch", "the same: there they call `torch.compile` themselves", _CONTROL_FLOW, until="2.12"),
+    Patch("torch._higher_order_ops.while_loop.torch", "the same", _CONTROL_FLOW, until="2.12"),
+    Patch(
+        "torch._higher_order_ops.associative_scan.associative_scan",
+        "its default mode exists for two devices only",
+        _CONTROL_FLOW,
+        parameters="combine_fn, xs, dim, reverse, combine_mode",
+    ),
+    # device "xla" in programs written for torch_xla, while its names are installed
+    Patch("threading.Thread.run", "the mode that translates devices is one thread's", _DEVICE_NAMES, _UNINSTALL, "self"),
+    Patch("torch.autograd._engine_run_backward", "the mode is on in backward too", _DEVICE_NAMES, _UNINSTALL, "t_outputs, args, kwargs"),
+    Patch("torch.autograd.graph._engine_run_backward", "the same", _DEVICE_NAMES, _UNINSTALL, "t_outputs, args, kwargs"),
+    Patch("torch.utils._device.DeviceContext.__init__", 'with torch.device("xla")', _DEVICE_NAMES, _UNINSTALL, "self, device"),
+    Patch(
+        "torch.amp.autocast_mode.autocast.__init__",
+        'torch.autocast("xla")',
+        _DEVICE_NAMES,
+        _UNINSTALL,
+        "self, device_type, dtype, enabled, cache_enabled",
+    ),
+    Patch("torch.get_default_device", 'the device "xla" is the one that was set', _DEVICE_NAMES, _UNINSTALL, ""),
+)
+_ABSENT = object()
+
+
+def owner_of(target: str) -> tuple[Any, str]:
+    """The object on which the target is an attribute, and the attribute.
+
+    Raises:
+        ImportError: this torch does not have it.
+    """
+    *path, name = target.split(".")
+    loaded = max(i for i in range(1, len(path) + 1) if ".".join(path[:i]) in sys.modules)
+    owner: Any = sys.modules[".".join(path[:loaded])]
+    for part in path[loaded:]:
+        owner = getattr(owner, part, _ABSENT)
+        if owner is _ABSENT:
+            raise missing(target)
+    return owner, name
+
+
+def current(target: str) -> Any:
+    """What stands at the target now.
+
+    Raises:
+        ImportError: this torch does not have it.
+    """
+    owner, name = owner_of(target)
+    found = getattr(owner, name, _ABSENT)
+    if found is _ABSENT:
+        raise missing(target)
+    return found
+
+
+def replace(target: str, by: Any) -> Any:
+    """Put `by` at a target while the process lives; returns what stood there."""
+    assert any(patch.target == target for patch in PATCHES), f"{target} is not listed in spmd/patches/_table.py"
+    before = current(target)
+    owner, name = owner_of(target)
+    setattr(owner, name, by)
+    return before
+
+
+def replace_everywhere(target: str, by: Any, package: str) -> None:
+    """`replace`, also in every loaded module of a package that imported the same object by its name."""
+    before, name = replace(target, by), target.rpartition(".")[2]
+    for module in [m for n, m in sys.modules.items() if n.startswith(package) and vars(m).get(name) is before]:
+        setattr(module, name, by)
+
+
+@contextmanager
+def replaced(target: str, by: Any) -> Generator[None]:
+    """While active, `by` stands at a target; afterwards what stood there, or nothing."""
+    assert any(patch.target == target for patch in PATCHES), f"{target} is not listed in spmd/patches/_table.py"
+    owner, name = owner_of(target)
+    before = vars(owner).get(name, _ABSENT)  # as it is stored: a static method too
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+__all__ = ["PATCHES", "Patch", "current", "owner_of", "replace", "replace_everywhere", "replaced"]
