@@ -1,10 +1,19 @@
 """What modules see, and are seen to do, while a compiled function is traced."""
 
+import copy
+import sys
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
 
 import spmd
+from spmd.program import _step
+from spmd.program.find._objects import NewHolders
+from spmd.program.trace._capture import capture
+from spmd.program.trace._watch import Unreached
+from tests.oracle import assert_same, batch, twins
 
 
 class Careful(nn.Module):
@@ -59,3 +68,86 @@ def test_a_module_that_raises_inside_another_leaves_no_name_behind() -> None:
     step = spmd.compile(lambda x: model(x))
     step(torch.ones(3, device="jax"))
     assert "second" in step.hlo() and "first/second" not in step.hlo()
+
+
+class Around(nn.Module):
+    """Another module, and a parameter over memory that is there already."""
+
+    def __init__(self, inner: nn.Module, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(scale.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_module_made_inside_around_parameters_is_traced(is_named: bool) -> None:
+    host, device = twins()
+    scale = torch.ones(8, device="jax") * 2
+    kept = [device, scale]
+    held = sys.modules[__name__].__dict__
+    held["_out_of_reach"] = lambda: kept
+    find: Any = (lambda: kept) if is_named else (lambda: sys.modules["tests.program.test_watch"].__dict__["_out_of_reach"]())
+    step = spmd.compile(lambda x: Around(*find())(x))
+    for seed in (1, 2):
+        assert_same(step(batch(4, 8, seed=seed).to("jax")), host(batch(4, 8, seed=seed)) * 2)
+    assert step.num_traces == 1
+    del held["_out_of_reach"]
+
+
+def test_optimizers_that_step_in_hooks_are_found_by_one_more_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(model: nn.Module, wrap: Any, x: torch.Tensor) -> list[float]:
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+        def update(p: torch.Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        run = wrap(step)
+        return [run(x).item() for _ in range(3)]
+
+    traces: list[int] = []
+    monkeypatch.setattr(_step, "capture", lambda *args, **kwargs: (traces.append(0), capture(*args, **kwargs))[1])
+    host, device = twins()
+    want = losses(host, lambda f: f, batch(4, 8))
+    assert losses(device, spmd.compile, batch(4, 8).to("jax")) == pytest.approx(want, rel=1e-5)
+    assert len(traces) <= 3
+
+
+def test_an_optimizer_made_anew_by_each_trace_is_refused() -> None:
+    _, device = twins()
+    optimizer = torch.optim.SGD(device.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        device(x).square().mean().backward()
+        copy.copy(optimizer).step()
+
+    with pytest.raises(spmd.TraceError, match="makes its own SGD"):
+        spmd.compile(step)(batch(4, 8).to("jax"))
+
+
+@pytest.mark.parametrize(
+    ("again", "text"),
+    [
+        (lambda p: Unreached(torch.optim.SGD([p], lr=0.1)), "makes a new one each time it is traced: SGD"),
+        (lambda p: NewHolders(frozenset({Careful})), "fills objects that stay unknown: Careful"),
+    ],
+)
+def test_tracing_again_has_an_end(again: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.ones(3, device="jax"))
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise again(parameter)
+
+    monkeypatch.setattr(_step, "capture", never)
+    with pytest.raises(spmd.TraceError, match=text):
+        spmd.compile(lambda x: x)(batch(4, 8).to("jax"))

@@ -87,6 +87,14 @@ class Reachable:
         self.visit(value)
         self._visit_named()
 
+    def add_hooks(self) -> None:
+        """Visit what gradient hooks of the tensors in reach can reach: optimizers that step while backward runs."""
+        for tensor in self.device_tensors():
+            for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+                for hook in (hooks or {}).values():
+                    self.visit(hook)
+        self._visit_named()
+
     def leaves(self) -> list[torch.Tensor]:
         """Tensors that may get a gradient."""
         return [t for t in self.device_tensors() if t.requires_grad and t.is_leaf]

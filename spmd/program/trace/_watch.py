@@ -31,16 +31,28 @@ class Unreached(TraceAgain):
         super().__init__()
         self.value = value
 
+    @property
+    def key(self) -> Any:
+        """Equal for two that are made alike, one by each trace."""
+        value = self.value
+        tensors = value.parameters() if isinstance(value, torch.nn.Module) else (p for g in value.param_groups for p in g["params"])
+        return type(value).__qualname__, tuple(map(id, tensors))
+
 
 @contextmanager
 def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
     """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
     names = {id(module): name for name, module in found.all_modules()}
+    known = {buffer_of(t) for t in found.device_tensors()}
     scopes: list[tuple[str, Any]] = []
     thread = get_ident()  # torch calls these hooks for the modules and optimizers of all threads
 
+    def is_new(p: torch.Tensor) -> bool:
+        return p.device.type == "jax" and buffer_of(p) not in known and buffer_of(p) not in recorder.newborn
+
     def ran(module: torch.nn.Module) -> None:
-        if id(module) not in names and any(p.device.type == "jax" and buffer_of(p) not in recorder.newborn for p in module.parameters()):
+        # A module that the function makes around tensors that are known is no news: each trace makes another one.
+        if id(module) not in names and any(map(is_new, module.parameters())):
             raise Unreached(module)
         recorder.modules[id(module)] = module
 
