@@ -15,12 +15,11 @@ import gc
 import time
 import types
 import warnings
-from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-from spmd.base._errors import SpmdError, TraceError, message
+from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer, recording
 from spmd.device._turn import turn
 from spmd.patches._running_averages import bring_counts
@@ -42,9 +41,6 @@ from spmd.program.xla import _hlo
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-_MAX_MET = 2  # optimizers of one class over the same parameters that may turn up one after the other
 
 
 class Step(Compiled, Generic[P, R]):
@@ -96,8 +92,7 @@ class Step(Compiled, Generic[P, R]):
             try:
                 return self._obtained(args, kwargs)
             except NewHolders as new:
-                if new.classes <= self._holders:
-                    raise self._endless("fills objects that stay unknown", sorted(c.__name__ for c in new.classes)) from None
+                assert not new.classes <= self._holders, f"traced again for classes that are known: {new.classes}"
                 self._holders |= new.classes
 
     def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
@@ -149,7 +144,6 @@ class Step(Compiled, Generic[P, R]):
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs, self._holders)
         bring_counts(found.all_modules())
-        met: Counter[Any] = Counter()
         with OptimizerStates() as states:
             while True:
                 start = time.perf_counter()
@@ -159,10 +153,9 @@ class Step(Compiled, Generic[P, R]):
                 prepare_s += time.perf_counter() - start
                 try:
                     captured = self._captured(args, kwargs, found)
-                except Unreached as unreached:
-                    met[unreached.key] += 1
-                    if met[unreached.key] > _MAX_MET:
-                        raise self._endless("makes a new one each time it is traced", [type(unreached.value).__name__]) from None
+                except (
+                    Unreached
+                ) as unreached:  # it ends: a module brings tensors that were not known, `keep` refuses an optimizer made anew
                     found.add(unreached.value)
                     found.add_hooks()
                     continue
@@ -192,15 +185,6 @@ class Step(Compiled, Generic[P, R]):
                 if stale.unzeroed <= unmarked:
                     raise
                 unmarked |= stale.unzeroed
-
-    def _endless(self, what: str, names: list[str]) -> TraceError:
-        return TraceError(
-            message(
-                f"{self._name} {what}: {', '.join(names)}",
-                "a compiled function is traced again until everything that it updates is known before it runs",
-                fix="make it once, outside of the compiled function, and pass it or refer to it by a name",
-            )
-        )
 
     def _note_retrace(self, reason: str) -> None:
         self.retraces.append(reason)

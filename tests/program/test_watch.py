@@ -10,9 +10,7 @@ import torch.nn as nn
 
 import spmd
 from spmd.program import _step
-from spmd.program.find._objects import NewHolders
 from spmd.program.trace._capture import capture
-from spmd.program.trace._watch import Unreached
 from tests.oracle import assert_same, batch, twins
 
 
@@ -133,21 +131,3 @@ def test_an_optimizer_made_anew_by_each_trace_is_refused() -> None:
 
     with pytest.raises(spmd.TraceError, match="makes its own SGD"):
         spmd.compile(step)(batch(4, 8).to("jax"))
-
-
-@pytest.mark.parametrize(
-    ("again", "text"),
-    [
-        (lambda p: Unreached(torch.optim.SGD([p], lr=0.1)), "makes a new one each time it is traced: SGD"),
-        (lambda p: NewHolders(frozenset({Careful})), "fills objects that stay unknown: Careful"),
-    ],
-)
-def test_tracing_again_has_an_end(again: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter = nn.Parameter(torch.ones(3, device="jax"))
-
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise again(parameter)
-
-    monkeypatch.setattr(_step, "capture", never)
-    with pytest.raises(spmd.TraceError, match=text):
-        spmd.compile(lambda x: x)(batch(4, 8).to("jax"))

@@ -31,13 +31,6 @@ class Unreached(TraceAgain):
         super().__init__()
         self.value = value
 
-    @property
-    def key(self) -> Any:
-        """Equal for two that are made alike, one by each trace."""
-        value = self.value
-        tensors = value.parameters() if isinstance(value, torch.nn.Module) else (p for g in value.param_groups for p in g["params"])
-        return type(value).__qualname__, tuple(map(id, tensors))
-
 
 @contextmanager
 def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
