@@ -24,18 +24,13 @@ FAST: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,
 }
 OPTIMIZED = (
-    "tests/fsdp/test_fsdp.py",
     "tests/program/test_channels_last.py",
-    "tests/program/test_fused_attention.py",
     "tests/program/test_gpt2.py",
     "tests/program/test_gradients.py",
-    "tests/program/test_hlo.py",
     "tests/program/test_megatron.py",
     "tests/program/test_optim.py",
     "tests/program/test_remat.py",
     "tests/sharding/test_precision.py",
-    "tests/test_models.py",
-    "tests/test_uneven.py",
 )
 _VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _MAX_MAPS = 20_000  # of 65,530 that Linux lets a process have

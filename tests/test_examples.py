@@ -10,7 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+SHOWN_ELSEWHERE = {"train_gpt2": "tests/test_train_gpt2.py runs it seven times"}
+CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SHOWN_ELSEWHERE else []) for path in EXAMPLES]
+
+
+@pytest.mark.parametrize("example", CASES)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     code = "import runpy, sys; root, *sys.argv = sys.argv[1:]; sys.path.insert(0, root); runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:virtual_devices", "-c", code, str(ROOT), str(example)]

@@ -74,6 +74,7 @@ def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return all_reduce(torch.tanh(x) @ w, "sum", M)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_are_those_of_the_whole_function(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
     x, w = batch(8, 16), batch(16, 4, seed=2)
