@@ -25,6 +25,7 @@ from spmd.device._backend import register as _register
 from spmd.device._call_jax import call_jax as call_jax
 from spmd.fsdp import fully_shard as fully_shard
 from spmd.patches._module_apply import register as _register_moves
+from spmd.patches._parameter import register as _register_parameters
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 from spmd.program.flow._accumulate import accumulate as accumulate
@@ -72,6 +73,7 @@ _register_control_flow()
 _register_precision()
 _register_in_graphs()
 _register_moves()
+_register_parameters()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [

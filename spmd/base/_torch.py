@@ -82,6 +82,7 @@ try:
     from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
 
     storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+    storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
     disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # torch.compiler.disable imports Dynamo, which takes seconds

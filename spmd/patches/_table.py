@@ -72,6 +72,12 @@ PATCHES: tuple[Patch, ...] = (
         parameters="self, fn, recurse",
     ),
     Patch(
+        "torch.nn.Parameter.__new__",
+        "a parameter made of a marked one is marked alike; torch asks its `detach` for a parameter, which it is not",
+        "spmd/patches/_parameter.py",
+        parameters="cls, data, requires_grad",
+    ),
+    Patch(
         "torch.nn.functional.embedding_bag",
         "bags of one size keep their batch dim, along which they are split",
         "spmd/patches/_embedding_bag.py",

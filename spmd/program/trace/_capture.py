@@ -37,6 +37,7 @@ from spmd.program.reuse._guards import Guard, LeafState
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
+from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._results import Leaf, Results
 from spmd.program.trace._watch import functorch_left_on, said_to_be_compiling, watching
@@ -221,7 +222,6 @@ def capture(
     numbers = LiftedNumbers(found.optimizers)
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
     python = PythonState(found.places(), found.all_modules())
-    cpu_tensors = found.cpu_tensors()
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers]
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in arg_buffers] + [host_array(t) for t in host_tensors]
@@ -231,17 +231,18 @@ def capture(
     with (
         exact_dtypes(),
         no_host_random(),
-        no_host_writes(cpu_tensors),
+        no_host_writes(found.cpu_tensors()),
         python,
         TracedState(found.optimizers) as optim,
         Gradients(leaves, unmarked) as gradients,
+        Memory([*found.named_tensors(), *(("an argument", t) for t in bound if is_device_tensor(t))]) as memory,
     ):
         call, objects = unflatten(bound, flat.tree)
         first = flat.tree.root.objects.count(None) if is_stacked else 0  # what objects hold is no stack
         held = {id(bound[i]): i for i in range(first, len(bound)) if not isinstance(bound[i], PLAIN)}
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
         state = _Running(
-            *(fn, call, objects, held, positions, is_stacked, numbers, found, python, optim, gradients),
+            *(fn, call, objects, held, positions, is_stacked, numbers, found, python, optim, gradients, memory),
             *(keep_grads, debug_nans, counters, likely_platform(reachable)),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
@@ -362,6 +363,7 @@ class _Running:
     python: PythonState
     optim: TracedState
     gradients: Gradients
+    memory: Memory
     keep_grads: bool
     debug_nans: bool
     counters: dict[Buffer, Any]
@@ -402,6 +404,7 @@ class _Running:
                 with nothing_swallowed(), Switches() as switches:
                     result = self.fn(*args, **kwargs)
                 self.optim.note(recorder.newborn.__contains__)
+                self.memory.write_back()
             outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
             self.num_outputs = len(outputs)
             self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
@@ -465,5 +468,6 @@ class _Running:
         guards.append(_guards.numbers_guard(self.numbers))
         guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches.values())
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
+        guards.extend(self.memory.guards())
         guards.extend(self.gradients.guards(recorder.touched.__contains__, slots, self.held))
         return guards

@@ -1,0 +1,95 @@
+"""`p.data = new` in a traced function: the tensor's memory is updated, as by `p.copy_(new)`, in every call.
+
+PyTorch gives the tensor other memory and leaves the old as it was. That is the same for whoever holds only the tensor, so where another
+tensor shares its memory, before a call or after it, the function is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from spmd.base._errors import TraceError, message
+from spmd.base._torch import storage_use_count
+from spmd.device._storage import Buffer, buffer_of, load, store
+from spmd.program.trace._window import leaves_whole
+
+
+class Memory:
+    """The memory of some tensors around a trace. A context: on leaving, each has its own again.
+
+    Attributes:
+        replaced: the tensors that the function gave other memory, by name.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._kept = [(name, t, _shown(t), num_sharing(t)) for name, t in named]
+        self._old: dict[int, torch.Tensor] = {}
+        self.replaced: list[tuple[str, torch.Tensor]] = []
+
+    def __enter__(self) -> Memory:
+        with torch.no_grad():
+            self._old = {id(t): t.data for _, t, _, _ in self._kept}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, t, shown, _ in self._kept:
+            if _shown(t) != shown:
+                t.data = self._old[id(t)]
+        self._old = {}
+
+    def write_back(self) -> None:
+        """At the end of the function: each tensor its own memory, with the values that it has now.
+
+        Raises:
+            TraceError: a tensor got another shape or dtype, or shares memory with another, so that no update in place is the same.
+        """
+        changed = [(name, t, count) for name, t, shown, count in self._kept if _shown(t) != shown]
+        groups: dict[Buffer, list[torch.Tensor]] = {}
+        for name, t, count in changed:
+            old = self._old[id(t)]
+            if (t.shape, t.dtype) != (old.shape, old.dtype):
+                raise _refused(name, f"had {old.dtype} of shape {tuple(old.shape)}, gets {t.dtype} of shape {tuple(t.shape)}")
+            if count > 1:
+                raise _refused(name, "another tensor shares the memory that it had")
+            groups.setdefault(buffer_of(t), []).append(t)
+        unchanged = {buffer_of(t) for _, t, shown, _ in self._kept if _shown(t) == shown}
+        for name, t, _ in changed:
+            buffer = buffer_of(t)
+            if buffer in unchanged or (len(groups[buffer]) > 1 and leaves_whole(groups[buffer], buffer)):
+                raise _refused(name, "it gets memory that another tensor has too")
+        values = [load(t) for _, t, _ in changed]
+        for (name, t, _), value in zip(changed, values, strict=True):
+            t.data = self._old[id(t)]
+            store(t, value)
+            self.replaced.append((name, t))
+
+    def guards(self) -> list[Callable[[], str | None]]:
+        """Nobody shares the memory of these tensors."""
+        replaced = self.replaced
+
+        def check() -> str | None:
+            for name, t in replaced:
+                if num_sharing(t) > 1:
+                    return f"another tensor shares the memory of {name}, whose .data the function replaces"
+            return None
+
+        return [check] if replaced else []
+
+
+def _shown(tensor: torch.Tensor) -> Any:
+    """The storage and the part of it that a tensor shows."""
+    return id(buffer_of(tensor)), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def num_sharing(tensor: torch.Tensor) -> int:
+    """How many tensors there are on the storage of this one."""
+    storage = tensor.untyped_storage()  # one object however often it is asked for, which counts too
+    return storage_use_count(storage._cdata) - 1
+
+
+def _refused(name: str, why: str) -> TraceError:
+    what = f"the compiled function sets {name}.data to another tensor"
+    return TraceError(message(what, why, fix=f"update it in place: {name}.data.copy_(new)"))
