@@ -123,7 +123,7 @@ class Run:
     def evaluate(self) -> None:
         """The loss of some batches without dropout; nothing of the run depends on it."""
         self.model.eval()
-        with mesh.long("evaluating"):
+        with mesh.extended_timeout("evaluating"):
             for number in range(5):
                 self.test_loss(self.batch(-1 - number)).item()
                 time.sleep(self.args.pause)
@@ -163,7 +163,7 @@ class Run:
         return copy.cpu().numpy()
 
     def save(self, step: int) -> None:
-        with mesh.long("saving"):
+        with mesh.extended_timeout("saving"):
             values = self.values()
             if self.is_first:
                 stream = torch.jax.get_rng_state().numpy()

@@ -208,7 +208,7 @@ class Run:
     def evaluate(self) -> None:
         """Mean loss of held-out batches, without dropout."""
         self.model.eval()
-        with mesh.long("evaluating"):
+        with mesh.extended_timeout("evaluating"):
             losses = [
                 self.loss(*batch) for batch, _ in zip(self.loader(self.text.held_out, False), range(EVALUATION_BATCHES), strict=False)
             ]

@@ -17,7 +17,8 @@ from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_di
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 from mesh._topology import topology_devices, topology_options
-from mesh.job._join import barrier, init, long, report_saved, should_stop
+from mesh.job._join import barrier, extended_timeout, init, report_saved, should_stop
+from mesh.job._join import long as long
 from mesh.job._place import PREEMPTED, Host
 
 __all__ = [
@@ -47,8 +48,8 @@ __all__ = [
     "Host",
     "PREEMPTED",
     "barrier",
+    "extended_timeout",
     "init",
-    "long",
     "report_saved",
     "should_stop",
     # rules

@@ -78,7 +78,7 @@ def virtual_devices(n: int) -> None:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         what = f"virtual_devices({n!r}) makes no devices"
-        raise DeviceError(message(what, f"{n!r} is no positive int", fix="mesh.virtual_devices(8)"))
+        raise DeviceError(message(what, f"{n!r} is not a positive int", fix="mesh.virtual_devices(8)"))
     if _split.num_processes > 1:
         n = _share(n)
     if _backends_are_initialized():

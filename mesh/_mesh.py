@@ -146,11 +146,11 @@ class Mesh:
         """
         logical_id = {device: position for position, device in enumerate(_devices.devices())}
         named = cast("list[Device]", jax_mesh.devices.ravel().tolist())
-        strangers = [device for device in named if device not in logical_id]
-        if strangers:
+        unknown = [device for device in named if device not in logical_id]
+        if unknown:
             raise DeviceError(
                 message(
-                    f"the jax mesh {dict(jax_mesh.shape)} names device {strangers[0]}, which is not in use",
+                    f"the jax mesh {dict(jax_mesh.shape)} names device {unknown[0]}, which is not in use",
                     f"in use: {len(logical_id)} devices on platform {_devices.platform()!r}",
                     fix="build the jax mesh from mesh.devices()",
                 )
@@ -175,7 +175,9 @@ class Mesh:
         """
         missing = {"device_ids", "mesh_shape", "axis_names"} - data.keys()
         if missing:
-            raise MeshError(message("this dict is no mesh", f"missing: {', '.join(sorted(missing))}", fix="write it with Mesh.to_dict()"))
+            raise MeshError(
+                message("this dict is not a mesh", f"missing: {', '.join(sorted(missing))}", fix="write it with Mesh.to_dict()")
+            )
         return cls(
             cast("Sequence[int]", data["device_ids"]),
             cast("Sequence[int]", data["mesh_shape"]),
@@ -202,7 +204,7 @@ class Mesh:
         axes = [_AXIS.fullmatch(part) for part in axes_text.split(",")]
         ids_valid = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ids_text) is not None
         if not all(axes) or (at and not ids_valid):
-            raise MeshError(message(f"{text!r} is no mesh", fix="write axis=size pairs, e.g. 'data=4,model=2' or 'data=2@1,0'"))
+            raise MeshError(message(f"{text!r} is not a mesh", fix="write axis=size pairs, e.g. 'data=4,model=2' or 'data=2@1,0'"))
         names = [match[1] for match in axes if match]
         shape = [int(match[2]) for match in axes if match]
         ids = [int(part) for part in ids_text.split(",")] if at else range(math.prod(shape))
@@ -305,7 +307,7 @@ def _title(names: Sequence[str], shape: Sequence[int], topology: str | None = No
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     sizes = np.asarray(mesh_shape)
     if sizes.ndim != 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or (sizes < 1).any():
-        raise MeshError(message(f"{mesh_shape!r} is no mesh shape", fix="give one positive size per axis, e.g. (4, 2)"))
+        raise MeshError(message(f"{mesh_shape!r} is not a mesh shape", fix="give one positive size per axis, e.g. (4, 2)"))
     return tuple(int(size) for size in sizes)
 
 
@@ -323,7 +325,7 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
         )
     for name in names:
         if not isinstance(name, str) or not _AXIS_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise MeshError(message(f"{name!r} is no axis name", fix="use a string without spaces, '=', ',' and '@', e.g. 'data'"))
+            raise MeshError(message(f"{name!r} is not an axis name", fix="use a string without spaces, '=', ',' and '@', e.g. 'data'"))
     if len(set(names)) != len(names):
         raise MeshError(message(f"axis_names={names} repeat a name", fix="give every axis its own name"))
     return names

@@ -39,7 +39,7 @@ class SpecError(MeshError):
 
 
 class RulesError(SpecError):
-    """Rules for a model, applied strictly, leave something that is probably not meant."""
+    """Rules for a model, applied strictly, make suspicious placements."""
 
 
 class DeviceError(MeshError, RuntimeError):

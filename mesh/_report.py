@@ -62,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about the rules that is probably not meant.
+    """A suspicious placement that rules make.
 
     Attributes:
         kind: "replicated", "unmatched", "shadowed", "uneven", "tied", "heads" or "packed".
@@ -131,7 +131,7 @@ class RulesReport:
         count = len(self.errors)
         raise RulesError(
             message(
-                f"the rules leave {count} thing{'s' * (count > 1)} that {'are' if count > 1 else 'is'} probably not meant",
+                f"the rules make {count} suspicious placement{'s' * (count > 1)}",
                 *details,
                 fix="change the rules as said above, or pass strict=False and read the report",
             )

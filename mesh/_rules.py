@@ -181,7 +181,7 @@ def _as_rule(pair: object) -> Rule:
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str | re.Pattern) or pair[0] == "":
         raise SpecError(
             message(
-                f"{pair!r} is no rule",
+                f"{pair!r} is not a rule",
                 "a rule is a pair of a pattern and a spec",
                 fix="write ('layers.*.up.weight', ('model', None)); None as spec replicates",
             )

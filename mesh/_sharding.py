@@ -113,7 +113,7 @@ class ShardingSpec:
         if uneven == "error":
             _require_even(self, shape, title)
         elif uneven != "pad":
-            raise SpecError(message(f"uneven={uneven!r} is no way to treat uneven dims", fix='uneven="pad" or uneven="error"'))
+            raise SpecError(message(f"uneven must be 'pad' or 'error', got {uneven!r}", fix='uneven="pad" or uneven="error"'))
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape in which a tensor is stored: a dim that its axes do not divide is padded at its end to equal pieces.
@@ -211,7 +211,7 @@ class ShardingSpec:
         missing = {"mesh", "partition_spec"} - data.keys()
         if missing:
             details = [f"missing: {', '.join(sorted(missing))}"]
-            raise SpecError(message("this dict is no sharding spec", *details, fix="write it with ShardingSpec.to_dict()"))
+            raise SpecError(message("this dict is not a sharding spec", *details, fix="write it with ShardingSpec.to_dict()"))
         mesh = Mesh.from_dict(cast("Mapping[str, object]", data["mesh"]))
         return cls(mesh, PartitionSpec.from_dict(cast("Mapping[str, object]", data["partition_spec"])))
 

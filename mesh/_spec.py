@@ -130,7 +130,7 @@ class PartitionSpec:
             SpecError: the entries are missing or malformed.
         """
         if not isinstance(data.get("entries"), list | tuple):
-            raise SpecError(message("this dict is no partition spec", "missing: entries", fix="write it with PartitionSpec.to_dict()"))
+            raise SpecError(message("this dict is not a partition spec", "missing: entries", fix="write it with PartitionSpec.to_dict()"))
         return as_spec(cast("list[Entry]", data["entries"]))
 
     @classmethod
@@ -166,7 +166,7 @@ def as_spec(spec: SpecLike) -> PartitionSpec:
         return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
     raise SpecError(
         message(
-            f"{spec!r} is no partition spec",
+            f"{spec!r} is not a partition spec",
             "a spec has one entry per dim: an axis name, an axis index, a tuple of these, or None",
             fix="PartitionSpec('data', None), or (None, None) to replicate a tensor of two dims",
         )
@@ -193,7 +193,7 @@ def _checked_axis(axis: object, entries: tuple[object, ...]) -> Axis:
         return int(axis)
     raise SpecError(
         message(
-            f"PartitionSpec({', '.join(map(repr, entries))}) has an entry that is no mesh axis",
+            f"PartitionSpec({', '.join(map(repr, entries))}) has an entry that is not a mesh axis",
             f"{axis!r} is of type {type(axis).__name__}",
             fix="for each dim write an axis name, an axis index, a tuple of these, or None",
         )
@@ -214,4 +214,6 @@ def _require_distinct(entries: tuple[Entry, ...]) -> None:
 
 
 def _no_tuple(text: str) -> str:
-    return message(f"{text!r} is no partition spec", fix="write a tuple with one entry per dim, e.g. \"('data', None)\" or \"('data',)\"")
+    return message(
+        f"{text!r} is not a partition spec", fix="write a tuple with one entry per dim, e.g. \"('data', None)\" or \"('data',)\""
+    )

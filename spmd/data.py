@@ -67,7 +67,7 @@ def shard_loader(
         SpmdError: while iterating: batches do not fit the spec or each other.
     """
     if ragged not in ("error", "drop", "pad") or feeds not in ("slice", "batch") or prefetch < 0:
-        what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) makes no sense"
+        what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) has an invalid option"
         raise SpmdError(message(what, fix='ragged is "error", "drop" or "pad", feeds is "slice" or "batch", prefetch is 0 or more'))
     return ShardedLoader(loader, as_mesh(mesh), spec, prefetch, ragged, feeds, check, current_gang() if gang is None else gang)
 

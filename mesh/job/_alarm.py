@@ -1,4 +1,4 @@
-"""Alarm: the ends of a process that must end the whole job, said once, plainly, and without waiting for anybody.
+"""Alarm: exits of a process that must end the whole job. Each is reported once, in one line, and never blocks.
 
 An exception in one process leaves the others in a collective that never completes, and jax's own shutdown waits minutes
 for them. So the first failure is announced to all, each writes one line, and each leaves at once by its exit code.
@@ -57,14 +57,14 @@ class Alarm:
         self.failed(f"{caught.exc_type.__name__}: {caught.exc_value} (in {name})", 1)
 
     def failed(self, why: str, code: int) -> None:
-        """This process failed: tell the others and leave with `code`."""
+        """This process failed: notify the others and leave with `code`."""
         self._lock.acquire()  # never released: the first thread that comes here ends the process
         _within(_ANNOUNCE_S, lambda: self._announce("failed", why=why.splitlines()[0][:500], code=code))
         self._record("failed", why, code)
         self._leave(code)
 
     def stuck(self, culprit: int | None, why: str) -> None:
-        """The watchdog bit: tell the others, show what every thread does, leave."""
+        """The watchdog found a stall: notify the others, print the stack of every thread, leave."""
         self._lock.acquire()
         self._record("stuck", why, STUCK)
         # Process 0, which passes the news on, may be the one that stands still.

@@ -179,7 +179,7 @@ def expand_hostlist(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names.extend(_expanded(part))
     if not names or text.count("[") != text.count("]"):
-        raise JobError(message(f"{text!r} is no list of hosts", fix="write names with ranges, e.g. 'node[01-04],node7'"))
+        raise JobError(message(f"{text!r} is not a list of hosts", fix="write names with ranges, e.g. 'node[01-04],node7'"))
     return names
 
 
@@ -192,7 +192,7 @@ def _expanded(part: str) -> list[str]:
     for piece in inside.split(","):
         low, dash, high = piece.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) - int(low) > 100_000):
-            raise JobError(message(f"{part!r} is no list of hosts", f"{piece!r} is no range", fix="write e.g. 'node[01-04]'"))
+            raise JobError(message(f"{part!r} is not a list of hosts", f"{piece!r} is not a range", fix="write e.g. 'node[01-04]'"))
         names += [f"{head}{i:0{len(low)}d}" for i in range(int(low), int(high if dash else low) + 1)]
     return [name + end for name in names for end in _expanded(tail)] if tail else names
 

@@ -154,7 +154,7 @@ def shared(name: str, own: str, timeout_s: float = SHARED_VALUE_S) -> str:
     """Process 0's value of something that all processes must hold alike; `own` is this process's.
 
     Raises:
-        JobError: process 0 did not tell in time.
+        JobError: process 0 did not answer in time.
     """
     if _joined.job is None:
         return own
@@ -164,7 +164,7 @@ def shared(name: str, own: str, timeout_s: float = SHARED_VALUE_S) -> str:
         return own
     value = service.get(key, timeout_s)
     if value is None:
-        raise JobError(message(f"process 0 did not say its {name} within {timeout_s:g} s", fix="look at what process 0 wrote last"))
+        raise JobError(message(f"process 0 did not send its {name} within {timeout_s:g} s", fix="look at what process 0 wrote last"))
     return value
 
 
@@ -187,13 +187,16 @@ def report_saved(step: int) -> None:
 
 
 @contextmanager
-def long(what: str) -> Generator[None]:
+def extended_timeout(what: str) -> Generator[None]:
     """While active, the watchdog allows as much time as for a first step: saving, evaluating, loading."""
     if _joined.job is None:
         yield
         return
-    with _joined.job.watchdog.long(what):
+    with _joined.job.watchdog.extended(what):
         yield
+
+
+long = extended_timeout  # its name before
 
 
 def _placed(coordinator: str | None, count: int | None, index: int | None) -> Host:

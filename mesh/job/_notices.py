@@ -1,4 +1,4 @@
-"""Notices: what one process tells all others at once, whatever their main threads do, as an ordered list in the service.
+"""Notices: messages from one process to all others, delivered whatever their main threads do: an ordered list in the service.
 
 A daemon thread of each process waits for the next notice and hands it to the listeners; a failure reaches the others in
 milliseconds, also while they wait in a collective. It ends by a notice of its own (`leave`): a thread that still waits in

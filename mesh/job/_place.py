@@ -1,4 +1,4 @@
-"""Host: this process's place in a job, and the exit codes by which processes of a job tell a launcher why they ended.
+"""Host: this process's place in a job, and the exit codes by which a launcher knows why a process of the job ended.
 
 An immutable value and a few numbers; knows neither sockets nor jax.
 """

@@ -1,4 +1,4 @@
-"""Records: small files by which the processes of a job and its launcher tell each other things."""
+"""Records: small files that the processes of a job and its launcher exchange."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
     """
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 65535:
-        raise JobError(message(f"{address!r} is no address of a coordinator", fix=f"write name:port, e.g. 'node1:{DEFAULT_PORT}'"))
+        raise JobError(message(f"{address!r} is not an address of a coordinator", fix=f"write name:port, e.g. 'node1:{DEFAULT_PORT}'"))
     try:
         found = socket.getaddrinfo(name.strip("[]"), int(port), socket.AF_UNSPEC, socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -198,7 +198,7 @@ class RollCall:
         own = self.own
         if report.count != own.count:
             return message(
-                "the processes do not agree on how many they are",
+                "the processes disagree on their number",
                 f"process {own.index} ({own.where}) says {own.count}, process {report.index} ({report.where}) says {report.count}",
                 fix="start all of them with the same number of processes",
             )

@@ -66,8 +66,8 @@ class Watchdog:
     Args:
         service: where the beats are.
         index, count: this process, and how many there are.
-        limits: when to bite.
-        bite: called once, with who stopped first (or None) and a line that says why.
+        limits: after how long it calls `on_stall`.
+        on_stall: called once, with who stopped first (or None) and a line that says why.
         warn: called with a line for each step that takes three medians and more.
     """
 
@@ -77,10 +77,10 @@ class Watchdog:
         index: int,
         count: int,
         limits: Limits,
-        bite: Callable[[int | None, str], None],
+        on_stall: Callable[[int | None, str], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._service, self._index, self._count, self._limits, self._bite, self._warn = service, index, count, limits, bite, warn
+        self._service, self._index, self._count, self._limits, self._on_stall, self._warn = service, index, count, limits, on_stall, warn
         self._steps, self._phase = 0, "before the first step"
         self._since = self._entered = time.monotonic()
         self._durations: deque[float] = deque(maxlen=101)
@@ -108,7 +108,7 @@ class Watchdog:
         self._phase, self._is_long = "between steps", False
 
     @contextmanager
-    def long(self, phase: str) -> Generator[None]:
+    def extended(self, phase: str) -> Generator[None]:
         """While active, the long limit holds: compiling, saving, evaluating."""
         kept = self._phase, self._is_long
         self._phase, self._is_long, self._was_long, self._since = phase, True, True, time.monotonic()
@@ -136,7 +136,7 @@ class Watchdog:
         return max(self._limits.least_s, _FACTOR * statistics.median(self._durations)) if self._durations else self._limits.least_s
 
     def stop(self) -> None:
-        """The process ends: no more beats, and no bite."""
+        """The process ends: no more beats, and `on_stall` is not called."""
         self._over.set()
 
     def _publish(self) -> None:
@@ -193,7 +193,7 @@ class Watchdog:
             if silent is None and stood_s < limit_s:
                 continue
             if not self._over.is_set():
-                self._bite(*(silent or self._culprit(stood_s)))
+                self._on_stall(*(silent or self._culprit(stood_s)))
             return
 
     def _beats(self) -> dict[int, Beat] | None:
@@ -206,7 +206,7 @@ class Watchdog:
             except ServiceLost:
                 return
 
-        asking = threading.Thread(target=ask, name="beats asked", daemon=True)
+        asking = threading.Thread(target=ask, name="beats read", daemon=True)
         asking.start()
         asking.join(_ANSWER_S)
         return found[0] if found else None

@@ -125,8 +125,8 @@ def _failed(gang: Gang, output: Output, where: tuple[Path, int] | None) -> Outco
     return Outcome(int(record["code"]), first, str(record["why"]), may_restart=True)
 
 
-def tell(outcome: Outcome, output: Output, name: str, began: float, directory: Path) -> None:
-    """Say who failed first, and repeat what it wrote last: the rest followed from it."""
+def report_outcome(outcome: Outcome, output: Output, name: str, began: float, directory: Path) -> None:
+    """Print what the process that failed first wrote last, then one line that names it: the other failures followed from it."""
     first = outcome.first
     if first is None:
         return

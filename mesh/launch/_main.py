@@ -20,7 +20,7 @@ from pathlib import Path
 from mesh.job._records import write_record
 from mesh.job._timeouts import DEFAULT_PORT
 from mesh.launch import _member
-from mesh.launch._attempt import Outcome, Stops, tell, watch
+from mesh.launch._attempt import Outcome, Stops, report_outcome, watch
 from mesh.launch._emit import emit
 from mesh.launch._gang import Gang, InMember
 from mesh.launch._keeper import Keeper
@@ -58,7 +58,7 @@ def _launch(options: Options) -> int:
     is_own = options.directory is None
     directory = Path(tempfile.mkdtemp(prefix="spmd-job-")) if options.directory is None else options.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    told = _told_on_stdin() if options.node is not None else {}
+    told = _read_secrets() if options.node is not None else {}
     code = _attempts(options, stops, keeper, directory, told)
     keeper.release()
     if is_own:
@@ -71,7 +71,7 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
     while True:
         began = time.time()
         outcome, output, names = _attempt(options, stops, keeper, directory, attempt, told)
-        tell(outcome, output, names(outcome), began, directory)
+        report_outcome(outcome, output, names(outcome), began, directory)
         if outcome.first is not None and options.node is None:
             record = {"process": outcome.first.member, "code": outcome.first.code, "seen": outcome.first.time, "why": outcome.why}
             write_record(directory / f"first-exit-{attempt}.json", json.dumps(record))
@@ -172,7 +172,8 @@ def _start_over_ssh(gang: Gang, options: Options, attempt: int) -> None:
         gang.spawn(number, [*shlex.split(options.ssh), host, remote], os.environ, told)
 
 
-def _told_on_stdin() -> dict[str, str]:
+def _read_secrets() -> dict[str, str]:
+    """Environment variables that the launcher on the first machine sends as one line of JSON, so that no command line shows them."""
     line = b""
     while not line.endswith(b"\n") and len(line) < 4096:
         piece = os.read(0, 1)

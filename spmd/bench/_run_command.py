@@ -85,7 +85,7 @@ def job_of(args: BenchArgs) -> Job:
     text = args.mesh or ("data=1" if args.platform == "gpu" else script.MESH)
     axes = [part.partition("=") for part in text.split(",")]
     if not all(axis.strip() and size.strip().isdecimal() and int(size) for axis, _, size in axes):
-        raise SpmdError(message(f"{text!r} is no mesh", "an axis and its size, separated by commas", fix=f"--mesh {script.MESH}"))
+        raise SpmdError(message(f"{text!r} is not a mesh", "an axis and its size, separated by commas", fix=f"--mesh {script.MESH}"))
     return Job(
         name,
         str(scripts()),

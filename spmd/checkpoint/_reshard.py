@@ -75,7 +75,7 @@ def _whole_step(root: Path, step: int | None) -> _files.StepName:
 
 def _sizes(mesh: str) -> dict[str, int]:
     if not _MESH.fullmatch(mesh):
-        raise CheckpointError(message(f"{mesh!r} is no mesh", fix="write axes and sizes, as in data=4,model=2"))
+        raise CheckpointError(message(f"{mesh!r} is not a mesh", fix="write axes and sizes, as in data=4,model=2"))
     sizes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
     if 0 in sizes.values():
         raise CheckpointError(message(f"{mesh!r} has an axis of size 0", fix="write sizes of 1 or more"))

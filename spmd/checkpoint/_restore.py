@@ -73,7 +73,7 @@ def restore(
     root = Path(os.path.abspath(path))
     _save.join(root)
     gang = current_gang() if gang is None else gang
-    with mesh.long("restoring"):
+    with mesh.extended_timeout("restoring"):
         return _restored(root, state, step, cast, random, gang)
 
 

@@ -1,4 +1,4 @@
-"""The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes end to end. Parsed with distrust.
+"""The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes end to end. Validated before use.
 
     file = SafetensorsFile(path)
     file.entries["lm_head.weight"].shape

@@ -59,7 +59,7 @@ class Saving:
             CheckpointError: it was not saved.
         """
         try:
-            with mesh.long("saving"):
+            with mesh.extended_timeout("saving"):
                 self._outcome.result()
         finally:
             if _pending.get(self.root) is self:
@@ -94,12 +94,12 @@ def save(
     if not wait:
         staging = _staging.setdefault(root, Staging([]))
         staging.rewind()
-    with mesh.long("copying what is to be saved"):
+    with mesh.extended_timeout("copying what is to be saved"):
         pieces = pieces_of(collected.leaves, gang.index, gang.size, staging)
     writer = _Writer(root, step, keep, gang, collected, list(packed(pieces)))
     outcome: Future[None] = Future()
     if wait:
-        with mesh.long("saving"):
+        with mesh.extended_timeout("saving"):
             writer.run()
         outcome.set_result(None)
         return Saving(root, step, outcome)

@@ -35,7 +35,7 @@ _SHOWN = 160
 
 def compiling() -> AbstractContextManager[None]:
     """While active, the watchdog waits as long as a compilation may take."""
-    return nullcontext() if _join.job() is None else mesh.long("compiling")
+    return nullcontext() if _join.job() is None else mesh.extended_timeout("compiling")
 
 
 class Watched:

@@ -73,7 +73,7 @@ def enable_manual_sharding(t: torch.Tensor, partition_spec: mesh_.SpecLike, *, m
         mesh: the mesh, or None for the global one.
 
     Raises:
-        SpecError, SpmdError: as `mark_sharding`; or there is no mesh.
+        SpecError, SpmdError: as `mark_sharding`; or there is not a mesh.
     """
     grid = as_mesh(mesh_or_global(mesh, "enable_manual_sharding"))
     return as_manual(_Cut.apply(t, checked_spec(t, grid, partition_spec)), grid)  # pyright: ignore[reportArgumentType]

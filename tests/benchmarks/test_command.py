@@ -94,9 +94,9 @@ def test_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"preset": "huge"}, "megatron has no preset 'huge'"),
         ({"variant": "hf"}, "megatron has no variant 'hf'"),
-        ({"mesh": "data"}, "'data' is no mesh"),
-        ({"mesh": "data=4,=2"}, "'data=4,=2' is no mesh"),
-        ({"mesh": "data=x"}, "'data=x' is no mesh"),
+        ({"mesh": "data"}, "'data' is not a mesh"),
+        ({"mesh": "data=4,=2"}, "'data=4,=2' is not a mesh"),
+        ({"mesh": "data=x"}, "'data=x' is not a mesh"),
     ],
 )
 def test_sizes_that_are_not_there_are_refused_before_anything_runs(wrong: Any, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_same_number_is_accepted_and_another_refused_in_this_process() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, True, 2.0, "8"])
 def test_no_number_of_devices_is_refused(n: object) -> None:
-    with pytest.raises(mesh.DeviceError, match=r"is no positive int\n  fix: mesh.virtual_devices\(8\)"):
+    with pytest.raises(mesh.DeviceError, match=r"is not a positive int\n  fix: mesh.virtual_devices\(8\)"):
         mesh.virtual_devices(n)  # type: ignore[arg-type]
 
 

@@ -115,7 +115,7 @@ def test_host_lists_are_spelled_out(text: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1-2]]", "n[1-999999999]"])
 def test_host_list_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="is no list of hosts"):
+    with pytest.raises(JobError, match="is not a list of hosts"):
         expand_hostlist(text)
 
 
@@ -178,7 +178,7 @@ def test_processes_that_fit_are_told_where_the_service_is() -> None:
 @pytest.mark.parametrize(
     ("reports", "text"),
     [
-        ([Report(1, 3, VERSIONS, "host 1")], "do not agree on how many they are"),
+        ([Report(1, 3, VERSIONS, "host 1")], "disagree on their number"),
         ([Report(0, 2, VERSIONS, "host 9")], "process 0 reported twice"),
         ([Report(5, 2, VERSIONS, "host 5")], "there is no process 5 in a job of 2"),
         ([Report(1, 2, {"jax": "2"}, "host 1")], "different versions of jax"),
@@ -283,7 +283,7 @@ def test_bytes_that_are_no_report_of_this_job_are_none() -> None:
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:x", "host:0", "host:65535", "host:99999"])
 def test_address_without_a_sensible_port_is_refused(address: str) -> None:
-    with pytest.raises(JobError, match="is no address of a coordinator"):
+    with pytest.raises(JobError, match="is not an address of a coordinator"):
         resolve(address, spans_machines=False)
 
 
@@ -406,16 +406,16 @@ def test_meeting_before_a_program_names_who_does_not_come() -> None:
 
 
 class Bitten:
-    """A watchdog whose warnings and bite are kept."""
+    """A watchdog whose warnings and stalls are kept."""
 
     def __init__(self, service: Service, index: int, limits: Limits) -> None:
-        self.bites: list[tuple[int | None, str]] = []
+        self.stalls: list[tuple[int | None, str]] = []
         self.warnings: list[str] = []
         self.over = threading.Event()
-        self.dog = Watchdog(service, index, 2, limits, self._bite, self.warnings.append)
+        self.dog = Watchdog(service, index, 2, limits, self._on_stall, self.warnings.append)
 
-    def _bite(self, culprit: int | None, why: str) -> None:
-        self.bites.append((culprit, why))
+    def _on_stall(self, culprit: int | None, why: str) -> None:
+        self.stalls.append((culprit, why))
         self.over.set()
 
     def step(self) -> None:
@@ -423,15 +423,15 @@ class Bitten:
         self.dog.leave()
 
 
-def test_watchdog_bites_when_steps_stop_and_names_the_process_that_is_behind() -> None:
+def test_watchdog_calls_when_steps_stop_and_names_the_process_that_is_behind() -> None:
     service = service_of(2)
     here, there = (Bitten(service, i, Limits(1.0, 60.0)) for i in range(2))
     for _ in range(4):
         here.step()
     there.step()
     assert here.over.wait(20)
-    assert here.bites[0][0] == 1
-    assert "process 1 stopped first: it entered step 1 as the last, between steps" in here.bites[0][1]
+    assert here.stalls[0][0] == 1
+    assert "process 1 stopped first: it entered step 1 as the last, between steps" in here.stalls[0][1]
     there.dog.stop()
 
 
@@ -439,7 +439,7 @@ def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -
     service = service_of(2)
     first, saving = Bitten(service, 0, Limits(0.1, 60.0)), Bitten(service, 1, Limits(0.1, 60.0))
     first.dog.enter()
-    with saving.dog.long("saving"):
+    with saving.dog.extended("saving"):
         assert not first.over.wait(0.7) and not saving.over.is_set()
         assert saving.dog.limit_s == 60.0
     for each in (first, saving):
@@ -460,8 +460,8 @@ def test_process_that_stops_as_a_whole_is_named_also_while_it_compiles() -> None
     assert not here.over.wait(1.5)
     stopped.set()
     assert here.over.wait(20)
-    assert here.bites[0][0] == 1
-    assert "process 1 stopped first: no sign of life for " in here.bites[0][1]
+    assert here.stalls[0][0] == 1
+    assert "process 1 stopped first: no sign of life for " in here.stalls[0][1]
     there.dog.stop()
 
 

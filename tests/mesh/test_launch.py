@@ -369,7 +369,8 @@ def test_exit_codes_in_words(code: int, text: str) -> None:
 
 
 def test_single_process_pays_nothing_and_is_never_told_to_stop() -> None:
-    run = "import mesh\nassert mesh.init().count == 1\nassert not mesh.should_stop(0)\nmesh.barrier('b')\nwith mesh.long('x'): pass\n"
+    run = "import mesh\nassert mesh.init().count == 1\nassert not mesh.should_stop(0)\nmesh.barrier('b')\n"
+    run += "with mesh.extended_timeout('x'): pass\n"
     run += "mesh.virtual_devices(2)\nimport spmd, torch\nf = spmd.compile(lambda x: x + 1)\nf(torch.ones(2).to('jax'))\n"
     run += (
         "assert f._latest.watched is None\nimport threading\nassert {t.name for t in threading.enumerate()} <= {'MainThread', 'SIGTERM'}\n"

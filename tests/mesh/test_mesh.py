@@ -110,18 +110,18 @@ def test_axis_grouped_twice_is_refused() -> None:
     ("arguments", "text"),
     [
         ((range(8), (4, 3)), "needs 12 device ids, got 8"),
-        ((range(8), ()), "is no mesh shape"),
-        ((range(8), 8), "is no mesh shape"),
-        ((range(8), (8.0,)), "is no mesh shape"),
-        ((range(0), (0,)), "is no mesh shape"),
-        ((range(8), (-4, -2)), "is no mesh shape"),
+        ((range(8), ()), "is not a mesh shape"),
+        ((range(8), 8), "is not a mesh shape"),
+        ((range(8), (8.0,)), "is not a mesh shape"),
+        ((range(0), (0,)), "is not a mesh shape"),
+        ((range(8), (-4, -2)), "is not a mesh shape"),
         (([0, 0], (2,)), r"names a device more than once\n  repeated ids: \[0\]"),
         (([0, -1], (2,)), "device ids that are no ids"),
         (([0.0, 1.0], (2,)), "device ids that are no ids"),
         ((range(8), (4, 2), ("data",)), "1 names, 2 sizes"),
         ((range(8), (4, 2), ("data", "data")), "repeat a name"),
         ((range(8), (8,), "data"), r"fix: axis_names=\('data',\)"),
-        *[((range(8), (8,), (name,)), "is no axis name") for name in ("", "a b", "a=b", "a,b", "a@b", 0)],
+        *[((range(8), (8,), (name,)), "is not an axis name") for name in ("", "a b", "a=b", "a,b", "a@b", 0)],
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments: tuple[Any, ...], text: str) -> None:
@@ -166,7 +166,7 @@ def test_mesh_from_command_line_text(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "8", "data=", "data=x", "data=4,", "data=4;b=2", "data=2@", "data=2@a,b", "data=2@0,,1", "data=-2"])
 def test_malformed_text_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(mesh.MeshError, match=r"is no mesh\n  fix: write axis=size pairs, e\.g\. 'data=4,model=2'"):
+    with pytest.raises(mesh.MeshError, match=r"is not a mesh\n  fix: write axis=size pairs, e\.g\. 'data=4,model=2'"):
         Mesh.from_string(text)
 
 

@@ -136,7 +136,7 @@ def test_what_is_meant_is_not_found(tensors: Any, rules: Any, mesh_4x2: mesh.Mes
 WRONG = [
     ([("w", ("model",))], "'w', by rule 'w'", "rank 2"),
     ([("w", ("tensor", None))], "'w', by rule 'w'", "'tensor'"),
-    ([("w", lambda name, shape, mesh: 3)], "'w', by rule 'w'", "3 is no partition spec"),
+    ([("w", lambda name, shape, mesh: 3)], "'w', by rule 'w'", "3 is not a partition spec"),
 ]
 
 

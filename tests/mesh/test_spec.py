@@ -61,7 +61,7 @@ def test_numpy_index_becomes_int() -> None:
 
 @pytest.mark.parametrize("entry", [True, 1.0, "", ["data"], {"data"}, (None,), (("data",),), object()])
 def test_entry_of_another_kind_is_refused(entry: Any) -> None:
-    with pytest.raises(mesh.SpecError, match=r"has an entry that is no mesh axis\n.*is of type .*\n  fix: "):
+    with pytest.raises(mesh.SpecError, match=r"has an entry that is not a mesh axis\n.*is of type .*\n  fix: "):
         P("model", entry)
 
 
@@ -120,7 +120,7 @@ def test_jax_spec_left_to_the_compiler_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "data", "('data')", "['data']", "('data', None", "__import__('os')", "(x,)"])
 def test_text_that_is_no_tuple_is_refused(text: str) -> None:
-    with pytest.raises(mesh.SpecError, match=r"is no partition spec\n  fix: write a tuple with one entry per dim"):
+    with pytest.raises(mesh.SpecError, match=r"is not a partition spec\n  fix: write a tuple with one entry per dim"):
         P.from_string(text)
 
 
@@ -135,7 +135,7 @@ def test_nested_list_is_an_entry_of_several_axes() -> None:
 
 @pytest.mark.parametrize("spec", [None, "data", 0, {"data": 0}])
 def test_what_is_no_spec_is_refused(spec: Any) -> None:
-    with pytest.raises(mesh.SpecError, match=r"is no partition spec\n.*\n  fix: .*\(None, None\) to replicate"):
+    with pytest.raises(mesh.SpecError, match=r"is not a partition spec\n.*\n  fix: .*\(None, None\) to replicate"):
         mesh.as_spec(spec)
 
 

@@ -198,7 +198,7 @@ REFUSED = [
     (("model", "model"), ["'layers.1.mlp.up.weight'", "uses axis 'model' more than once"]),
     (("model", 1), ["'layers.1.mlp.up.weight'", "more than once"]),
     (("model", 1.5), ["'layers.1.mlp.up.weight'", "1.5", "float"]),
-    (None, ["None is no partition spec"]),
+    (None, ["None is not a partition spec"]),
 ]
 
 
