@@ -53,9 +53,21 @@ class Options:
 
     keep_grads: bool = False
     max_retraces: int = 8
+    on_retrace: str = "warn"
+    max_programs: int = 32
     steps_per_call: int = 1
     check: bool = False
     debug_nans: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_programs < 1 or self.on_retrace not in ("warn", "error"):
+            raise SpmdError(
+                message(
+                    "compile keeps one program or more, and warns or raises when it traces again too often",
+                    f"max_programs={self.max_programs!r}, on_retrace={self.on_retrace!r}",
+                    fix='spmd.compile(fn, max_programs=32, on_retrace="warn")',
+                )
+            )
 
 
 class Program:

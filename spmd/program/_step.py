@@ -17,10 +17,10 @@ import types
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-from spmd.base._errors import SpmdError, message
-from spmd.device._storage import Buffer, recording
+from spmd.base._errors import SpmdError, TraceError, message
+from spmd.device._storage import recording
 from spmd.device._turn import turn
 from spmd.patches._running_averages import bring_counts
 from spmd.program._job_checks import compiling
@@ -32,6 +32,7 @@ from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
 from spmd.program.reuse import _guards
 from spmd.program.reuse._check import require_same
+from spmd.program.reuse._shelf import Shelf
 from spmd.program.reuse._signature import Signature, changed_signature, signature
 from spmd.program.trace._capture import Captured, UnequalCounters, capture
 from spmd.program.trace._gradients import StaleGradients
@@ -60,10 +61,9 @@ class Step(Compiled, Generic[P, R]):
         self._fn = fn
         self._name = name_of(fn)
         self._options = options
-        self._programs: dict[Any, list[Program]] = {}
+        self._programs = Shelf(options.max_programs)
         self._latest: Program | None = None
         self._latest_key: Any = None
-        self._state: dict[int, Buffer] = {}
         self._holders: frozenset[type] = frozenset()
         self.retraces: list[str] = []
         self.num_traces = 0
@@ -97,15 +97,19 @@ class Step(Compiled, Generic[P, R]):
 
     def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         """The program of a call, and the call as that program knows it."""
-        call = signature(args, kwargs, self._state, self._holders)
+        call = signature(args, kwargs, self._programs.state, self._holders)
         failed: str | None = None  # why the newest program of this signature does not hold any more
-        for program in self._programs.get(call.key, ()):
+        for program in self._programs.of(call.key):
             reason = _guards.first_reason(program.captured.guards)
             failed = failed or reason
             if reason is None:
                 if self._options.check:
                     require_same(self._name, program.captured, self._traced(call.args, call.kwargs)[0])
                 return program, call
+        if failed is None and self._latest_key is not None:
+            failed = changed_signature(self._latest_key, call.key)
+        if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
+            raise TraceError(self._too_often(len(self.retraces) + 1, failed))
         start = time.perf_counter()
         with compiling(), _uncollected():
             captured, prepare_s = self._traced(call.args, call.kwargs)
@@ -114,20 +118,19 @@ class Step(Compiled, Generic[P, R]):
         if program.is_ahead:
             return program, call
         self.num_traces += 1
-        if failed is None and self._latest_key is not None:
-            failed = changed_signature(self._latest_key, call.key)
         if failed is not None:
             self._note_retrace(failed)
-        self._state.update((id(b), b) for b in (*captured.shared, *captured.const_buffers) if b is not None and b not in captured.slots)
+        self._programs.note_state([b for b in (*captured.shared, *captured.const_buffers) if b is not None and b not in captured.slots])
         if captured.shared:  # known now to be state too: this program is for these very tensors
-            call = call._replace(key=signature(args, kwargs, self._state, self._holders).key)
-        self._programs.setdefault(call.key, []).insert(0, program)
+            call = call._replace(key=signature(args, kwargs, self._programs.state, self._holders).key)
+        self._programs.put(call.key, program)
         return program, call
 
     def _run(self, program: Program, call: Signature, given: Any) -> Any:
         for base, position in call.copied:
             program.refuse_write_to_view(base, position)
         self._latest, self._latest_key = program, call.key
+        self._programs.note_use(program)
         result = program(call.buffers, call.hosts, given)
         for effect in program.captured.effects:
             effect()
@@ -189,19 +192,25 @@ class Step(Compiled, Generic[P, R]):
     def _note_retrace(self, reason: str) -> None:
         self.retraces.append(reason)
         if len(self.retraces) == self._options.max_retraces:
-            warnings.warn(
-                message(
-                    f"{self._name} was traced again {len(self.retraces)} times; each costs a compilation",
-                    f"the last reason: {reason}",
-                    fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
-                ),
-                stacklevel=4,
-            )
+            warnings.warn(self._too_often(len(self.retraces), reason), stacklevel=4)
+
+    def _too_often(self, times: int, reason: str) -> str:
+        return message(
+            f"{self._name} was traced again {times} times; each costs a compilation",
+            f"the last reason: {reason}",
+            fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
+        )
+
+    def clear(self) -> None:
+        """Forget all programs and what they hold; the next call traces and compiles again. Counts and `retraces` stay."""
+        with turn:
+            self._programs.clear()
+            self._latest = self._latest_key = None
 
     @property
     def num_executables(self) -> int:
-        """How many programs were compiled so far."""
-        return sum(len(programs) for programs in self._programs.values())
+        """How many programs are kept: those compiled so far, up to `max_programs`."""
+        return len(list(self._programs))
 
     @property
     def timings(self) -> Timings:
@@ -263,13 +272,15 @@ def compile(fn: Any = None, **options: Unpack[CompileOptions]) -> Any:
     Args:
         fn: any function of tensors, containers of tensors and Python values; Python values are part of the signature.
         keep_grads: keep the gradients that the function leaves on `.grad`; otherwise reading one raises.
-        max_retraces: warn when the function was traced again this often.
+        max_retraces: warn when the function was traced again this often, and say which input or value had changed.
+        on_retrace: "warn", or "error": raise then instead of compiling once more.
+        max_programs: keep this many compiled programs; one too many drops the one that has not run for longest.
         steps_per_call: run this many steps in one dispatch; tensor arguments and results gain a first dim of this size.
         check: trace again on every call and raise if the program would have differed (slow; for finding stale constants).
         debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
 
     Raises:
-        TraceError: on a call, if Python needs a value that only the compiled program will have.
+        TraceError: on a call, if Python needs a value that only the compiled program will have, or if it was traced too often.
     """
     if fn is None:
         return lambda real: Step(real, Options(**options))
@@ -281,6 +292,8 @@ class CompileOptions(TypedDict, total=False):
 
     keep_grads: bool
     max_retraces: int
+    on_retrace: Literal["warn", "error"]
+    max_programs: int
     steps_per_call: int
     check: bool
     debug_nans: bool

@@ -1,0 +1,78 @@
+"""The programs that a compiled function keeps, by signature: at most so many, those that ran last.
+
+Knows nothing of tracing. A program that is dropped is freed with its executable and whatever its trace held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from spmd.device._storage import Buffer
+
+if TYPE_CHECKING:
+    from spmd.program._program import Program
+
+
+class Shelf:
+    """Programs by signature, newest first.
+
+    Attributes:
+        limit: how many are kept.
+        state: buffers that the programs update or read without being passed them, by id. They enter signatures by identity, so
+            they are held as long as a signature names them: an `id` must not be used twice.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.state: Mapping[int, Buffer] = {}
+        self._programs: dict[Any, list[Program]] = {}
+        self._used: dict[int, int] = {}  # by the program's id: when it was used last
+        self._clock = count()
+
+    def __iter__(self) -> Iterator[Program]:
+        return (program for programs in self._programs.values() for program in programs)
+
+    def of(self, key: Any) -> tuple[Program, ...]:
+        """The programs of one signature, newest first."""
+        return tuple(self._programs.get(key, ()))
+
+    def note_state(self, buffers: list[Buffer]) -> None:
+        """Buffers that a new program has as its state."""
+        self.state = {**self.state, **{id(b): b for b in buffers}}
+
+    def put(self, key: Any, program: Program) -> None:
+        """Keep a program; where that is one too many, the one that has not been used for longest goes."""
+        self._programs.setdefault(key, []).insert(0, program)
+        self._used[id(program)] = next(self._clock)
+        while len(self._used) > self.limit:
+            self._drop(min(self, key=lambda p: self._used[id(p)]))
+
+    def note_use(self, program: Program) -> None:
+        """The program runs."""
+        self._used[id(program)] = next(self._clock)
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._programs, self._used, self.state = {}, {}, {}
+
+    def _drop(self, program: Program) -> None:
+        del self._used[id(program)]
+        self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
+        self._programs = {key: programs for key, programs in self._programs.items() if programs}
+        named = {id(b) for p in self for b in (*p.captured.shared, *p.captured.const_buffers) if b is not None}
+        for key in self._programs:
+            named.update(_buffers_in(key))
+        self.state = {i: b for i, b in self.state.items() if i in named}
+
+
+def _buffers_in(key: Any) -> Iterator[int]:
+    """Ids of the buffers that a signature names (see `_signature.signature`)."""
+    for part in key:
+        place = part[0] if isinstance(part, tuple) and part else None
+        if isinstance(place, tuple) and len(place) == 2 and place[0] == "state":
+            yield place[1]
+
+
+__all__ = ["Shelf"]
