@@ -13,9 +13,13 @@ from torch import nn
 
 import mesh
 import spmd
+from spmd.sharding._annotate import IN_GRAPHS
 from tests.oracle import assert_same, batch
 
-pytestmark = pytest.mark.multidevice(num=8)
+pytestmark = [
+    pytest.mark.multidevice(num=8),
+    pytest.mark.skipif(not IN_GRAPHS, reason="torch 2.11: Dynamo takes no mesh as a constant, so mark_sharding breaks the graph"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,69 @@
+"""The adapter between an overload and its rule: one plan for each combination of dtypes and static arguments, torch's promotion."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import spmd  # noqa: F401  (registers the device)
+from spmd.device._adapter import Adapter, is_wrapped_number
+from spmd.lowering import lookup
+
+
+def adapter_of(op: Any) -> Adapter:
+    lowering = lookup(op)
+    assert lowering is not None
+    return Adapter(lowering)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype).to("jax")
+
+
+def test_calls_of_the_same_dtypes_share_a_plan_whatever_their_shapes() -> None:
+    add = adapter_of(torch.ops.aten.add.Tensor)
+    first, _ = add.plan((ones(2), ones(2)), {})
+    assert add.plan((ones(3, 4), ones(4)), {})[0] is first
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(ones(2), ones(2, dtype=torch.int32)), (ones(2, dtype=torch.float64), ones(2)), (ones(2), ones()), (ones(2), 1.5)],
+    ids=["another dtype", "the dtypes the other way round", "no dims", "a number"],
+)
+def test_call_that_promotes_otherwise_has_a_plan_of_its_own(args: tuple[Any, ...]) -> None:
+    add = adapter_of(torch.ops.aten.add.Tensor)
+    first, _ = add.plan((ones(2), ones(2)), {})
+    assert add.plan(args, {})[0] is not first
+
+
+def test_static_arguments_are_part_of_the_plan() -> None:
+    total = adapter_of(torch.ops.aten.sum.dim_IntList)
+    first, dynamic = total.plan((ones(2, 3), [0]), {})
+    assert len(dynamic) == 1
+    assert total.plan((ones(2, 3), [1]), {})[0] is not first
+    assert total.plan((ones(2, 3), [0]), {"dtype": torch.float64})[0] is not first
+    assert total.plan((ones(5, 3), [0]), {})[0] is first
+
+
+def test_dynamic_values_come_in_the_order_of_the_arguments() -> None:
+    where = adapter_of(torch.ops.aten.where.self)
+    a, b = ones(2), 2 * ones(2)
+    _, dynamic = where.plan((a > b, a, b), {})
+    assert [d.tolist() for d in dynamic] == [[False, False], [1, 1], [2, 2]]
+
+
+def test_call_that_torch_refuses_makes_no_plan() -> None:
+    product = adapter_of(torch.ops.aten.mm.default)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        product.plan((ones(2, 3), ones(2, 3)), {})
+    assert not product.plans
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(lambda: torch.tensor(2.0), False), (lambda: torch.ones(1), False), (lambda: torch.ones(2)[0], False)],
+    ids=["0-dim", "one element", "an element"],
+)
+def test_tensor_is_no_wrapped_number(make: Any, expected: bool) -> None:
+    assert is_wrapped_number(make()) == expected

@@ -1,0 +1,72 @@
+"""Kernels that follow from a lowering: in-place and out= forms are read off the schemas, and what has none says so."""
+
+import pytest
+import torch
+
+import spmd  # noqa: F401  (registers the device)
+from spmd.base._errors import UnsupportedOpError
+from spmd.device._kernels import variants_of
+
+ATEN = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (ATEN.add.Tensor, {"aten.add_.Tensor", "aten.add.out"}),
+        (ATEN.relu.default, {"aten.relu_.default", "aten.relu.out"}),
+        (ATEN.topk.default, {"aten.topk.values"}),
+        (ATEN.sum.dim_IntList, {"aten.sum.IntList_out"}),
+    ],
+    ids=str,
+)
+def test_forms_that_mean_the_same_are_found(op: torch._ops.OpOverload, expected: set[str]) -> None:
+    assert {str(other) for other in variants_of(op)} == expected
+
+
+def test_in_place_form_returns_its_input_and_keeps_its_dtype() -> None:
+    counts = torch.tensor([1, 2]).to("jax")
+    assert counts.mul_(2) is counts
+    assert counts.dtype == torch.int64 and counts.tolist() == [2, 4]
+    with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long"):
+        counts.add_(0.5)
+    assert counts.tolist() == [2, 4]
+
+
+def test_in_place_form_writes_through_a_view() -> None:
+    base = torch.zeros(2, 2).to("jax")
+    base[:, 0].add_(1)
+    assert base.tolist() == [[1, 0], [1, 0]]
+
+
+def test_out_form_fills_and_resizes_what_it_is_given() -> None:
+    a, out = torch.ones(3).to("jax"), torch.empty(0, device="jax")
+    assert torch.add(a, a, out=out) is out
+    assert out.tolist() == [2, 2, 2]
+
+
+def test_out_form_casts_as_torch_does_and_refuses_what_torch_refuses() -> None:
+    a, wide, whole = torch.ones(2).to("jax"), torch.zeros(2, dtype=torch.float64).to("jax"), torch.zeros(2, dtype=torch.int64).to("jax")
+    assert torch.add(a, a, out=wide).tolist() == [2, 2] and wide.dtype == torch.float64
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type Long"):
+        torch.add(a, a, out=whole)
+
+
+def test_results_that_are_several_fill_outs_that_are_several() -> None:
+    values, indices = torch.empty(2, device="jax"), torch.empty(2, dtype=torch.int64, device="jax")
+    torch.topk(torch.tensor([1.0, 3.0, 2.0]).to("jax"), 2, out=(values, indices))
+    assert (values.tolist(), indices.tolist()) == ([3, 2], [1, 2])
+
+
+def test_operator_without_a_kernel_is_named_with_its_arguments_and_the_way_out() -> None:
+    x = torch.ones(3, device="jax")
+    with pytest.raises(
+        UnsupportedOpError, match=r'aten\._dirichlet_grad\.default[\s\S]*float32\[3\][\s\S]*@spmd\.lowering\.lower\("_dirichlet_grad"\)'
+    ):
+        torch._dirichlet_grad(x, x, x)
+
+
+def test_resize_keeps_the_elements_that_stay() -> None:
+    x = torch.arange(4.0).to("jax")
+    assert x.resize_(2, 2) is x and x.tolist() == [[0, 1], [2, 3]]
+    assert x.resize_(3).tolist() == [0, 1, 2]
