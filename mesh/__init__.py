@@ -17,6 +17,7 @@ from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_di
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 from mesh._topology import topology_devices, topology_options
+from mesh.job._clusters import register_cluster
 from mesh.job._join import barrier, extended_timeout, init, report_saved, should_stop
 from mesh.job._join import long as long
 from mesh.job._place import PREEMPTED, Host
@@ -50,6 +51,7 @@ __all__ = [
     "barrier",
     "extended_timeout",
     "init",
+    "register_cluster",
     "report_saved",
     "should_stop",
     # rules

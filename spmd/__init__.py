@@ -34,6 +34,8 @@ from spmd.program.flow._pure import assume_pure as assume_pure
 from spmd.program.flow._remat import remat as remat
 from spmd.program.flow._scan import scan as scan
 from spmd.program.flow._scan import scan_layers as scan_layers
+from spmd.program.optim._state_rules import register_state_rule as register_state_rule
+from spmd.program.optim._state_rules import set_state_sharding as set_state_sharding
 from spmd.rules import shard_module as shard_module
 from spmd.shard_map import shard_map as shard_map
 from spmd.sharding._annotate import clear_sharding as clear_sharding
@@ -105,6 +107,8 @@ __all__ = [
     "fully_shard",
     "mixed_precision",
     "shard_module",
+    "register_state_rule",
+    "set_state_sharding",
     "xla_distribute_module",
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",

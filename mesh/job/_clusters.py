@@ -26,6 +26,7 @@ from mesh.job._place import Host
 from mesh.job._timeouts import DEFAULT_PORT
 
 Environ = Mapping[str, str]
+Reader = Callable[[Environ], Host | None]
 
 
 def detect(environ: Environ) -> Host | None:
@@ -34,7 +35,8 @@ def detect(environ: Environ) -> Host | None:
     Raises:
         JobError: variables of one scheduler are there, but one is missing or is no number.
     """
-    for reader in READERS.values():
+    own = ((name, reader) for name, reader in READERS.items() if name not in _BUILT_IN)
+    for reader in (READERS["launcher"], *(reader for _, reader in own), *(READERS[name] for name in _BUILT_IN[1:])):
         found = reader(environ)
         if found is not None:
             return found
@@ -134,13 +136,34 @@ def _tpu(environ: Environ) -> Host | None:
     )
 
 
-READERS: dict[str, Callable[[Environ], Host | None]] = {
+READERS: dict[str, Reader] = {
     "launcher": _launcher,
     "torchrun": _torchrun,
     "Open MPI": _open_mpi,
     "SLURM": _slurm,
     "TPU": _tpu,
 }
+
+
+_BUILT_IN = tuple(READERS)
+
+
+def register_cluster(name: str) -> Callable[[Reader], Reader]:
+    """Let the decorated function say where a process stands: from the environment to a `Host`, or None if it is not its scheduler.
+
+    It is asked behind our own launcher and before the schedulers that are known, by `mesh.init` and by `spmd launch --join`.
+
+    Raises:
+        JobError: the name is taken.
+    """
+    if name in READERS:
+        raise JobError(message(f"a cluster named {name!r} is known already", f"known: {', '.join(READERS)}", fix="choose another name"))
+
+    def register(reader: Reader) -> Reader:
+        READERS[name] = reader
+        return reader
+
+    return register
 
 
 def on_tpu_vm(ask: Callable[[str], str | None]) -> Host | None:

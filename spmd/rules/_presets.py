@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -41,20 +41,49 @@ class Family:
         return mesh_.Rules(*(replace(rule, is_optional=True) for rule in mesh_.Rules(*self.lines(axis, names))))
 
 
+Preset: TypeAlias = Callable[[nn.Module, mesh_.Mesh], Any]
+
+_own: dict[str, Preset] = {}
+
+
+def register_preset(name: str) -> Callable[[Preset], Preset]:
+    """Make the decorated function a preset: `shard_module(model, m, name)` uses the rules that it returns for a model and a mesh,
+    pairs of pattern and spec or `mesh.Rules`; `name + "+fsdp"` splits them further.
+
+    Raises:
+        SpmdError: the name is taken, or has a '+'.
+    """
+    taken = {"megatron", "fsdp", "auto", *_own}
+    if name in taken or "+" in name or not name:
+        what = f"{name!r} cannot be the name of a preset"
+        raise SpmdError(message(what, f"taken: {', '.join(sorted(taken))}; '+' joins two", fix="choose another name"))
+
+    def register(preset: Preset) -> Preset:
+        _own[name] = preset
+        return preset
+
+    return register
+
+
 def preset(name: str, model: nn.Module, mesh: mesh_.Mesh, axis: str | None = None) -> mesh_.Rules:
     """The rules that a string names.
 
     Args:
-        name: "megatron", "fsdp", or both joined by '+'.
+        name: "megatron", "fsdp", a registered one, or one of these and "fsdp" joined by '+'.
         axis: the axis for Megatron; default: the mesh's axis of one of the names `MODEL_AXES`.
 
     Raises:
         SpmdError: another name, a model of no known family, or a mesh without a fitting axis.
     """
     wanted = set(name.split("+"))
-    if not wanted or wanted - {"megatron", "fsdp"}:
-        raise SpmdError(message(f"{name!r} names no rules", "known: 'megatron', 'fsdp', 'fsdp+megatron', 'auto'", fix="write one of these"))
+    own = [n for n in wanted if n in _own]
+    if not wanted or wanted - {"megatron", "fsdp", *own} or len(wanted - {"fsdp"}) > 1:
+        known = ["megatron", "fsdp", "fsdp+megatron", "auto", *_own]
+        raise SpmdError(message(f"{name!r} names no rules", f"known: {', '.join(map(repr, known))}", fix="write one of these"))
     rules = mesh_.Rules()
+    if own:
+        made = _own[own[0]](model, mesh)
+        rules = made if isinstance(made, mesh_.Rules) else mesh_.Rules(*made)
     if "megatron" in wanted:
         rules = family_of(model).rules(axis or megatron_axis(mesh), _names(model))
     return rules.split_further(fsdp_axis(mesh), frozenset(_names(model))) if "fsdp" in wanted else rules

@@ -21,10 +21,10 @@ from spmd.base._errors import TraceError, message
 from spmd.base._jax import eval_jaxpr
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
-from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
+from spmd.program.optim._state_rules import sharding_of_state
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
@@ -149,7 +149,7 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
         _give_birth(optimizer, missing)
     for parameter, state in optimizer.state.items():
         if parameter.device.type == "jax":
-            _settle(parameter, state)
+            _settle(optimizer, parameter, state)
 
 
 class OptimizerStates:
@@ -200,15 +200,15 @@ def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
                     optimizer.state[p]["momentum_buffer"] = wrap_unset(tuple(p.shape), to_numpy_dtype(p.dtype))
 
 
-def _settle(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Counters move to the device; tensors of the parameter's shape take its sharding."""
-    annotation = state_sharding_of(parameter)
+def _settle(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Counters move to the device; tensors lie as `_state_rules` says."""
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
         if value.device.type == "cpu":
             value = state[key] = from_host(value)
-        if annotation is not None and value.shape == parameter.shape:
+        annotation = sharding_of_state(optimizer, parameter, key, value)
+        if annotation is not None:
             buffer = buffer_of(value)
             elsewhere = buffer_of(parameter).state_annotation is not None and buffer.annotation != annotation
             if (buffer.annotation is None or elsewhere) and buffer.shape == tuple(value.shape):
@@ -369,7 +369,7 @@ def _fill_births(
         ready = [i for i in ready if not made[i][2].dim()]
     # Two programs: the trace reads the counters and must not wait for the moments. See Note [Equal counters].
     for chosen in filter(None, ([i for i in ready if not made[i][2].dim()], [i for i in ready if made[i][2].dim()])):
-        annotations = [_inherited(made[i][0], made[i][2]) for i in chosen]
+        annotations = [sharding_of_state(optimizer, *made[i]) for i in chosen]
         jaxpr = pruned(closed.jaxpr, chosen)
         placed = [None if a is None else a.to_jax() for a in annotations]
         with exact_dtypes():
@@ -384,11 +384,6 @@ def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
     """The outputs of a jaxpr, padded where their sharding is uneven."""
     values = eval_jaxpr(jaxpr, consts)
     return [v if padded_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
-
-
-def _inherited(parameter: torch.Tensor, state: torch.Tensor) -> Any:
-    """The parameter's annotation, for state of its shape."""
-    return state_sharding_of(parameter) if state.shape == parameter.shape else None
 
 
 __all__ = ["LiftedNumbers", "OptimizerStates", "equal_counters", "prepare_state", "static_settings"]

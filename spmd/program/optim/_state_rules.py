@@ -1,0 +1,74 @@
+"""Where the state of an optimizer lies. A tensor of its parameter's shape lies as the parameter does; another one is whole on every
+device, unless a rule for the optimizer's class says otherwise.
+
+    @spmd.register_state_rule(RowNorms)
+    def lay_out(parameter, key, value):
+        return (parameter.sharding_spec.partition_spec[0],) if key == "rows" else None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import mesh as mesh_
+from spmd.base._errors import SpmdError, message
+from spmd.device._layout import annotation_of, state_sharding_of
+from spmd.device._layout import set_state_sharding as _set
+from spmd.sharding._annotate import as_mesh
+
+StateRule = Callable[[torch.Tensor, str, torch.Tensor], Any]
+
+_rules: dict[type[torch.optim.Optimizer], StateRule] = {}
+
+
+def register_state_rule(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[StateRule], StateRule]:
+    """Let the decorated function say how the state of such optimizers, and of classes made from them, is laid out.
+
+    It is called with a marked parameter, the state's key and the state tensor, before a step is traced, and returns a spec on the
+    parameter's mesh, or None: as without a rule. A state tensor that was marked by hand stays where it is.
+
+    Raises:
+        SpmdError: the class is no optimizer, or has a rule.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = f"{optimizer_class!r} is no class of optimizers"
+        raise SpmdError(message(what, fix="@spmd.register_state_rule(torch.optim.Adafactor)"))
+
+    def register(rule: StateRule) -> StateRule:
+        if optimizer_class in _rules:
+            what = f"the state of {optimizer_class.__name__} has a rule already, {_rules[optimizer_class].__qualname__}"
+            raise SpmdError(message(what, fix="make a class of your own from it, and register the rule for that"))
+        _rules[optimizer_class] = rule
+        return rule
+
+    return register
+
+
+def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> None:
+    """Lay the gradient of `parameter` and its optimizer's state of the same shape out elsewhere than the parameter (ZeRO).
+
+    Raises:
+        SpecError: the spec does not fit the parameter or the mesh.
+    """
+    spec = mesh_.ShardingSpec(as_mesh(mesh), mesh_.as_spec(partition_spec))
+    spec.validate(tuple(parameter.shape), "the optimizer's state")
+    _set(parameter, spec)
+
+
+def sharding_of_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor
+) -> mesh_.ShardingSpec | None:
+    """Where a state tensor goes; None: nobody says, so it is whole on every device."""
+    own = state_sharding_of(parameter)
+    rule = next((_rules[cls] for cls in type(optimizer).__mro__ if cls in _rules), None)
+    marked = annotation_of(parameter)
+    if rule is not None and marked is not None:
+        said = rule(parameter, key, value)
+        if said is not None:
+            spec = mesh_.ShardingSpec(marked.mesh, mesh_.as_spec(said))
+            spec.validate(tuple(value.shape), f"{type(optimizer).__name__}'s state {key!r}")
+            return spec
+    return own if value.shape == parameter.shape else None
