@@ -3,29 +3,47 @@
     total = all_reduce(x, "sum", "data")
     rows = all_gather(x, 0, "model")
 
-A `group` is an axis of the mesh or a tuple of axes. Tensors are pieces, results are new tensors; every function has a gradient
-but `all_reduce` with "max", "min" and "product".
+A `group` is an axis of the mesh or a tuple of axes. Tensors are pieces, results are new tensors; every function has a gradient;
+that of "max" and "min" goes to the members that have the largest or smallest value, in equal parts, as `torch.amax` gives it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message
-from spmd.device._storage import load, wrap
+from spmd.device._storage import load, recording, wrap
 
 Group = str | Sequence[str]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme(x: Any, axes: Any, of: Callable[[Any, Any], Any]) -> Any:
+    """The group's largest or smallest values, elementwise; jax's own have no gradient."""
+    return of(x, axes)
+
+
+@_extreme.defjvp
+def _extreme_jvp(axes: Any, of: Callable[[Any, Any], Any], primals: Any, tangents: Any) -> Any:
+    out = of(primals[0], axes)
+    has_it = primals[0] == out
+    share = lax.psum(has_it.astype(out.dtype), axes)
+    return out, lax.psum(jnp.where(has_it, tangents[0], 0) / share, axes)
+
+
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lax.psum,
     "avg": lax.pmean,
-    "max": lax.pmax,
-    "min": lax.pmin,
+    "max": lambda x, axes: _extreme(x, axes, lax.pmax),
+    "min": lambda x, axes: _extreme(x, axes, lax.pmin),
     "product": lambda x, axes: jnp.prod(lax.all_gather(x, axes), axis=0),
 }
 
@@ -84,8 +102,27 @@ def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Gro
 
 
 def permute(tensor: torch.Tensor, pairs: Sequence[tuple[int, int]], group: Group) -> torch.Tensor:
-    """Member `source` sends its tensor to member `target`, for each (source, target); who receives nothing has zeros."""
-    return _run(lambda x: lax.ppermute(x, _axes(group), list(pairs)), tensor)
+    """Member `source` sends its tensor to member `target`, for each (source, target); who receives nothing has zeros.
+
+    Raises:
+        SpmdError: a pair names a member that the group does not have, a member sends or receives twice, or not inside a manual
+            region.
+    """
+
+    def send(x: Any) -> Any:
+        size = _size(group)
+        outside = [pair for pair in pairs if not all(0 <= member < size for member in pair)]
+        if outside:
+            what = f"permute over {group!r} has no member for {outside[0]}"
+            raise SpmdError(message(what, f"the group has {size} members, 0 to {size - 1}", fix="write pairs (source, target) of these"))
+        for side, members in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
+            twice = next((member for member in members if members.count(member) > 1), None)
+            if twice is not None:
+                what = f"permute over {group!r}: member {twice} {side} twice"
+                raise SpmdError(message(what, f"pairs: {list(pairs)}", fix="let each member send to one other and receive from one"))
+        return lax.ppermute(x, _axes(group), list(pairs))
+
+    return _run(send, tensor)
 
 
 def axis_index(group: Group) -> torch.Tensor:
@@ -104,6 +141,12 @@ def _checked(collective: Callable[[], Any]) -> Any:
     try:
         return collective()
     except NameError as error:  # jax's word for an axis that nothing maps over here
+        axes: tuple[str, ...] | None = getattr(recording.get(), "axes", None)
+        if axes is not None:
+            name = str(error).partition("axis name: ")[2].partition(".")[0]
+            what = f"a collective runs over axis {name!r}, which the mesh of its region does not have"
+            known = f"axes of the mesh: {', '.join(map(repr, axes))}"
+            raise SpmdError(message(what, known, *called_at(), fix="name one of these, or a tuple of them")) from error
         raise SpmdError(
             message(
                 f"a collective runs outside a manual region: {error}",

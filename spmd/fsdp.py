@@ -84,7 +84,8 @@ def fully_shard(
         `module`.
 
     Raises:
-        SpmdError: the mesh has no such axis, the module is a unit already, or a placement cannot be.
+        SpmdError: the mesh has no such axis, there is no such stage, the module is a unit already or inside one, or a placement
+            cannot be.
     """
     grid = as_mesh(mesh)
     axes = _axes(grid, axis)
@@ -92,18 +93,29 @@ def fully_shard(
         raise SpmdError(
             message(f"{type(module).__name__} is a unit of fully_shard already", fix="call it once per module, inner ones first")
         )
+    if stage not in (1, 2, 3):
+        known = "3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone"
+        raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
+    if _INSIDE in vars(module):
+        outer = vars(module)[_INSIDE]
+        what = f"{type(module).__name__} is inside a {outer} that is a unit of fully_shard already, and its parameters belong to that one"
+        raise SpmdError(message(what, fix="call fully_shard on inner modules first, on the whole model last"))
     ignored = {id(p) for p in ignored_params or ()}
     own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
     for parameter in own.values():
         _lay_out(parameter, grid, axes, stage, shard_placement_fn)
     unit = _Unit(grid, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
     vars(module)[_UNIT] = unit
+    for inner in module.modules():
+        if _UNIT not in vars(inner):
+            vars(inner)[_INSIDE] = type(module).__name__
     module.register_forward_pre_hook(unit.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(unit.leave, always_call=True)
     return module
 
 
 _UNIT = "_spmd_fsdp_unit"
+_INSIDE = "_spmd_fsdp_inside"
 
 
 def _axes(grid: mesh_.Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:

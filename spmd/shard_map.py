@@ -12,6 +12,7 @@ Gradients of the arguments come from jax, which differentiates the whole region.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +99,25 @@ class _Region:
                 kind = f"a tensor on {arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__
                 what = f"argument {position} of {self.name} is {kind}"
                 raise SpmdError(message(what, fix="pass tensors on device 'jax'; bind other values with functools.partial"))
-            sharding.validate(tuple(arg.shape), f"argument {position} of {self.name}", uneven="error")
+            sharding.validate(tuple(arg.shape), f"argument {position} of {self.name}")
+            self._require_even(tuple(arg.shape), sharding, f"argument {position} of {self.name}")
+
+    def _require_even(self, shape: tuple[int, ...], sharding: mesh_.ShardingSpec, name: str) -> None:
+        """A region sees pieces of one size: what padding would mean in it, nobody said."""
+        padded = sharding.padded_shape(shape)
+        dim = next((i for i, (n, m) in enumerate(zip(shape, padded, strict=True)) if n != m), None)
+        if dim is not None:
+            raise mesh_.SpecError(
+                message(
+                    f"{name} of shape {shape} cannot be cut into equal pieces by {tuple(sharding.partition_spec)}",
+                    f"dim {dim} has {shape[dim]} elements, its axes make {math.prod(self._sizes(sharding, dim))} pieces of it",
+                    fix=f"pad dim {dim} to {padded[dim]} before the region, or leave it whole: None in in_specs",
+                )
+            )
+
+    def _sizes(self, sharding: mesh_.ShardingSpec, dim: int) -> list[int]:
+        entry = sharding.partition_spec[dim]
+        return [self.grid.to_jax().shape[axis] for axis in (entry if isinstance(entry, tuple) else (entry,))]
 
     def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The region on whole arrays. Eagerly it is traced on every call and compiled once per program that this gives."""
@@ -122,7 +141,7 @@ class _Region:
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
         """Called by jax once per trace, with tracers for one device's pieces."""
         outer: Any = recording.get()
-        token = recording.set(_Inside(outer, self.name))
+        token = recording.set(_Inside(outer, self.name, tuple(map(str, self.grid.axis_names))))
         num_flags = 0 if outer is None else len(outer.finite)
         try:
             with exact_dtypes(), torch.no_grad():
@@ -178,8 +197,8 @@ class _Mapped(torch.autograd.Function):
 class _Inside:
     """The recorder of a region: refuses what has no meaning per device, and lets the outer trace know of the rest."""
 
-    def __init__(self, outer: Any, name: str) -> None:
-        self.outer, self.name = outer, name
+    def __init__(self, outer: Any, name: str, axes: tuple[str, ...]) -> None:
+        self.outer, self.name, self.axes = outer, name, axes
         self.own: set[int] = set()
         self.kept: list[Buffer] = []  # an id names nothing once its owner is gone
         self.scalars: dict[Any, Any] = {}

@@ -158,11 +158,18 @@ _OUTSIDE: list[torch.Tensor] = []
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a tensor that was not passed": (reads_outside, ((D, None),), "reads a tensor of shape (8, 8) that is not an argument"),
     "random numbers": (lambda x: x + torch.rand_like(x), ((D, None),), "draws random numbers inside shard_map"),
-    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements"),
+    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements, its axes make 8 pieces of it"),
     "too few specs": (lambda x: x, (), "0 in_specs and called with 1 arguments"),
     "another result": (lambda x: (x, x), ((D, None),), "returns 2 values, out_specs has 1 spec(s)"),
     "an unknown reduction": (lambda x: all_reduce(x, "median", D), ((D, None),), "'median' is no reduction"),
     "a scatter of uneven dims": (lambda x: reduce_scatter(x, "sum", 0, D), ((D, None),), "dim 0 has 2 elements, the group 4 members"),
+    "an axis that is not there": (
+        lambda x: all_reduce(x, "sum", "dat"),
+        ((D, None),),
+        "runs over axis 'dat'",
+    ),
+    "a member that is not there": (lambda x: permute(x, [(0, 9)], D), ((D, None),), "permute over 'data' has no member for (0, 9)"),
+    "a member that receives twice": (lambda x: permute(x, [(0, 1), (2, 1)], D), ((D, None),), "member 1 receives twice"),
     "a scatter of maxima": (lambda x: reduce_scatter(x, "max", 0, M), ((D, None),), "reduce_scatter cannot take 'max'"),
 }
 
@@ -175,6 +182,20 @@ def test_what_has_no_meaning_per_device_is_refused(case: str, mesh_4x2: mesh.Mes
     with pytest.raises((spmd.SpmdError, mesh.SpecError)) as raised:
         spmd.shard_map(fn, mesh_4x2, in_specs, (D, None))(x)
     assert text in str(raised.value) and "fix: " in str(raised.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reduce_op", ["max", "min"])
+def test_gradient_of_extremes_goes_to_the_members_that_have_them(reduce_op: str, compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    def of_pieces(x: torch.Tensor) -> torch.Tensor:
+        region = spmd.shard_map(lambda piece: all_reduce(piece, reduce_op, D), mesh_4x2, ((D, None),), (None, None))
+        return torch.autograd.grad((region(x) * torch.arange(6.0, device="jax").reshape(2, 3)).sum(), x)[0]
+
+    x = batch(8, 3).round().requires_grad_()  # rounded: some members have equal values
+    whole = getattr(torch, f"a{reduce_op}")(x.reshape(4, 2, 3), 0)
+    (want,) = torch.autograd.grad((whole * torch.arange(6.0).reshape(2, 3)).sum(), x)
+    given = x.detach().to("jax").requires_grad_()
+    assert_same((spmd.compile(of_pieces) if compiled else of_pieces)(given), want)
 
 
 def test_a_collective_outside_a_region_is_refused() -> None:

@@ -168,7 +168,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     ]
     state = {number[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in number}
     described = [[names.get(id(parameter)), tuple(parameter.shape)] for parameter in parameters]
-    return {"state": state, "param_groups": groups, "parameters": described}
+    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups, "parameters": described}
 
 
 def array_of(value: Any) -> Any:

@@ -38,10 +38,14 @@ def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, 
     """What is to be done for an optimizer.
 
     Raises:
-        CheckpointError: other groups, or parameters of other shapes.
+        CheckpointError: an optimizer of another class, other groups, or parameters of other shapes.
     """
     parameters = optimizer_parameters(optimizer)
     groups, states = _parts(saved, path)
+    was, now = saved.get("class", type(optimizer).__name__), type(optimizer).__name__
+    if was != now:
+        fix = f"restore into a {was}, or leave the optimizer out of the state: its numbers mean other things"
+        raise unfit(path, f"the program's optimizer is a {now}", f"the checkpoint's is a {was}", fix=fix)
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes[0] != sizes[1]:
         raise unfit(path, f"the program's groups have {sizes[1]} parameters", f"the checkpoint's have {sizes[0]}")

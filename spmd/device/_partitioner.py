@@ -22,6 +22,7 @@ collective left in another order in memory, which it refuses (fft_thunk.cc): the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 
+from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracing
 
 _CONVOLUTION, _TRANSFORM = "stablehlo.convolution", "stablehlo.fft"
@@ -81,6 +83,13 @@ class PartitionedJit:
 
     def __call__(self, *args: Any) -> Any:
         """Arrays, numbers and containers of them."""
+        try:
+            return self._called(args)
+        except ValueError as error:
+            raise_other_devices(error)
+            raise
+
+    def _called(self, args: tuple[Any, ...]) -> Any:
         if self.is_affected is False or is_tracing():
             return self.jitted(*args)
         dynamic = [arg for i, arg in enumerate(args) if i not in self._static] if self._static else args
@@ -96,6 +105,22 @@ class PartitionedJit:
                 return self.jitted(*args)
             compiled = self._compiled[key] = lowered.compile()
         return compiled(*dynamic)
+
+
+def raise_other_devices(error: ValueError) -> None:
+    """In our words, if it is jax's error for arrays on different devices, or on the same in another order; else nothing."""
+    if "incompatible devices" not in str(error):
+        return
+    found = re.findall(r"(?:shape \w+\[([\d,]*)\] and )?with device ids (\[[^\]]*\])", str(error))
+    details = [f"{f'a tensor of shape ({shape})' if shape else 'a layout inside the program'}: devices {ids}" for shape, ids in found]
+    raise SpmdError(
+        message(
+            "tensors of one operation or program lie on different devices, or on the same in another order",
+            *details,
+            *called_at(),
+            fix="mark them over one mesh; spmd.mark_sharding(t, mesh, spec) moves a tensor",
+        )
+    ) from error
 
 
 def _platform(leaves: Sequence[Any]) -> str:
@@ -294,4 +319,4 @@ def _split_of_result(operation: Any, grid: _Mesh) -> _Split:
     return tuple(() if any(axis.sub_axis_info is not None for axis in axes) else tuple(axis.name for axis in axes) for axes in dims)
 
 
-__all__ = ["PartitionedJit", "avoid_faults"]
+__all__ = ["PartitionedJit", "avoid_faults", "raise_other_devices"]

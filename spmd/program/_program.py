@@ -24,7 +24,7 @@ from spmd.base._jax import inline_jaxpr
 from spmd.device._arrays import fetched, moved
 from spmd.device._layout import state_sharding_of
 from spmd.device._pacing import note_call
-from spmd.device._partitioner import avoid_faults
+from spmd.device._partitioner import avoid_faults, raise_other_devices
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
@@ -142,7 +142,11 @@ class Program:
         start = time.perf_counter()
         with exact_dtypes():
             jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
-            lowered = _partition.lowered(jitted, args, None if self.mesh is None else self.mesh.to_jax(), self.platform)
+            try:
+                lowered = _partition.lowered(jitted, args, None if self.mesh is None else self.mesh.to_jax(), self.platform)
+            except ValueError as error:  # a value in it is marked over another mesh
+                raise_other_devices(error)
+                raise
             middle = time.perf_counter()
             if self.mesh is not None:
                 avoid_faults(lowered, self.platform)

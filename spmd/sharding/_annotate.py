@@ -46,8 +46,10 @@ def mark_sharding(
 
     Raises:
         SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
-        SpmdError: the tensor is on another device, or is a view of a tensor that shows other dims.
+        SpmdError: it is no tensor, the tensor is on another device, or is a view of a tensor that shows other dims.
     """
+    if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _no_tensor(tensor)
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(tensor, mesh, partition_spec, uneven)
     spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
@@ -71,6 +73,15 @@ def mark_sharding(
         )
     buffer.annotate(spec)
     return become_sharded(tensor)
+
+
+def _no_tensor(value: object) -> SpmdError:
+    if isinstance(value, torch.nn.Module):
+        return SpmdError(
+            message(f"mark_sharding takes a tensor, got the module {type(value).__name__}", fix="spmd.shard_module(module, rules)")
+        )
+    shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+    return SpmdError(message(f"mark_sharding takes a tensor, got {shown}", fix="mark_sharding(torch.as_tensor(value), mesh, spec)"))
 
 
 def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:

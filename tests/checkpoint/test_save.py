@@ -143,6 +143,18 @@ PLAIN: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize("other", [torch.optim.Adam, torch.optim.SGD], ids=lambda cls: cls.__name__)
+def test_state_of_an_optimizer_of_another_class_is_refused(other: Any, tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, device="jax"))
+    parameter.grad = torch.ones(4, device="jax")
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    checkpoint.save(tmp_path, 1, {"optimizer": optimizer}, wait=True)
+    text = rf"the program's optimizer is a {other.__name__}(?s:.*)the checkpoint's is a AdamW(?s:.*)restore into a AdamW"
+    with pytest.raises(spmd.CheckpointError, match=text):
+        checkpoint.restore(tmp_path, {"optimizer": other([parameter])})
+
+
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_values_come_back_as_they_were(value: Any, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 0, {"value": value}, wait=True)

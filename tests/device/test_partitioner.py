@@ -96,3 +96,18 @@ def test_fourier_transforms_along_split_dims(dim: int, compiled: bool) -> None:
 
     x = batch(8, 12, 10).double()
     assert_same(_run(fn, compiled, _mesh("2x4"), (x, ("a", "b", None))), fn(x))
+
+
+@pytest.mark.parametrize("devices", [(7, 6, 5, 4, 3, 2, 1, 0), (0, 1, 2, 3)], ids=["another order", "fewer"])
+def test_tensors_on_other_devices_are_refused_in_our_words(devices: tuple[int, ...]) -> None:
+    here, there = mesh.Mesh(range(8), (8,), ("a",)), mesh.Mesh(devices, (len(devices),), ("a",))
+    x, y = (spmd.mark_sharding(batch(8, 8).to("jax"), grid, ("a", None)) for grid in (here, there))
+    text = r"lie on different devices, or on the same in another order(?s:.*)devices \[0, 1, 2, 3, 4, 5, 6, 7\](?s:.*)fix: mark them"
+    for operation in (torch.add, torch.matmul):
+        with pytest.raises(spmd.SpmdError, match=text):
+            operation(x, y)
+    with pytest.raises(spmd.SpmdError, match="two meshes with different devices"):
+        spmd.compile(torch.add)(x, y)
+    with pytest.raises(spmd.SpmdError, match=text):
+        spmd.compile(lambda x: (x + 1, spmd.mark_sharding(x * 2, there, ("a", None))))(x)
+    assert_same(x + spmd.mark_sharding(y, here, ("a", None)), batch(8, 8) * 2)

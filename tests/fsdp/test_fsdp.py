@@ -265,6 +265,14 @@ def test_what_cannot_be_is_refused(fsdp_8: mesh.Mesh, mesh_4x2: mesh.Mesh) -> No
         shard(Stack().to("jax"), mesh_4x2, axis=("data", "data"), shard_placement_fn=lambda p: Shard(0) if p.dim() == 2 else None)
 
 
+def test_a_stage_that_is_none_and_an_outer_unit_before_an_inner_one_are_refused(fsdp_8: mesh.Mesh) -> None:
+    with pytest.raises(spmd.SpmdError, match=r"fully_shard has no stage 4(?s:.*)fix: stage=3"):
+        spmd.fully_shard(Stack().to("jax"), fsdp_8, stage=4)  # pyright: ignore[reportArgumentType]
+    outer = spmd.fully_shard(Stack().to("jax"), fsdp_8)
+    with pytest.raises(spmd.SpmdError, match=r"is inside a Stack that is a unit of fully_shard already(?s:.*)inner modules first"):
+        spmd.fully_shard(outer.get_submodule("layers.0"), fsdp_8)
+
+
 def test_a_parameter_that_the_axis_does_not_divide_stays_whole(fsdp_8: mesh.Mesh) -> None:
     device = shard(Stack(12).to("jax"), fsdp_8)
     assert tuple(device.layers[0].linear.weight.partition_spec) == (None, None)

@@ -119,6 +119,11 @@ def test_an_unknown_policy_is_refused() -> None:
         spmd.remat("dot")
 
 
+def test_a_module_in_the_place_of_a_policy_is_refused() -> None:
+    with pytest.raises(spmd.SpmdError, match=r"remat got a Linear where it takes a policy(?s:.*)fix: spmd.remat\(\)\(module\)"):
+        spmd.remat(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+
+
 DIM, DEPTH, BATCH = 256, 3, 1 << 20
 
 

@@ -236,3 +236,12 @@ def test_a_view_is_refused(view: Any, mesh_4x2: mesh.Mesh) -> None:
     taken = view(batch(8, 16).to("jax"))
     text = marking_fails(taken, mesh_4x2, (None,) * taken.dim(), spmd.SpmdError)
     assert "is a view of a tensor of shape (8, 16)" in text and "mark a copy" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3, "got 3"), ("w", "got 'w'"), (torch.nn.Linear(2, 2), "got the module Linear(?s:.*)fix: spmd.shard_module")],
+)
+def test_what_is_no_tensor_is_refused(value: Any, text: str, mesh_4x2: mesh.Mesh) -> None:
+    with pytest.raises(spmd.SpmdError, match=f"mark_sharding takes a tensor, {text}"):
+        spmd.mark_sharding(value, mesh_4x2, ("data",))

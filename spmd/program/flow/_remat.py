@@ -53,8 +53,11 @@ def remat(policy: Policy = "nothing") -> Callable[[F], F]:
         `state_dict` as before.
 
     Raises:
-        SpmdError: there is no policy of that name.
+        SpmdError: there is no policy of that name, or it is a module.
     """
+    if isinstance(policy, torch.nn.Module):
+        what = f"remat got a {type(policy).__name__} where it takes a policy: it is called twice"
+        raise SpmdError(message(what, fix='spmd.remat()(module), or spmd.remat("dots")(module)'))
     chosen = policy if callable(policy) else _POLICIES.get(policy.removesuffix("_saveable"))
     if chosen is None:
         raise SpmdError(message(f"there is no remat policy {policy!r}", f"policies: {', '.join(_POLICIES)}", fix='choose one, e.g. "dots"'))

@@ -24,7 +24,7 @@ def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
             raise SpmdError(
                 message(
                     "one program uses tensors on two meshes with different devices",
-                    f"{found} has devices {list(found.device_ids)}, {here} has {list(here.device_ids)}",
+                    f"{found} has devices {[int(i) for i in found.device_ids]}, {here} has {[int(i) for i in here.device_ids]}",
                     fix="mark all tensors of a step over meshes of the same devices in the same order",
                 )
             )
