@@ -5,7 +5,10 @@
     file.read("lm_head.weight", box)       # only the bytes of that box
 
 Names in a header are keys and never paths. A file whose numbers do not fit each other or its size is refused, as is anything
-that is no regular file.
+that is not a regular file.
+
+The safetensors package is the peer in the tests. It is not used here because it writes a whole file from one process's memory, where
+`save_safetensors` has every process write its shards into place; and reading would then need the format's rules all the same.
 """
 
 from __future__ import annotations
