@@ -3,8 +3,8 @@
 import mesh
 
 mesh.virtual_devices(8)
-grid = mesh.Mesh.from_string("data=4,model=2")
-sharding = mesh.ShardingSpec(grid, mesh.PartitionSpec("data", None))
+m = mesh.Mesh.from_string("data=4,model=2")
+sharding = mesh.ShardingSpec(m, mesh.PartitionSpec("data", None))
 sharding.shard_shape((64, 16))  # (16, 16)
 """
 

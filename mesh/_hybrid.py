@@ -139,10 +139,10 @@ def _arranged(attributes: tuple[DeviceAttributes, ...], ici: tuple[int, ...], dc
         )
     chips = [_stand_in(position, held) for position, held in enumerate(attributes)]
     if len(slices) > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, chips, allow_split_physical_axes=True)
+        placed = mesh_utils.create_hybrid_device_mesh(ici, dcn, chips, allow_split_physical_axes=True)
     else:
-        grid = mesh_utils.create_device_mesh(ici, chips, allow_split_physical_axes=True)
-    return np.vectorize(lambda chip: chip.id, otypes=[np.int64])(grid)
+        placed = mesh_utils.create_device_mesh(ici, chips, allow_split_physical_axes=True)
+    return np.vectorize(lambda chip: chip.id, otypes=[np.int64])(placed)
 
 
 def _stand_in(position: int, attributes: DeviceAttributes) -> Any:

@@ -1,4 +1,4 @@
-"""Mesh: devices arranged in a grid whose axes have names. An immutable value.
+"""Mesh: devices arranged along named axes. An immutable value.
 
     mesh = Mesh(range(8), (4, 2), ("data", "model"))
     mesh = Mesh.from_string("data=4,model=2")         # the same, from a command line
@@ -34,7 +34,7 @@ _AXIS = re.compile(r"\s*([^\s=,@]+)\s*=\s*(\d+)\s*")
 
 @dataclass(frozen=True, init=False, repr=False)
 class Mesh:
-    """Devices in a grid with named axes; hashable, compared by value.
+    """Devices along named axes; hashable, compared by value.
 
     Args:
         device_ids: logical ids (positions in `mesh.devices()`), in the mesh's device order; each at most once.
@@ -129,8 +129,8 @@ class Mesh:
             raise MeshError(message(f"{self} cannot be grouped over {listed}", "an axis is named twice", fix="name every axis once"))
         outer = [axis for axis in range(len(self.mesh_shape)) if axis not in inner]
         group_size = math.prod(self.mesh_shape[axis] for axis in inner)
-        grid = np.arange(self.size()).reshape(self.mesh_shape).transpose(outer + inner).reshape(-1, group_size)
-        return [tuple(int(position) for position in row) for row in grid]
+        groups = np.arange(self.size()).reshape(self.mesh_shape).transpose(outer + inner).reshape(-1, group_size)
+        return [tuple(int(position) for position in group) for group in groups]
 
     def to_jax(self) -> jax.sharding.Mesh:
         """The same mesh for jax, every axis Auto (under Explicit axes ordinary torch models do not trace)."""
@@ -249,11 +249,11 @@ class Mesh:
     @functools.cached_property
     def _device_array(self) -> npt.NDArray[np.object_]:
         existing = _existing(self.topology)
-        grid = np.empty(len(self._ids), dtype=object)
-        grid[:] = [existing[i] for i in self._ids]
-        grid = grid.reshape(self.mesh_shape)
-        grid.setflags(write=False)
-        return grid
+        placed = np.empty(len(self._ids), dtype=object)
+        placed[:] = [existing[i] for i in self._ids]
+        placed = placed.reshape(self.mesh_shape)
+        placed.setflags(write=False)
+        return placed
 
     @functools.cached_property
     def _jax_mesh(self) -> jax.sharding.Mesh:

@@ -1,6 +1,6 @@
 """`shard_loader`: batches of any loader, laid out over a mesh, ahead of the step that takes them; its place can be saved.
 
-    batches = spmd.shard_loader(DataLoader(dataset, 64, shuffle=True, num_workers=4), grid, ("data", None))
+    batches = spmd.shard_loader(DataLoader(dataset, 64, shuffle=True, num_workers=4), m, ("data", None))
     for x, y in batches:
         loss = train_step(x, y)          # the next two batches are on their way to the devices already
     spmd.checkpoint.save(path, step, {"model": model, "optimizer": optimizer, "batches": batches})
@@ -83,10 +83,10 @@ class ShardedLoader:
     per_process = True  # a checkpoint keeps each process's place
 
     def __init__(
-        self, loader: Iterable[Any], grid: mesh_.Mesh, spec: Any, prefetch: int, ragged: str, feeds: str, check: bool, gang: Gang
+        self, loader: Iterable[Any], mesh: mesh_.Mesh, spec: Any, prefetch: int, ragged: str, feeds: str, check: bool, gang: Gang
     ) -> None:
         self.epoch = self.batch = 0
-        self._loader, self._grid, self._spec, self._prefetch = loader, grid, spec, prefetch
+        self._loader, self._mesh, self._spec, self._prefetch = loader, mesh, spec, prefetch
         self._ragged, self._feeds, self._check, self._gang = ragged, feeds, check, gang
         self._full: int | None = None  # elements along dim 0 of a whole batch on this process
         self._streams: dict[str, Any] | None = None  # the loader's own random streams now
@@ -240,8 +240,8 @@ class ShardedLoader:
 
     def _part(self) -> list[Any]:
         """Which pieces along dim 0 this process's devices hold."""
-        sharding = mesh_.ShardingSpec(self._grid, self._mask_spec()).to_jax()
-        pieces = self._grid.size()  # divisible by whatever splits it
+        sharding = mesh_.ShardingSpec(self._mesh, self._mask_spec()).to_jax()
+        pieces = self._mesh.size()  # divisible by whatever splits it
         return sorted(
             {(part[0].start, part[0].stop) for part in sharding.addressable_devices_indices_map((pieces,)).values() if part}, key=str
         )
@@ -256,7 +256,7 @@ class ShardedLoader:
 
     def _divisible(self, size: int) -> int:
         """The least number of elements on this process, not below `size`, that its devices share evenly."""
-        parts = max(1, len(self._part())) if self._feeds == "slice" else mesh_.ShardingSpec(self._grid, self._mask_spec()).num_shards
+        parts = max(1, len(self._part())) if self._feeds == "slice" else mesh_.ShardingSpec(self._mesh, self._mask_spec()).num_shards
         return -(-max(size, 1) // parts) * parts
 
     def _padding(self) -> Any:
@@ -282,7 +282,7 @@ class ShardedLoader:
 
     def _array(self, host: np.ndarray[Any, Any], spec: mesh_.PartitionSpec) -> torch.Tensor:
         """One array: each device gets its own piece, from the process that has it."""
-        placed = mesh_.ShardingSpec(self._grid, spec)
+        placed = mesh_.ShardingSpec(self._mesh, spec)
         if self._gang.size > 1 and self._feeds == "slice":
             with exact_dtypes():
                 tensor = wrap(jax.make_array_from_process_local_data(placed.to_jax(), host))

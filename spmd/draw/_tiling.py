@@ -56,13 +56,13 @@ class Tiling:
     @classmethod
     def of_spec(cls, sharding: mesh_.ShardingSpec, shape: tuple[int, ...] | None, title: str = "") -> Tiling:
         """The tiles of a tensor of `shape`, or of any tensor of the spec's rank."""
-        grid, names = sharding.mesh.get_logical_mesh(), list(sharding.mesh.axis_names)
+        ids, names = sharding.mesh.get_logical_mesh(), list(sharding.mesh.axis_names)
         per_dim = [[names.index(str(axis)) for axis in mesh_.entry_axes(entry)] for entry in sharding.partition_spec]
         used = [axis for axes in per_dim for axis in axes]
-        rest = [axis for axis in range(grid.ndim) if axis not in used]
-        tiles = tuple(math.prod(grid.shape[axis] for axis in axes) for axes in per_dim)
+        rest = [axis for axis in range(ids.ndim) if axis not in used]
+        tiles = tuple(math.prod(ids.shape[axis] for axis in axes) for axes in per_dim)
         words = tuple(f"dim {dim}" + _over(sharding, dim) for dim in range(len(tiles)))
-        return cls(title or str(sharding.partition_spec), words, shape, grid.transpose(used + rest).reshape(*tiles, -1))
+        return cls(title or str(sharding.partition_spec), words, shape, ids.transpose(used + rest).reshape(*tiles, -1))
 
     @classmethod
     def of_mesh(cls, mesh: mesh_.Mesh) -> Tiling:

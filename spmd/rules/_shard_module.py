@@ -52,15 +52,15 @@ def shard_module(
         SpecError: a spec does not fit its tensor's rank or the mesh.
         SpmdError: `rules` names nothing that is known.
     """
-    grid = as_mesh(mesh)
-    plan = rules_for(model, grid, rules, axis)
-    report = mesh_.rules_report(sized_tensors(model), grid, plan.rules, large_bytes)
+    mesh = as_mesh(mesh)
+    plan = rules_for(model, mesh, rules, axis)
+    report = mesh_.rules_report(sized_tensors(model), mesh, plan.rules, large_bytes)
     report = report.with_findings(head_findings(model, report))
     if strict:
         report.raise_errors()
     tensors = dict(named_tensors(model))
     for placement in report:
-        mark_sharding(tensors[placement.name], grid, placement.sharding.partition_spec)
+        mark_sharding(tensors[placement.name], mesh, placement.sharding.partition_spec)
     for module, border in plan.borders:
         border.install(module)
     return report

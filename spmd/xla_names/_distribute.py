@@ -35,9 +35,9 @@ def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] |
     Raises:
         SpecError, SpmdError: as `spec_of_placements`.
     """
-    grid = as_mesh(mesh)
-    given = [Replicate()] * len(grid.axis_names) if placements is None else placements
-    return checked_spec(t, grid, spec_of_placements(given, t.dim(), grid.axis_names, lambda: name_of(t)))
+    mesh = as_mesh(mesh)
+    given = [Replicate()] * len(mesh.axis_names) if placements is None else placements
+    return checked_spec(t, mesh, spec_of_placements(given, t.dim(), mesh.axis_names, lambda: name_of(t)))
 
 
 def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
@@ -86,17 +86,17 @@ def xla_distribute_module(
     Raises:
         SpmdError: a function does not take three arguments (for inputs and outputs two: without the module).
     """
-    grid = mesh_or_global(device_mesh, "xla_distribute_module")
+    mesh = mesh_or_global(device_mesh, "xla_distribute_module")
     module.to("jax")
     if partition_fn is not None:
         for name, submodule in module.named_modules():
-            partition_fn(name, submodule, grid)
+            partition_fn(name, submodule, mesh)
     if input_fn is not None:
         before = _with_module(input_fn, "input_fn")
-        module.register_forward_pre_hook(lambda owner, inputs: before(owner, inputs, grid))
+        module.register_forward_pre_hook(lambda owner, inputs: before(owner, inputs, mesh))
     if output_fn is not None:
         after = _with_module(output_fn, "output_fn")
-        module.register_forward_hook(lambda owner, inputs, outputs: after(owner, outputs, grid))
+        module.register_forward_hook(lambda owner, inputs, outputs: after(owner, outputs, mesh))
     return module
 
 
@@ -105,11 +105,11 @@ def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
 
     torch_xla's function of this name turned on a pass of XLA that existed for one TPU host only.
     """
-    grid = as_mesh(mesh)
+    mesh = as_mesh(mesh)
     for parameter in mod.parameters(recurse=False):
         if buffer_of(parameter).annotation is None:
             whole = (None,) * parameter.dim()
-            mark_sharding(parameter, grid, mesh_.split_largest_dim(whole, parameter.shape, grid, grid.axis_names))
+            mark_sharding(parameter, mesh, mesh_.split_largest_dim(whole, parameter.shape, mesh, mesh.axis_names))
 
 
 def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -117,14 +117,14 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     if count == 3:
         return fn
     if count == 2:
-        return lambda owner, values, grid: fn(values, grid)
+        return lambda owner, values, mesh: fn(values, mesh)
     raise SpmdError(message(f"{name} takes {count} arguments", fix=f"def {name}(module, {name[:-3]}s, device_mesh): ..."))
 
 
 def redistribute(t: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
     """`XLAShardedTensor.redistribute`: the same values laid out anew, as a new tensor; gradients come back alike."""
-    grid = device_mesh if device_mesh is not None else _spec_of(t).mesh
-    spec = spec_from_placements(t, grid, placements)
+    mesh = device_mesh if device_mesh is not None else _spec_of(t).mesh
+    spec = spec_from_placements(t, mesh, placements)
     return mark_sharding_with_gradients(t, spec.mesh, spec.partition_spec)
 
 
@@ -132,9 +132,9 @@ def device_mesh_of(t: torch.Tensor) -> Any:
     """A torch `DeviceMesh` of the tensor's mesh: names and device positions; it can describe, not communicate."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    grid = _spec_of(t).mesh
-    ids = torch.tensor(grid.get_logical_mesh().tolist())
-    return DeviceMesh("cpu", ids, mesh_dim_names=grid.axis_names, _init_backend=False, _rank=0)
+    mesh = _spec_of(t).mesh
+    ids = torch.tensor(mesh.get_logical_mesh().tolist())
+    return DeviceMesh("cpu", ids, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=0)
 
 
 def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:

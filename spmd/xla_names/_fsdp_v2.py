@@ -52,27 +52,27 @@ class SpmdFullyShardedDataParallel(nn.Module):
         extra_data_axis: str | None = None,
     ) -> None:
         _require_wrappable(module, auto_wrap_policy is not None)
-        grid = as_mesh(mesh_or_global(mesh, "SpmdFullyShardedDataParallel"))
+        mesh = as_mesh(mesh_or_global(mesh, "SpmdFullyShardedDataParallel"))
         for axis in (AXIS, *([extra_data_axis] if extra_data_axis else [])):
-            if axis not in grid.axis_names:
+            if axis not in mesh.axis_names:
                 raise mesh_.SpecError(
-                    message(f"{grid} has no axis '{axis}'", f"axes: {', '.join(grid.axis_names)}", fix=f"name one axis '{axis}'")
+                    message(f"{mesh} has no axis '{axis}'", f"axes: {', '.join(mesh.axis_names)}", fix=f"name one axis '{axis}'")
                 )
         super().__init__()
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel
-            options: dict[str, Any] = {"mesh": grid, "shard_output": shard_output, "extra_data_axis": extra_data_axis}
+            options: dict[str, Any] = {"mesh": mesh, "shard_output": shard_output, "extra_data_axis": extra_data_axis}
             if auto_wrapper_callable is not None:
                 options.pop("extra_data_axis")
             recursive_wrap(module, auto_wrap_policy, wrapper, **options)
         self._orig_module = module.to("jax")
-        self._mesh = grid
+        self._mesh = mesh
         self._extra_data_axis = extra_data_axis
         self._shard_output: ShardOutput = shard_output or self._shard_first_tensor
         for parameter in module.parameters():
             if buffer_of(parameter).annotation is None:
                 whole = (None,) * parameter.dim()
-                mark_sharding(parameter, grid, mesh_.split_largest_dim(whole, parameter.shape, grid, AXIS))
+                mark_sharding(parameter, mesh, mesh_.split_largest_dim(whole, parameter.shape, mesh, AXIS))
         apply_backward_optimization_barrier(module)
 
     @property
@@ -95,7 +95,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self._orig_module[key]  # pyright: ignore[reportIndexIssue]
 
-    def _shard_first_tensor(self, output: Any, grid: mesh_.Mesh) -> None:
+    def _shard_first_tensor(self, output: Any, mesh: mesh_.Mesh) -> None:
         first = output if isinstance(output, torch.Tensor) else output[0] if isinstance(output, tuple) and output else None
         if not isinstance(first, torch.Tensor):
             raise SpmdError(
@@ -106,7 +106,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
             )
         if first.dim():
             batch = (self._extra_data_axis, AXIS) if self._extra_data_axis else AXIS
-            mark_sharding(first, grid, (batch, *[None] * (first.dim() - 1)))
+            mark_sharding(first, mesh, (batch, *[None] * (first.dim() - 1)))
 
 
 def recursive_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool], wrapper_cls: Callable[..., nn.Module], **options: Any) -> None:

@@ -39,14 +39,14 @@ class ManualTensor(XLAShardedTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        grid = _meet([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)
+        mesh = _meet([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)
         if func in _READS:
             raise _no_global_value(func)
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in torch.overrides.get_default_nowrap_functions():
             return result
-        return pytree.tree_map_only(torch.Tensor, lambda t: as_manual(t, grid) if t.device.type == "jax" else t, result)
+        return pytree.tree_map_only(torch.Tensor, lambda t: as_manual(t, mesh) if t.device.type == "jax" else t, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ManualTensor({str(self.dtype).removeprefix('torch.')}{list(self.shape)}, mesh={self.manual_mesh})"
@@ -57,10 +57,10 @@ class ManualTensor(XLAShardedTensor):
 _READS = (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__float__)
 
 
-def as_manual(tensor: torch.Tensor, grid: mesh_.Mesh) -> ManualTensor:
-    """`tensor` itself as a manual tensor over `grid`."""
+def as_manual(tensor: torch.Tensor, mesh: mesh_.Mesh) -> ManualTensor:
+    """`tensor` itself as a manual tensor over `mesh`."""
     tensor.__class__ = ManualTensor
-    tensor.manual_mesh = grid  # pyright: ignore[reportAttributeAccessIssue]
+    tensor.manual_mesh = mesh  # pyright: ignore[reportAttributeAccessIssue]
     return tensor  # pyright: ignore[reportReturnType]
 
 
@@ -75,8 +75,8 @@ def enable_manual_sharding(t: torch.Tensor, partition_spec: mesh_.SpecLike, *, m
     Raises:
         SpecError, SpmdError: as `mark_sharding`; or there is not a mesh.
     """
-    grid = as_mesh(mesh_or_global(mesh, "enable_manual_sharding"))
-    return as_manual(_Cut.apply(t, checked_spec(t, grid, partition_spec)), grid)  # pyright: ignore[reportArgumentType]
+    mesh = as_mesh(mesh_or_global(mesh, "enable_manual_sharding"))
+    return as_manual(_Cut.apply(t, checked_spec(t, mesh, partition_spec)), mesh)  # pyright: ignore[reportArgumentType]
 
 
 def disable_manual_sharding(
@@ -93,8 +93,8 @@ def disable_manual_sharding(
     Raises:
         SpmdError: `t` is no manual tensor, or its pieces do not make up `full_shape`.
     """
-    grid = as_mesh(mesh_or_global(mesh, "disable_manual_sharding"))
-    spec = mesh_.ShardingSpec(grid, partition_spec)
+    mesh = as_mesh(mesh_or_global(mesh, "disable_manual_sharding"))
+    spec = mesh_.ShardingSpec(mesh, partition_spec)
     if not isinstance(t, ManualTensor):
         raise SpmdError(
             message("disable_manual_sharding was given a tensor that is not manual", fix="pass what enable_manual_sharding led to")
@@ -143,11 +143,11 @@ def per_device(
     t: torch.Tensor,
     cut: mesh_.ShardingSpec | None,
     join: mesh_.ShardingSpec | None,
-    grid: mesh_.Mesh | None = None,
+    mesh: mesh_.Mesh | None = None,
 ) -> torch.Tensor:
     """`fn` on every device's own piece. `cut`, `join`: how the whole lies before and after; None: pieces already, or still."""
     spec = cut or join
-    mesh = spec.mesh if spec is not None else grid
+    mesh = spec.mesh if spec is not None else mesh
     assert mesh is not None
     specs = [PartitionSpec() if s is None else s.partition_spec.to_jax() for s in (cut, join)]
     run = jax.shard_map(fn, mesh=mesh.to_jax(), in_specs=specs[0], out_specs=specs[1], check_vma=False)
@@ -172,7 +172,7 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 
 def _meet(tensors: Sequence[torch.Tensor], func: Any) -> mesh_.Mesh:
     """The one mesh of the manual tensors among the operands; SpmdError if another operand is split over devices."""
-    grids = [t.manual_mesh for t in tensors if isinstance(t, ManualTensor)]
+    meshes = [t.manual_mesh for t in tensors if isinstance(t, ManualTensor)]
     for t in tensors:
         if isinstance(t, ManualTensor) or t.device.type != "jax":
             continue
@@ -188,9 +188,9 @@ def _meet(tensors: Sequence[torch.Tensor], func: Any) -> mesh_.Mesh:
                     fix="give the other tensor to enable_manual_sharding too, so that each device has its piece of it",
                 )
             )
-    if any(grid != grids[0] for grid in grids):
-        raise SpmdError(message("two manual tensors are over different meshes", *map(str, grids), fix="enable both over one mesh"))
-    return grids[0]
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise SpmdError(message("two manual tensors are over different meshes", *map(str, meshes), fix="enable both over one mesh"))
+    return meshes[0]
 
 
 def _no_global_value(func: Any) -> SpmdError:

@@ -106,17 +106,17 @@ def _on_pieces(name: str, t: Any, groups: Groups, run: Callable[[Any, Any], Any]
                 fix="leave it out; inside xs.enable_manual_sharding, where devices have their own values, it communicates",
             )
         )
-    grid = t.manual_mesh
-    axes = _axes_of(name, grid, groups)
+    mesh = t.manual_mesh
+    axes = _axes_of(name, mesh, groups)
     spec = jax.sharding.PartitionSpec()
-    fn = jax.shard_map(lambda x: run(x, axes), mesh=grid.to_jax(), in_specs=spec, out_specs=spec, check_vma=False)
+    fn = jax.shard_map(lambda x: run(x, axes), mesh=mesh.to_jax(), in_specs=spec, out_specs=spec, check_vma=False)
     with DisableTorchFunctionSubclass():
         plain = t.as_subclass(torch.Tensor)
         if plain.requires_grad and torch.is_grad_enabled():
             raise CollectiveError(
                 message(f"xm.{name} has no gradient", *called_at(), fix="use it under torch.no_grad(), or spmd.shard_map for one that has")
             )
-        return as_manual(call_jax(fn, (plain,)), grid)
+        return as_manual(call_jax(fn, (plain,)), mesh)
 
 
 def _into(name: str, output: Any, result: torch.Tensor) -> torch.Tensor:
@@ -129,15 +129,15 @@ def _into(name: str, output: Any, result: torch.Tensor) -> torch.Tensor:
     return output.copy_(result)
 
 
-def _axes_of(name: str, grid: mesh_.Mesh, groups: Groups) -> tuple[str, ...]:
+def _axes_of(name: str, mesh: mesh_.Mesh, groups: Groups) -> tuple[str, ...]:
     """The mesh axes over which the groups run: all of them without groups."""
-    names = grid.axis_names
+    names = mesh.axis_names
     if not groups:
         return names
     wanted = {frozenset(int(device) for device in group) for group in groups}
     for mask in range(1, 2 ** len(names)):
         chosen = tuple(axis for i, axis in enumerate(names) if mask >> i & 1)
-        ids = grid.device_ids
-        if {frozenset(int(ids[position]) for position in group) for group in grid.axis_groups(chosen)} == wanted:
+        ids = mesh.device_ids
+        if {frozenset(int(ids[position]) for position in group) for group in mesh.axis_groups(chosen)} == wanted:
             return chosen
-    raise CollectiveError(message(f"xm.{name}: the groups {groups} do not run along axes of {grid}", fix="build the mesh so that they do"))
+    raise CollectiveError(message(f"xm.{name}: the groups {groups} do not run along axes of {mesh}", fix="build the mesh so that they do"))
