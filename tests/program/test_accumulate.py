@@ -9,7 +9,7 @@ from torch import nn
 
 import mesh
 import spmd
-from tests.oracle import assert_same_model
+from tests.oracle import assert_same, assert_same_model, batch, twins
 
 ROUNDS = 4
 
@@ -90,3 +90,25 @@ def test_the_program_does_not_grow_with_the_number_of_rounds() -> None:
 def test_arguments_must_be_stacked() -> None:
     with pytest.raises(spmd.SpmdError, match=r"first dim of 4.*\n.*\(3, 8\)"):
         spmd.accumulate(4)(lambda x: x)(torch.ones(3, 8).to("jax"))
+
+
+@pytest.mark.multidevice(num=8)
+def test_running_averages_that_are_split_unevenly_are_written_by_every_round() -> None:
+    host, device = twins(lambda: torch.nn.BatchNorm1d(7))
+    grid = mesh.Mesh(range(8), (8,), ("x",))
+    for tensor in (*device.parameters(), device.running_mean, device.running_var):
+        spmd.mark_sharding(tensor, grid, ("x",))
+
+    def step(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def one(x: torch.Tensor) -> torch.Tensor:
+            loss = (module(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        return spmd.accumulate(3)(one)(x)
+
+    x = batch(3, 8, 7)
+    compiled = spmd.compile(lambda x: step(device, x), keep_grads=True)
+    assert_same(compiled(x.to("jax")), step(host, x))
+    assert_same_model(device, host)
+    assert_same([p.grad for p in device.parameters()], [p.grad for p in host.parameters()])

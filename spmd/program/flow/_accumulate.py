@@ -25,7 +25,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, load, recording, wrap
-from spmd.program.flow._round import one_round, words_now
+from spmd.program.flow._round import one_round, stored_value, words_now
 
 
 def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -90,10 +90,10 @@ def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
             flat, spec = pytree.tree_flatten(fn(*map(wrap, slices)))
             tree.append(spec)
             outputs = [load(t) for t in flat]
-            new = [buffer.value for buffer in carried]
+            new = [stored_value(buffer) for buffer in carried]
         return (new, advanced(now, draws[0])), outputs
 
-    start = [buffer.get() for buffer in carried]
+    start = [stored_value(buffer) for buffer in carried]
     (final, _), outputs = jax.lax.scan(one, (start, words), stacks, length=rounds)
     for buffer, value in zip(carried, final, strict=True):
         buffer.set(value)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmd.device._arrays import padded
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, recording
 from spmd.program.trace._capture import DROPPED_VALUE, Recorder
@@ -79,6 +80,14 @@ class Round:
             buffer.reads.clear()
 
 
+def stored_value(buffer: Buffer) -> Any:
+    """The buffer's array as it is stored, padded where its layout does not divide it: the one form in which a round takes and leaves it."""
+    value = buffer.raw()
+    if value.shape == buffer.stored or buffer.annotation is None:
+        return value
+    return padded(value, buffer.annotation.to_jax())
+
+
 @contextmanager
 def one_round(words: Any, kind: type[Round] = Round) -> Generator[Round]:
     """Record one round whose random state is `words`; afterwards the count of draws, and the trace around it, if any, is as before."""
@@ -104,4 +113,4 @@ def words_now() -> Any:
     return advanced(words, default_stream.draws - start)
 
 
-__all__ = ["Round", "one_round", "words_now"]
+__all__ = ["Round", "one_round", "stored_value", "words_now"]
