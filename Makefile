@@ -79,8 +79,9 @@ TRIALS ?=
 faults: setup ## what a job survives: faults thrown at it, an hour; TRIALS of each if given (network faults where root may make namespaces)
 	@$(PY) benchmarks/faults.py $(if $(TRIALS),--trials $(TRIALS))
 
-endurance: setup ## loops that read nothing, on many virtual devices and threads
+endurance: setup ## loops that read nothing on many virtual devices, and 10,000 steps with everything on: what grows
 	@$(PY) benchmarks/unread.py
+	@$(PY) benchmarks/days.py
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) $(TORCHAX) .venv-timm build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,130 @@
+"""A small job for many steps with everything on: what of the host it has taken more after the first 500 steps.
+
+    python benchmarks/days.py                 # 10,000 steps
+    python benchmarks/days.py --steps 1200
+
+Each step takes a new batch object. Every 50 steps it evaluates on batches that nobody reads, every 100 comes a length that is not
+among the programs kept, so that one is traced, compiled and dropped, and every 250 it saves a checkpoint and restores it. Counted:
+resident memory, threads, open files, tensors' buffers, jax's arrays, kernels' plans.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+import tyro
+from torch import nn
+
+import mesh
+import spmd
+from spmd.device._storage import Buffer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attributes:
+    warm: steps before the first look, and between two.
+    json: where the result goes; None: printed only.
+    """
+
+    steps: int = 10_000
+    warm: int = 500
+    devices: int = 2
+    json: Path | None = ROOT / "benchmarks" / "results" / "days.json"
+
+
+def counts() -> dict[str, float]:
+    """What this process holds now."""
+    gc.collect()
+    status = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    adapters = [o for o in gc.get_objects() if type(o).__name__ == "Adapter" and hasattr(o, "plans")]
+    return {
+        "memory_mb": round(int(status[1]) * resource.getpagesize() / 2**20, 1),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "buffers": sum(isinstance(o, Buffer) for o in _tensors_buffers()),
+        "arrays": len(jax.live_arrays()),
+        "plans": sum(len(a.plans) for a in adapters),
+        "objects": len(gc.get_objects()),
+    }
+
+
+def _tensors_buffers() -> list[Any]:
+    storages = (getattr(o, "untyped_storage", None) for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+    return list({id(b): b for s in storages if s is not None and (b := getattr(s(), "spmd_buffer", None)) is not None}.values())
+
+
+def run(options: Options) -> None:
+    """The job."""
+    mesh.virtual_devices(options.devices)
+    grid = mesh.Mesh(range(options.devices), (options.devices,), ("data",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 8)).to("jax")
+    for p in model.parameters():
+        spmd.mark_sharding(p, grid, (None,) * p.ndim)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+
+    @spmd.compile(max_programs=4, max_retraces=1_000_000)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    @spmd.compile(max_programs=4, max_retraces=1_000_000)
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return (model(x) - x).square().mean()
+
+    def batch(rows: int) -> torch.Tensor:
+        return spmd.mark_sharding(torch.randn(rows, 8).to("jax"), grid, ("data", None))
+
+    held: dict[int, dict[str, float]] = {}
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(1, options.steps + 1):
+            loss = step(batch(8 if i % 100 else 10 + 2 * (i // 100 % 40)))
+            scheduler.step()
+            if i % 20 == 0:
+                loss.item()
+            if i % 50 == 0:
+                model.eval()
+                for _ in range(10):
+                    evaluate(batch(8))
+                model.train()
+            if i % 250 == 0:
+                state = {"model": model, "optimizer": optimizer, "step": i}
+                spmd.checkpoint.save(folder, i, state, keep=2, wait=True)
+                spmd.checkpoint.restore(folder, state)
+            if i % options.warm == 0:
+                held[i] = counts()
+                write(options, held, time.perf_counter() - start)
+
+
+def write(options: Options, held: dict[int, dict[str, float]], seconds: float) -> None:
+    """What was held at every look so far, and what the last one has more than the first."""
+    first, last = held[min(held)], held[max(held)]
+    growth = {name: round(last[name] - first[name], 1) for name in last}
+    machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    result = {"steps": max(held), "since": min(held), "growth": growth, "seconds": round(seconds), **machine, "held": held}
+    print(json.dumps(result), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(tyro.cli(Options))
