@@ -22,6 +22,7 @@ try:
     from jax._src.core import trace_state_clean as _trace_state_clean
     from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
     from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
+    from jax._src.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
     from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
     from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
     from jax._src.source_info_util import current as _current_source
@@ -52,6 +53,12 @@ def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     names = jaxpr.debug_info._replace(arg_names=None)
     whole = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
     return _inline_jaxpr_into_trace(trace, source, whole, (), *(trace.to_jaxpr_tracer(v, source) for v in (*consts, *args)))
+
+
+def inputs_of_each_output(jaxpr: Any) -> list[list[bool]]:
+    """For each output of a jaxpr, which of its inputs have part in it."""
+    count = len(jaxpr.outvars)
+    return [_dce_jaxpr(jaxpr, [i == output for i in range(count)])[1] for output in range(count)]
 
 
 def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None = None) -> Any:

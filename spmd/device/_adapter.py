@@ -293,6 +293,7 @@ class Adapter:
             {name: asked(arg, named.get(name)) for name, arg in kwargs.items()},
         )
         results = judge.results(dynamic)
+        judge.check_dtypes(dynamic, draws=self.lowering.random)
         compute: list[np.dtype[Any] | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])

@@ -126,6 +126,23 @@ FLOAT32_BY_DTYPE = [
 ]
 WIDEST = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add"]
 
+# Ops that are kept whole here and that torch takes apart: what its lists do to the parts, done to the whole.
+WHOLE_IN_FLOAT32 = ["cross_entropy_loss", "nll_loss_nd", "ctc_loss.IntList", "ctc_loss.Tensor"]
+WHOLE_IN_FLOAT32_BY_DTYPE = ["special_softmax", "special_log_softmax"]
+# Several products and sums in dtypes of their own: taken apart.
+TAKEN_APART = [
+    "_scaled_dot_product_attention_math",
+    "_weight_norm",
+    "lstm.input",
+    "lstm.data",
+    "gru.input",
+    "gru.data",
+    "rnn_tanh.input",
+    "rnn_tanh.data",
+    "rnn_relu.input",
+    "rnn_relu.data",
+]
+
 _KEY = DispatchKey.AutocastPrivateUse1  # pyright: ignore[reportAttributeAccessIssue]
 _BELOW = DispatchKeySet(_KEY)
 _LOW_DTYPES = (torch.float16, torch.bfloat16)
@@ -134,7 +151,14 @@ _LOW_DTYPES = (torch.float16, torch.bfloat16)
 def kernels() -> dict[str, Callable[..., Any]]:
     """The autocast kernel of every listed overload that this torch has."""
     made: dict[str, Callable[..., Any]] = {}
-    for names, kind in ((LOW, _in_low), (FLOAT32, _in_float32), (FLOAT32_BY_DTYPE, _in_float32_by_dtype), (WIDEST, _in_widest)):
+    kinds = (
+        (LOW, _in_low),
+        (FLOAT32 + WHOLE_IN_FLOAT32, _in_float32),
+        (FLOAT32_BY_DTYPE + WHOLE_IN_FLOAT32_BY_DTYPE, _in_float32_by_dtype),
+        (WIDEST, _in_widest),
+        (TAKEN_APART, _taken_apart),
+    )
+    for names, kind in kinds:
         for name in names:
             if exists(name):
                 made[name] = kind(resolve(name))
@@ -178,6 +202,13 @@ def _in_widest(op: OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtypes = [a.dtype for a in _tensors(args) if _is_eligible(a)]
         return _called(op, args, kwargs, torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("jax"))
+
+    return kernel
+
+
+def _taken_apart(op: OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return op.decompose(*args, **kwargs)
 
     return kernel
 

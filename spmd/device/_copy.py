@@ -20,7 +20,7 @@ from spmd.base._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import fetched, moved
 from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted
-from spmd.device._refusals import check_in_place
+from spmd.device._refusals import check_in_place, check_overlap
 from spmd.device._storage import (
     buffer_of,
     is_whole,
@@ -151,6 +151,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     if self is src:
         return self
     check_in_place("copy_", self)
+    check_overlap("copy_", self, (src,))
     return copy_from(src, self)
 
 

@@ -18,10 +18,10 @@ from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import TraceError, UnsupportedOpError, called_at, message
 from spmd.base._jax import is_tracing
 from spmd.base._torch import OpOverload, decomposition_table, dispatch_has_kernel_for_dispatch_key
-from spmd.device import _aliases, _autocast, _copy, _experts, _like, _strided_linalg
+from spmd.device import _aliases, _autocast, _copy, _experts, _fused_steps, _like, _pinned, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
-from spmd.device._refusals import check_in_place, check_out, check_out_dtype
+from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import Lowering, lookup, lowerings
@@ -141,7 +141,7 @@ def install() -> Installed:
     """Register every kernel, in the order of `MECHANISMS`; called once by `_backend`. Lowerings that are added later install themselves."""
     installed = Installed()
     for by, kernels in (
-        ("device", {**_SPECIAL, "resize_": resize_}),
+        ("device", {**_SPECIAL, **_fused_steps.kernels(), "resize_": resize_}),
         ("view", _aliases.view_kernels()),
         ("strides", _strided_linalg.linalg_kernels()),
     ):
@@ -153,6 +153,8 @@ def install() -> Installed:
         installed.install_variants(op)
     for name, kernel in _autocast.kernels().items():
         installed.add(name, kernel, "AutocastPrivateUse1")
+    for name, kernel in _pinned.kernels().items():
+        installed.add(name, kernel, "CPU", by="device")
     installed.any.fallback(fallback, "PrivateUse1")
     installed.any.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     listen(installed)
@@ -202,12 +204,15 @@ def _is_in_place(op: OpOverload) -> bool:
 def _in_place_kernel(adapter: Adapter) -> Any:
     # These do not read what they overwrite, so nothing tells XLA that the result is split.
     fills = adapter.lowering.random or adapter.op._schema.name in ("aten::fill", "aten::fill_")
+    is_checked = adapter.lowering.pointwise or adapter.name in WRITES_APART
 
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if buffer_of(self).dropped is not None:  # what is added to an unknown value is unknown: reading it raises
             return self
         if not self.is_contiguous():
             check_in_place(adapter.name, self)
+        if is_checked:
+            check_overlap(adapter.name, self, args)
         with exact_dtypes():
             value = adapter.arrays((self, *args), kwargs, _copy.filled_sharding(self) if fills else None)
             if value.shape not in (tuple(self.shape), buffer_of(self).stored):

@@ -12,6 +12,9 @@ to others is in the `check` of a lowering. Tensors that an op writes are looked 
 from __future__ import annotations
 
 import contextlib
+import math
+import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +24,9 @@ from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disp
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of
 
+_FEW, _SMALL = 2**16, 8  # elements of all arguments up to which they are asked for as they are; size of a dim else
+_IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ")
+_LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
 Dtypes = tuple[torch.dtype | None, ...] | None
 _LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
 
@@ -87,6 +93,29 @@ class Judge:
             return tuple(None if o is None else o.dtype for o in outs) or None
         return None
 
+    def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> None:
+        """Raise what torch's CPU raises for arguments of these dtypes, which meta kernels seldom look at.
+
+        Asked once per plan, with small zeros in place of large ones; what they make the CPU refuse for another reason is not
+        refused. Nor is what only a 16-bit float's missing CPU kernel refuses: accelerators have it.
+
+        Args:
+            draws: the op draws random numbers, which is not to be seen in the user's stream.
+        """
+        if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL:
+            return
+        shapes = {index: tuple(values[index].shape) for index in self.holes}
+        if sum(map(math.prod, shapes.values())) > _FEW:
+            shapes = {index: tuple(min(size, _SMALL) for size in shape) for index, shape in shapes.items()}
+        with warnings.catch_warnings(), torch.random.fork_rng((), enabled=draws, device_type="cpu"):
+            warnings.simplefilter("ignore")
+            try:
+                self._asked("cpu", shapes)
+            except (RuntimeError, TypeError, ValueError) as error:
+                said = str(error)
+                if _IS_OF_DTYPES.search(said) and not _LACKS_A_KERNEL.search(said):
+                    raise
+
     def _ask_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
         with contextlib.suppress(NotImplementedError, Warning):
             self._asked("cpu", shapes)
@@ -152,6 +181,8 @@ _WRITES_EXPANDED = frozenset({
 })
 # Ops that may not write what they read, be it the same window.
 _READS_ALL_ALONG = frozenset({"cat", "gather", "index_select", "kthvalue", "linalg_cross", "masked_select", "take"})
+# In-place ops that may not read what they write at all; pointwise ones may, where it is the same window.
+WRITES_APART = frozenset({"index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce"})
 # Ops whose `out=` has the result's dtype exactly; others cast.
 _EXACT_OUT = frozenset({
     "addmm", "addmv", "aminmax", "baddbmm", "bmm", "ceil", "complex", "cummax", "cummin", "diag", "floor", "frac", "gather", "heaviside",
@@ -161,6 +192,10 @@ _EXACT_OUT = frozenset({
     "scatter_reduce", "sgn", "sign", "sort", "take", "topk", "triangular_solve", "tril", "triu", "trunc",
 })
 # fmt: on
+_SHARED = (
+    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
 _C_NAMES = {
     torch.bool: "bool",
     torch.uint8: "unsigned char",
@@ -213,10 +248,23 @@ def check_out(name: str, targets: Sequence[torch.Tensor], read: Iterable[Any]) -
         if isinstance(arg, list | tuple):
             check_out(name, targets, arg)
         elif _is_shared(targets, arg, may_be_read=name not in _READS_ALL_ALONG):
-            raise RuntimeError(
-                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
-                "Please clone() the tensor before performing the operation."
-            )
+            raise RuntimeError(_SHARED)
+
+
+def check_overlap(name: str, target: torch.Tensor, read: Iterable[Any]) -> None:
+    """Raise as torch does where a tensor that is written in place shares part of its memory with what the op reads.
+
+    Args:
+        name: the op without its overload.
+        target: the tensor to write.
+        read: the op's other arguments.
+
+    Raises:
+        RuntimeError: they share elements, and are not the same window.
+    """
+    for arg in read:
+        if isinstance(arg, torch.Tensor) and _is_shared((target,), arg, may_be_read=name not in WRITES_APART):
+            raise RuntimeError(_SHARED)
 
 
 def check_out_dtype(name: str, computed: torch.dtype, target: torch.Tensor) -> None:
@@ -271,4 +319,4 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + tensor.numel() * tensor.itemsize
 
 
-__all__ = ["Dtypes", "Hole", "Judge", "asked", "check_in_place", "check_out", "check_out_dtype"]
+__all__ = ["WRITES_APART", "Dtypes", "Hole", "Judge", "asked", "check_in_place", "check_out", "check_out_dtype", "check_overlap"]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from spmd.base._convert import exact_dtypes
+from spmd.base._jax import inputs_of_each_output
 from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
 from spmd.device._kept import kept_or_new
@@ -64,14 +65,17 @@ class WholeOp:
 class Call:
     """A function of arrays `fn(dynamic, key) -> (results, updated)`, jitted with its vjp, which is another `Call`."""
 
-    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+    def __init__(self, fn: Callable[..., Any], name: str, is_gradient: bool = False) -> None:
         self.fn = fn
         self.name = name
+        self.is_gradient = is_gradient
         self.forward_jit = PartitionedJit(self.forward, static=(2,), inline=True)
         self.vjp_jit = PartitionedJit(_pulled_back, inline=True)
-        self._backward_call: dict[tuple[int, ...], Call] = {}
+        self._backward_call: dict[Any, Call] = {}
+        self._flows: dict[Any, list[list[bool]]] = {}
+        self._gives_zeros = name.startswith(("rnn_relu", "nll_loss"))  # torch's second derivatives of these are zeros, not None
 
-    def forward(self, dynamic: list[Any], key: Any, wanted: tuple[int, ...]) -> Any:
+    def forward(self, dynamic: Sequence[Any], key: Any, wanted: tuple[int, ...]) -> Any:
         """(results, vjp with respect to the dynamic values at the positions `wanted`, updated arguments' new values)."""
 
         def of_wanted(*chosen: Any) -> Any:
@@ -82,19 +86,53 @@ class Call:
 
         return jax.vjp(of_wanted, *(dynamic[i] for i in wanted), has_aux=True)
 
-    def backward_call(self, wanted: tuple[int, ...], num_results: int) -> Call:
-        """This call's gradient as a call of (dynamic values, one cotangent per result), for higher orders."""
-        made = self._backward_call.get(wanted)
+    def backward_call(self, wanted: tuple[int, ...], given: tuple[bool, ...]) -> Call:
+        """This call's gradient as a call of (dynamic values, one cotangent per result that is `given` one), for higher orders."""
+        made = self._backward_call.get((wanted, given))
         if made is None:
+            count = sum(given)
 
-            def gradient(dynamic: list[Any], key: Any) -> Any:
-                values, cotangents = dynamic[:-num_results], dynamic[-num_results:]
-                results, vjp, _ = self.forward(values, key, wanted)
-                out = _pulled_back(vjp, type(results)(cotangents) if isinstance(results, tuple | list) else cotangents[0])
+            def gradient(dynamic: Sequence[Any], key: Any) -> Any:
+                values, cotangents = dynamic[:-count], dynamic[-count:]
+                _, vjp, _ = self._of_given(given).forward(values, key, wanted)
+                out = _pulled_back(vjp, tuple(cotangents))
                 return (out[0] if len(out) == 1 else out), ()
 
-            made = self._backward_call[wanted] = Call(gradient, f"{self.name}_backward")
+            made = self._backward_call[wanted, given] = Call(gradient, f"{self.name}_backward", is_gradient=True)
         return made
+
+    def _of_given(self, given: tuple[bool, ...]) -> Call:
+        """This call without the results that are not given a cotangent."""
+
+        def of_given(dynamic: Sequence[Any], key: Any) -> Any:
+            out, updated = self.fn(dynamic, key)
+            return tuple(o for o, has in zip(_as_tuple(out), given, strict=True) if has), updated
+
+        return Call(of_given, self.name)
+
+    def flows(self, dynamic: Sequence[Any], key: Any, wanted: tuple[int, ...]) -> list[list[bool]]:
+        """For each of the values at the positions `wanted`, to which results' cotangents its gradient owes something.
+
+        As torch's derivative formulas: no gradient is not a gradient of zeros, which weight decay would move. Found in the traced
+        vjp, once for the same shapes.
+        """
+        seen = (wanted, *((jnp.shape(value), jnp.result_type(value)) for value in dynamic))
+        found = self._flows.get(seen)
+        if found is None:
+
+            def gradients(values: Sequence[Any], key: Any) -> Any:
+                out, vjp, _ = self.forward(values, key, wanted)
+                return out, vjp
+
+            def pulled(values: Sequence[Any], key: Any, cotangents: Any) -> Any:
+                return _pulled_back(gradients(values, key)[1], cotangents)
+
+            shapes: Any = jax.eval_shape(lambda values, key: gradients(values, key)[0], list(dynamic), key)
+            traced: Any = jax.make_jaxpr(pulled)(list(dynamic), key, shapes)
+            count = len(jax.tree.leaves(shapes))
+            owes = [inputs[-count:] for inputs in inputs_of_each_output(traced.jaxpr)]
+            found = self._flows[seen] = [[True] * count for _ in owes] if self._gives_zeros else owes
+        return found
 
 
 def _pulled_back(vjp: Any, cotangent: Any) -> Any:
@@ -127,34 +165,61 @@ class _Differentiable(torch.autograd.Function):
                     out, vjp, new_values = call.forward_jit(arrays, key, wanted)
             note_operation(out)
             out = kept_or_new(call.name, out)
+            flows = call.flows(arrays, key, wanted) if call.is_gradient else None
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
-        ctx.call, ctx.wanted, ctx.key, ctx.count = call, wanted, key, len(tensors)
+        ctx.call, ctx.wanted, ctx.key, ctx.count, ctx.flows = call, wanted, key, len(tensors), flows
+        ctx.shapes = [(o.shape, o.dtype) for o in _as_tuple(out)]
+        ctx.is_tuple = isinstance(out, tuple | list)
         by_identity = {id(a): t for a, t in zip(arrays, tensors, strict=True)}
         ctx.save_for_backward(*tensors, *(by_identity.get(id(leaf)) if id(leaf) in by_identity else wrap(leaf) for leaf in leaves))
-        if isinstance(out, tuple | list):
-            return tuple(wrap(o) for o in out)
-        return wrap(out)
+        ctx.set_materialize_grads(False)
+        results = tuple(wrap(o) for o in _as_tuple(out))
+        if flows is not None:
+            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not any(owes[i] for owes in flows)))
+        return results if ctx.is_tuple else results[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         saved = ctx.saved_tensors
         tensors, leaves = saved[: ctx.count], saved[ctx.count :]
+        given = tuple(g is not None for g in grads)
+        reached = _reached(ctx, tensors, given)
+        wanted = tuple(position for position, is_reached in zip(ctx.wanted, reached, strict=True) if is_reached)
+        result: list[Any] = [None] * (ctx.count + 3)
+        if not wanted:
+            return tuple(result)
         if torch.is_grad_enabled():
-            out = _Differentiable.apply(ctx.call.backward_call(ctx.wanted, len(grads)), ctx.key, [], *tensors, *grads)
-            wanted_grads = out if isinstance(out, tuple) else (out,)
+            cotangents = [g for g in grads if g is not None]
+            out = _Differentiable.apply(ctx.call.backward_call(wanted, given), ctx.key, [], *tensors, *cotangents)
+            found = dict(zip(wanted, out if isinstance(out, tuple) else (out,), strict=True))
         else:
             with exact_dtypes():
                 vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
-                cotangents: list[Any] = [load(g) for g in grads]
+                arrays = [jnp.zeros(*s) if g is None else load(g) for g, s in zip(grads, ctx.shapes, strict=True)]
                 pull = ctx.call.vjp_jit if ctx.call.forward_jit.is_affected else _apply_vjp
-                out = pull(vjp, tuple(cotangents) if len(cotangents) > 1 else cotangents[0])
+                out = pull(vjp, tuple(arrays) if ctx.is_tuple else arrays[0])
                 note_operation(out)
-                wanted_grads = tuple(wrap(jnp.asarray(o)) for o in out)
-        result: list[Any] = [None] * (ctx.count + 3)
-        for position, grad in zip(ctx.wanted, wanted_grads, strict=True):
+                found = {position: wrap(jnp.asarray(o)) for position, o in zip(ctx.wanted, out, strict=True) if position in wanted}
+        for position, grad in found.items():
             result[position + 3] = grad
         return tuple(result)
+
+
+def _reached(ctx: Any, tensors: Sequence[torch.Tensor], given: tuple[bool, ...]) -> list[bool]:
+    """Which of the wanted inputs get a gradient from the results that are given one."""
+    if all(given) and ctx.flows is None:
+        return [True] * len(ctx.wanted)
+    flows = ctx.flows
+    if flows is None:
+        with exact_dtypes():
+            arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
+            flows = ctx.call.flows(arrays, ctx.key, ctx.wanted)
+    return [any(owed and has for owed, has in zip(owes, given, strict=True)) for owes in flows]
+
+
+def _as_tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, tuple | list) else (out,)
 
 
 def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> Any:

@@ -24,6 +24,13 @@ def _unless_integral(fn: Any) -> Any:
     return rule
 
 
+def _sign(self: Any) -> Any:
+    """As torch's CPU: zero, without a sign, for zeros and for what is not a number."""
+    if jnp.iscomplexobj(self):
+        return jnp.sign(self)
+    return (self > 0).astype(self.dtype) - (self < 0).astype(self.dtype)
+
+
 def _unless_bool(fn: Any) -> Any:
     """`fn`, which leaves bools as they are."""
 
@@ -90,8 +97,8 @@ _TABLE: dict[str, Any] = {
     "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
     "round": _unless_integral(jnp.round),
     "rsqrt": lax.rsqrt,
-    "sgn": _unless_bool(jnp.sign),
-    "sign": _unless_bool(jnp.sign),
+    "sgn": _unless_bool(_sign),
+    "sign": _unless_bool(_sign),
     "signbit": jnp.signbit,
     "sin": jnp.sin,
     "sinh": jnp.sinh,

@@ -29,7 +29,7 @@ def repeat(self: Any, repeats: Any) -> Any:
 
 @lower("flip")
 def flip(self: Any, dims: Any) -> Any:
-    return jnp.flip(self, dims)
+    return jnp.flip(self, dims) if self.ndim else self
 
 
 @lower("roll")

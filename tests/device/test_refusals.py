@@ -20,6 +20,32 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "expanded_add_": lambda d: torch.ones(1, device=d).expand(3).add_(1),
     "expanded_copy_": lambda d: torch.ones(1, device=d).expand(3).copy_(torch.ones(3, device=d)),
     "expanded_out": lambda d: torch.add(torch.ones(3, device=d), 1, out=torch.ones(1, device=d).expand(3)),
+    "mixed_linear": lambda d: torch.nn.Linear(2, 2).to(d)(torch.ones(1, 2, device=d, dtype=torch.float64)),
+    "mixed_mm": lambda d: torch.ones(2, 2, device=d) @ torch.ones(2, 2, device=d, dtype=torch.float64),
+    "mixed_bmm": lambda d: torch.bmm(torch.ones(1, 2, 2, device=d), torch.ones(1, 2, 2, device=d, dtype=torch.bfloat16)),
+    "mixed_addmm": lambda d: torch.addmm(torch.ones(2, device=d), torch.ones(2, 2, device=d).bfloat16(), torch.ones(2, 2, device=d)),
+    "mixed_einsum": lambda d: torch.einsum("ij,jk->ik", torch.ones(2, 2, device=d), torch.ones(2, 2, device=d).double()),
+    "mixed_conv": lambda d: torch.conv2d(torch.ones(1, 1, 3, 3, device=d), torch.ones(1, 1, 2, 2, device=d).double()),
+    "mixed_large": lambda d: torch.ones(1, 300, 300, device=d) @ torch.ones(1, 300, 300, device=d).bfloat16(),
+    "mixed_index_add": lambda d: torch.ones(2, device=d).index_add(
+        0, torch.zeros(1, dtype=torch.int64, device=d), torch.ones(1, device=d).double()
+    ),
+    "mixed_attention": lambda d: torch.nn.functional.scaled_dot_product_attention(
+        torch.ones(1, 1, 2, 2, device=d), torch.ones(1, 1, 2, 2, device=d).bfloat16(), torch.ones(1, 1, 2, 2, device=d)
+    ),
+    "mixed_lstm": lambda d: torch.nn.LSTM(2, 2).to(d)(torch.ones(1, 1, 2, device=d).double()),
+    "embedding_of_floats": lambda d: torch.nn.functional.embedding(torch.ones(1, device=d), torch.ones(2, 2, device=d)),
+    "var_of_bools": lambda d: torch.tensor([True, False], device=d).var(0),
+    "softmax_of_ints": lambda d: torch.tensor([1, 2], device=d).softmax(0),
+    "abs_of_bools": lambda d: torch.tensor([True], device=d).abs(),
+    "sub_of_bools": lambda d: torch.ones(1, device=d) - torch.tensor([True], device=d),
+    "order_of_complex": lambda d: torch.ones(1, device=d, dtype=torch.complex64) < 1,
+    "shifted_add_": lambda d: (x := torch.arange(6.0, device=d))[1:].add_(x[:-1]),
+    "shifted_copy_": lambda d: (x := torch.arange(6.0, device=d))[1:].copy_(x[:-1]),
+    "shifted_assignment": lambda d: (x := torch.arange(6.0, device=d)).__setitem__(slice(1, None), x[:-1]),
+    "transposed_add_": lambda d: (x := torch.ones(3, 3, device=d)).add_(x.t()),
+    "shifted_scatter_": lambda d: (x := torch.arange(6.0, device=d))[:3].scatter_(0, torch.tensor([0, 1, 2], device=d), x[1:4]),
+    "own_index_add_": lambda d: (x := torch.arange(3.0, device=d)).index_add_(0, torch.tensor([0, 1, 2], device=d), x),
     "dtype_of_out": lambda d: torch.mm(torch.ones(2, 2, device=d), torch.ones(2, 2, device=d), out=torch.ones(2, 2, device=d).double()),
 }
 
@@ -85,3 +111,21 @@ def test_a_compiled_function_refuses_while_it_is_traced() -> None:
 def test_a_window_past_the_end_of_its_storage_is_refused() -> None:
     with pytest.raises(RuntimeError, match="out of bounds for storage"):
         torch.ones(4, device="jax").as_strided((2, 2), (200, 200)).cpu()
+
+
+def test_what_only_a_16_bit_kernel_of_the_cpu_lacks_is_computed() -> None:
+    x = torch.arange(6.0).reshape(3, 2)
+    with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'"):
+        torch.cdist(x.bfloat16(), x.bfloat16())
+    torch.testing.assert_close(
+        torch.cdist(x.bfloat16().to("jax"), x.bfloat16().to("jax")).cpu().float(), torch.cdist(x, x), rtol=1e-2, atol=0
+    )
+
+
+def test_asking_the_cpu_draws_nothing_from_its_stream() -> None:
+    torch.manual_seed(0)
+    want = torch.rand(3)
+    torch.manual_seed(0)
+    torch.nn.functional.dropout(torch.ones(3, 5, device="jax"), 0.25)
+    torch.nn.functional.alpha_dropout(torch.ones(3, 5, device="jax"), 0.25, training=True)
+    assert torch.equal(torch.rand(3), want)

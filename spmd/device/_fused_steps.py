@@ -1,0 +1,137 @@
+"""What `torch.amp.GradScaler` and optimizers with `fused=True` call: one ATen op that writes lists of tensors in place.
+
+They compute as torch's CPU kernels do, in float32 for 16-bit parameters. With `found_inf` set nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from spmd.base._convert import exact_dtypes
+from spmd.device._copy import like_placement
+from spmd.device._numbers import carried
+from spmd.device._storage import load, store
+
+
+def unscale(self: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`; `found_inf` is 1 where one was not finite."""
+    with exact_dtypes():
+        factor, found = load(inv_scale), load(found_inf)
+        for grad in self:
+            value = load(grad)
+            found = jnp.maximum(found, (~jnp.all(jnp.isfinite(value))).astype(found.dtype).reshape(found.shape))
+            _write(grad, value.astype(jnp.promote_types(value.dtype, jnp.float32)) * factor.reshape(()))
+        store(found_inf, found)
+
+
+def update_scale(
+    self: torch.Tensor, growth_tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
+) -> torch.Tensor:
+    """`_amp_update_scale_`: less after an overflow, more after `interval` steps without one."""
+    with exact_dtypes():
+        scale, tracker, overflowed = load(self), load(growth_tracker), load(found_inf).reshape(()) > 0
+        steps = tracker + 1
+        is_due = steps == interval
+        grown = jnp.where(is_due.reshape(()) & jnp.isfinite(scale * growth), scale * growth, scale)
+        store(self, jnp.where(overflowed, scale * backoff, grown).astype(scale.dtype))
+        store(growth_tracker, jnp.where(overflowed | is_due, jnp.zeros_like(tracker), steps).astype(tracker.dtype))
+    return self
+
+
+def adam(decoupled: bool) -> Callable[..., None]:
+    """The kernel of `_fused_adam_`, or of `_fused_adamw_` where weight decay is `decoupled`."""
+
+    def kernel(
+        self: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, max_exp_avg_sqs: Any, state_steps: Any, *, lr: Any, beta1: Any, beta2: Any,
+        weight_decay: Any, eps: Any, amsgrad: bool, maximize: bool, grad_scale: Any = None, found_inf: Any = None,
+    ) -> None:  # fmt: skip
+        lr, beta1, beta2, weight_decay, eps = map(_number, (lr, beta1, beta2, weight_decay, eps))
+        maxima = max_exp_avg_sqs if amsgrad else [None] * len(self)
+        with exact_dtypes():
+            for tensors in zip(self, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
+                values: Any = [None if t is None else _wide(t) for t in tensors]
+                p, g, m, v, largest, step = values
+                new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
+                g = -g if maximize else g
+                p, g = (p - lr * weight_decay * p, g) if decoupled else (p, g + weight_decay * p)
+                m, v = m + (1 - beta1) * (g - m), beta2 * v + (1 - beta2) * g * g
+                largest = None if largest is None else jnp.maximum(largest, v)
+                root = jnp.sqrt(v if largest is None else largest) / jnp.sqrt(1 - beta2**step)
+                p = p - lr / (1 - beta1**step) * m / (root + eps)
+                _update(found_inf, tensors[:5], (p, None if grad_scale is None else new_grad, m, v, largest))
+
+    return kernel
+
+
+def sgd(
+    self: Any, grads: Any, momentum_buffer_list: Any, *, weight_decay: Any, momentum: Any, lr: Any, dampening: Any, nesterov: bool,
+    maximize: bool, is_first_step: bool, grad_scale: Any = None, found_inf: Any = None,
+) -> None:  # fmt: skip
+    """The kernel of `_fused_sgd_`."""
+    lr, weight_decay, dampening, rate = map(_number, (lr, weight_decay, dampening, momentum))
+    buffers = momentum_buffer_list or [None] * len(self)
+    with exact_dtypes():
+        for tensors in zip(self, grads, buffers, strict=True):
+            values: Any = [None if t is None else _wide(t) for t in tensors]
+            p, g, b = values
+            new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
+            g = (-g if maximize else g) + weight_decay * p
+            if b is not None:
+                b = g if is_first_step else rate * b + (1 - dampening) * g
+                g = g + rate * b if nesterov else b
+            _update(found_inf, tensors, (p - lr * g, None if grad_scale is None else new_grad, b))
+
+
+def adagrad(
+    self: Any, grads: Any, state_sums: Any, state_steps: Any, *, lr: Any, lr_decay: Any, weight_decay: Any, eps: Any, maximize: bool,
+    grad_scale: Any = None, found_inf: Any = None,
+) -> None:  # fmt: skip
+    """The kernel of `_fused_adagrad_`."""
+    lr, lr_decay, weight_decay, eps = map(_number, (lr, lr_decay, weight_decay, eps))
+    with exact_dtypes():
+        for tensors in zip(self, grads, state_sums, state_steps, strict=True):
+            p, g, total, step = (_wide(t) for t in tensors)
+            new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
+            g = (-g if maximize else g) + weight_decay * p
+            total = total + g * g
+            p = p - lr / (1 + (step - 1) * lr_decay) * g / (jnp.sqrt(total) + eps)
+            _update(found_inf, tensors[:3], (p, None if grad_scale is None else new_grad, total))
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """Kernel by overload name."""
+    made: dict[str, Callable[..., Any]] = {
+        "_amp_foreach_non_finite_check_and_unscale_": unscale,
+        "_amp_update_scale_": update_scale,
+    }
+    for name, kernel in (("sgd", sgd), ("adam", adam(False)), ("adamw", adam(True)), ("adagrad", adagrad)):
+        made[f"_fused_{name}_"] = made[f"_fused_{name}_.tensor_lr"] = kernel
+    return made
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.SymFloat):
+        return carried(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return load(value).reshape(()) if value.device.type == "jax" else value.item()
+
+
+def _wide(tensor: torch.Tensor) -> Any:
+    value = load(tensor)
+    return value.astype(jnp.float32) if value.dtype.itemsize == 2 else value
+
+
+def _update(found_inf: torch.Tensor | None, tensors: Any, values: Any) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        if tensor is None or value is None:
+            continue
+        _write(tensor, value if found_inf is None else jnp.where(load(found_inf).reshape(()) > 0, load(tensor), value))
+
+
+def _write(tensor: torch.Tensor, value: Any) -> None:
+    store(tensor, like_placement(value.astype(load(tensor).dtype), tensor))
