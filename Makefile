@@ -76,6 +76,9 @@ docs: setup ## write the generated pages
 
 TRIALS ?=
 
+versions: setup ## a subset of the tests with each supported torch and jax, in environments of their own (20 GB the first time)
+	@$(PY) -m benchmarks.versions --workers $(WORKERS)
+
 faults: setup ## what a job survives: faults thrown at it, an hour; TRIALS of each if given (network faults where root may make namespaces)
 	@$(PY) benchmarks/faults.py $(if $(TRIALS),--trials $(TRIALS))
 
@@ -84,5 +87,5 @@ endurance: setup ## loops that read nothing on many virtual devices, and 10,000 
 	@$(PY) benchmarks/days.py
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) $(TORCHAX) .venv-timm build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ import torch
 
 from mesh._mesh_errors import message
 
-TRIED = "torch 2.13"  # the versions that are known to have all these names
+TRIED = "torch 2.11 to 2.13"  # the versions that are known to have all these names
 
 
 def missing(what: str) -> ImportError:
@@ -26,7 +26,7 @@ def missing(what: str) -> ImportError:
         message(
             f"torch {torch.__version__} has no {what}, a private name that spmd is built on",
             f"versions that have all of them: {TRIED}",
-            fix="pip install 'torch==2.13.*'",
+            fix="pip install 'torch>=2.11,<2.14'",
         )
     )
 
