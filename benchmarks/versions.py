@@ -47,7 +47,7 @@ rooms that reach into torch and jax run.
 NOTES = """
 What an older version lacks:
 
-- torch 2.11 and 2.12 have no `_upsample_lanczos2d_aa`, so neither has the device (`spmd.lowering._registry.SINCE`).
+- torch 2.11 has no `_upsample_lanczos2d_aa`, so neither has the device (`spmd.lowering._registry.SINCE`).
 - torch 2.11: Dynamo takes no mesh as a constant; `mark_sharding` in a function under `torch.compile` breaks the graph and says so.
 - jax 0.10.0 has no `erfcx`, so the device has no `torch.special.erfcx`.
 """

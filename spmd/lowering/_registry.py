@@ -86,7 +86,7 @@ class Lowering:
 _table: dict[OpOverload, Lowering] = {}
 
 # Overloads that the oldest supported torch lacks, and the version of torch they came with. Any other unknown name is a mistake.
-SINCE = {"_upsample_lanczos2d_aa": "2.13", "_upsample_lanczos2d_aa_backward": "2.13"}
+SINCE = {"_upsample_lanczos2d_aa": "2.12", "_upsample_lanczos2d_aa_backward": "2.12"}
 
 
 class Listener(Protocol):
