@@ -26,6 +26,7 @@
     |   +-- NoShardingError (ValueError)
     +-- TraceAgain                                     no error: the trace starts again, otherwise
         +-- UnequalCounters                            ... with counters lifted
+        +-- NumbersNeeded                              ... with Python numbers as constants
         +-- Unreached                                  ... with a module or optimizer that was not found before
         +-- NewHolders                                 ... with objects recognised as containers
     Exception                                          neither: always caught by ours

@@ -10,6 +10,7 @@ A node may know its `hint`, the number's value at trace time, and then answers c
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -100,10 +101,18 @@ class NumberNode:
         return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True, key=("bool", number))
 
     def guard_float(self, file: str, line: int) -> float:
-        raise needs_value("float")
+        return float(self._concrete("float"))
 
     def guard_int(self, file: str, line: int) -> int:
-        raise needs_value("int")
+        return int(self._concrete("int"))
+
+    def _concrete(self, kind: builtins.str) -> Any:
+        """The value of a number that the host knows; the program then holds for this value only."""
+        if self.evaluate is None or self.on_branch is None:
+            raise needs_value(kind)
+        value = self.evaluate()
+        self.on_branch(None if self.key is None else ("value", self.key), self.evaluate, value)
+        return value
 
     def guard_bool(self, file: str, line: int) -> bool:
         return self.bool_()

@@ -22,7 +22,7 @@ import torch
 
 from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, dispatch_has_kernel_for_dispatch_key
 from spmd.device._numbers import sample
-from spmd.device._storage import buffer_of
+from spmd.device._storage import buffer_of, is_device_tensor
 
 _FEW, _SMALL = 2**16, 8  # elements of all arguments up to which they are asked for as they are; size of a dim else
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
@@ -303,6 +303,8 @@ def _overlap(target: torch.Tensor, arg: torch.Tensor, *, may_be_read: bool) -> b
     """True if the two share elements, as far as torch looks: at the extents of dense windows."""
     if target is arg:
         return not may_be_read
+    if not (is_device_tensor(target) and is_device_tensor(arg)):
+        return False
     if not (target.numel() and arg.numel()) or buffer_of(target) is not buffer_of(arg):
         return False
     if not (_is_dense(target) and _is_dense(arg)):

@@ -43,6 +43,11 @@ def counting_on_device() -> Generator[None]:
         yield
 
 
+def replaced_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> set[tuple[int, str]]:
+    """The entries (id of the dict, key) in which `counting_on_device` puts another count for a while."""
+    return {(id(m._buffers), "n_averaged") for _, m in modules if isinstance(m, AveragedModel)}
+
+
 class _Positive(torch.Tensor):
     """A count that says to Python that it is greater than zero."""
 
@@ -96,4 +101,4 @@ def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Ten
     return out
 
 
-__all__ = ["bring_counts", "counting_on_device"]
+__all__ = ["bring_counts", "counting_on_device", "replaced_counts"]

@@ -30,6 +30,7 @@ from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
 from spmd.program.find._objects import Flat, flatten, unflatten
 from spmd.program.flow._repeat import repeated
+from spmd.program.trace._arguments import put_in_argument
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._results import made
 from spmd.program.xla import _hlo, _partition
@@ -101,7 +102,8 @@ class Program:
         self.is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
-        self._numbers: list[float] | None = None
+        self.rebound = [(held, bs, bs.index(b)) for held, b in captured.tensor_inputs for bs in (written, read) if b in bs]
+        self._numbers: bytes | None = None
         self._vector: Any = None
         self._words: Any = None
         self.watched = watched()
@@ -218,10 +220,11 @@ class Program:
     def _inputs(self, args: list[Any], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
         kept = [args[i] for i in self.kept_args]
-        numbers = self.captured.numbers.values()
-        if numbers != self._numbers:
-            self._numbers = numbers
-            self._vector = self._on_device(np.array(numbers, np.float64))
+        numbers = np.array(self.captured.numbers.today, np.float64)
+        digest = numbers.tobytes()  # -0.0 is not 0.0, and NaN is NaN
+        if digest != self._numbers:
+            self._numbers = digest
+            self._vector = self._on_device(numbers)
         words = self._on_device(default_stream.words()) if self.captured.draws or self._words is None else self._words
         self._words = words
         return kept, [self._on_device(h) for h in hosts], self._vector, words
@@ -242,6 +245,8 @@ class Program:
         if self.is_ahead:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
+        for held, buffers, index in self.rebound:
+            buffers[index] = buffer_of(held())
         changed: list[Any] = []
         if self.slots:
             self._take_gradients(given)
@@ -364,11 +369,18 @@ class Program:
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _result(self, outputs: list[Any], given: Any) -> Any:
-        captured, arguments = self.captured, Flat([], self.captured.tree, [])
+        captured = self.captured
+        arguments = Flat([], captured.tree, [])
         if captured.tree.objects or any(leaf.kind in ("argument", "part") for leaf in captured.leaves):
             arguments = flatten(given, classes=captured.holders)
         flat = made(captured.leaves, outputs, arguments.leaves)
-        return unflatten(flat, captured.tree, arguments.objects)[0]
+        result, values = unflatten(flat, captured.tree, arguments.objects)[0]
+        for effect, value in zip(captured.effects, values, strict=True):
+            if isinstance(effect.holder, tuple):
+                put_in_argument(effect, given, value)
+            else:
+                effect.put(effect.value if effect.is_kept else value)
+        return result
 
     def _not_here(self) -> SpmdError:
         assert self.mesh is not None

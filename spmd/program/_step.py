@@ -30,11 +30,12 @@ from spmd.program.find._objects import Compiled, NewHolders
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
+from spmd.program.reads import NumberPlace
 from spmd.program.reuse import _guards
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._shelf import Shelf
-from spmd.program.reuse._signature import Signature, changed_signature, signature
-from spmd.program.trace._capture import Captured, UnequalCounters, capture
+from spmd.program.reuse._signature import Signature, changed_numbers, changed_signature, signature
+from spmd.program.trace._capture import Captured, NumbersNeeded, UnequalCounters, capture
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
 from spmd.program.trace._watch import Unreached
@@ -65,6 +66,9 @@ class Step(Compiled, Generic[P, R]):
         self._latest: Program | None = None
         self._latest_key: Any = None
         self._holders: frozenset[type] = frozenset()
+        self._has_constant_numbers = False  # no Python number is an input: one was needed where only its value will do
+        self._varying_arguments: dict[Any, set[int]] = {}
+        self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
         self.retraces: list[str] = []
         self.num_traces = 0
 
@@ -94,17 +98,28 @@ class Step(Compiled, Generic[P, R]):
             except NewHolders as new:
                 assert not new.classes <= self._holders, f"traced again for classes that are known: {new.classes}"
                 self._holders |= new.classes
+            except NumbersNeeded:
+                assert not self._has_constant_numbers, "numbers vary that are constants"
+                self._has_constant_numbers = True
+                self._varying.clear()
+                self._varying_arguments.clear()
 
     def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         """The program of a call, and the call as that program knows it."""
-        call = signature(args, kwargs, self._programs.state, self._holders)
+        call = self._signature(args, kwargs)
         failed: str | None = None  # why the newest program of this signature does not hold any more
+        if not self._programs.of(call.key) and self._note_numbers(call.key):
+            failed = None if self._latest_key is None else changed_signature(self._latest_key, call.key)
+            call = self._signature(args, kwargs)
         for program in self._programs.of(call.key):
+            program.captured.numbers.take(call.numbers)
             reason = _guards.first_reason(program.captured.guards)
             failed = failed or reason
+            if reason is not None and not self._has_constant_numbers:
+                self._varying.update((place.token, place) for place in program.captured.reads_guard.changed_numbers())
             if reason is None:
                 if self._options.check:
-                    require_same(self._name, program.captured, self._traced(call.args, call.kwargs)[0])
+                    require_same(self._name, program.captured, self._traced(call)[0])
                 return program, call
         if failed is None and self._latest_key is not None:
             failed = changed_signature(self._latest_key, call.key)
@@ -112,7 +127,7 @@ class Step(Compiled, Generic[P, R]):
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
         start = time.perf_counter()
         with compiling(), _uncollected():
-            captured, prepare_s = self._traced(call.args, call.kwargs)
+            captured, prepare_s = self._traced(call)
             trace_s = time.perf_counter() - start - prepare_s
             program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
         if program.is_ahead:
@@ -122,9 +137,23 @@ class Step(Compiled, Generic[P, R]):
             self._note_retrace(failed)
         self._programs.note_state([b for b in (*captured.shared, *captured.const_buffers) if b is not None and b not in captured.slots])
         if captured.shared:  # known now to be state too: this program is for these very tensors
-            call = call._replace(key=signature(args, kwargs, self._programs.state, self._holders).key)
+            call = call._replace(key=self._signature(args, kwargs).key)
         self._programs.put(call.key, program)
         return program, call
+
+    def _signature(self, args: Any, kwargs: Any) -> Signature:
+        return signature(args, kwargs, self._programs.state, self._holders, self._varying_arguments)
+
+    def _note_numbers(self, key: Any) -> bool:
+        """If a program is there for other numbers among the arguments: from now on these are inputs. Whether any became one."""
+        if self._has_constant_numbers:
+            return False
+        for other in self._programs.keys():  # noqa: SIM118 - iterating a shelf gives programs
+            positions = changed_numbers(other, key)
+            if positions:
+                self._varying_arguments.setdefault(key[0], set()).update(positions)
+                return True
+        return False
 
     def _run(self, program: Program, call: Signature, given: Any) -> Any:
         for base, position in call.copied:
@@ -132,17 +161,17 @@ class Step(Compiled, Generic[P, R]):
         self._latest, self._latest_key = program, call.key
         self._programs.note_use(program)
         result = program(call.buffers, call.hosts, given)
-        for effect in program.captured.effects:
-            effect()
+        for action in program.captured.actions:
+            action()
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method, the step is bound to its object like any function."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _traced(self, args: Any, kwargs: Any) -> tuple[Captured, float]:
+    def _traced(self, call: Signature) -> tuple[Captured, float]:
         """One trace of the function, with its optimizers prepared, and the seconds that this took."""
-        prepare_s = 0.0
+        prepare_s, args, kwargs = 0.0, call.args, call.kwargs
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs, self._holders)
@@ -155,10 +184,9 @@ class Step(Compiled, Generic[P, R]):
                     prepare_state(optimizer)
                 prepare_s += time.perf_counter() - start
                 try:
-                    captured = self._captured(args, kwargs, found)
-                except (
-                    Unreached
-                ) as unreached:  # it ends: a module brings tensors that were not known, `keep` refuses an optimizer made anew
+                    captured = self._captured(args, kwargs, found, call.numbers)
+                except Unreached as unreached:
+                    # It ends: a module brings tensors that were not known, and `keep` refuses an optimizer made anew.
                     found.add(unreached.value)
                     found.add_hooks()
                     continue
@@ -166,7 +194,7 @@ class Step(Compiled, Generic[P, R]):
                     states.put_back()
                 return captured, prepare_s
 
-    def _captured(self, args: Any, kwargs: Any, found: Reachable) -> Captured:
+    def _captured(self, args: Any, kwargs: Any, found: Reachable, numbers: dict[int, int | float]) -> Captured:
         options, unmarked, share_counters = self._options, frozenset[int](), True
         while True:
             try:
@@ -180,6 +208,8 @@ class Step(Compiled, Generic[P, R]):
                     debug_nans=options.debug_nans,
                     share_counters=share_counters,
                     is_stacked=options.steps_per_call > 1,
+                    varying=list(self._varying.values()),
+                    arguments=numbers,
                 )
             except UnequalCounters:
                 assert share_counters, "counters that are each read by themselves were said to be shared"

@@ -18,7 +18,7 @@ ATEN = torch.ops.aten
         (ATEN.topk.default, {"aten.topk.values"}),
         (ATEN.sum.dim_IntList, {"aten.sum.IntList_out"}),
     ],
-    ids=str,
+    ids=lambda value: "forms" if isinstance(value, set) else str(value),
 )
 def test_forms_that_mean_the_same_are_found(op: torch._ops.OpOverload, expected: set[str]) -> None:
     assert {str(other) for other in variants_of(op)} == expected

@@ -1,5 +1,6 @@
 """`spmd.compile`'s options: several steps per call, stale constants found, the module with the first NaN named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,17 +61,19 @@ def test_steps_per_call_refuses_what_is_not_stacked(mesh_4x2: mesh.Mesh) -> None
         compiled(stacked, torch.randn(4, 8, 4).to("jax"))
 
 
-def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
-    scales = iter([2.0, 2.0, 5.0])
+def test_check_finds_a_stale_constant_and_leaves_state_alone(tmp_path: Path) -> None:
+    file = tmp_path / "scale"
+    file.write_text("2.0")  # what lies in a file is not guarded
     weight = torch.ones(3).to("jax")
 
     @spmd.compile(check=True)
     def scaled() -> torch.Tensor:
-        weight.mul_(next(scales))
+        weight.mul_(float(file.read_text()))
         return weight.sum()
 
     assert scaled().item() == 6.0
     assert scaled().item() == 12.0
+    file.write_text("5.0")
     with pytest.raises(spmd.TraceError, match=r"(?s)scaled would be another program today.*2\.0.*5\.0"):
         scaled()
     assert weight.tolist() == [4.0, 4.0, 4.0]

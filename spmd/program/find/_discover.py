@@ -1,15 +1,14 @@
 """Finds what a function can reach: its closure, the globals it names, its `self`, its arguments, and what these hold.
 
-Modules are found for their names and flags, optimizers because their numbers and state must be prepared before the trace,
-leaf tensors for their gradients, and every place that holds a Python value so that a change of it is noticed (`_held`). Of
-an object only the attributes that some function in reach names count: a counter that nobody reads causes no retrace.
+Modules are found for their names, optimizers because their numbers and state must be prepared before the trace, leaf tensors for
+their gradients. Of an object only the attributes that some function in reach names count. What is missed here is met while tracing
+(`trace._watch`); what Python values a trace depends on is not looked for but recorded (`reads`).
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +17,11 @@ from typing import Any
 import torch
 
 from spmd.device._storage import is_device_tensor
-from spmd.program.find._held import MAX_ITEMS, PLAIN, Held, in_class, in_closure, in_dict, in_globals, in_list, in_object
 from spmd.program.find._objects import flatten
 from spmd.program.find._static import attributes_of, static_attribute
+from spmd.program.reads import PLAIN, is_library
 
 _DEPTH = 4
-_LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd", "tqdm", "rich"}) | (
-    sys.stdlib_module_names - {"__main__", "types", "argparse", "dataclasses"}
-)
-_PROGRAMS = ("spmd.demo", "spmd.bench")  # are users of this package
-_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 
@@ -48,8 +42,6 @@ class Reachable:
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
     _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
-    _held: list[Held] = field(default_factory=list[Held])
-    _objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
     _owners: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     _classes: dict[type, str] = field(default_factory=dict[type, str])
 
@@ -79,7 +71,7 @@ class Reachable:
             self.visit(wrapped, name, depth)
         elif isinstance(value, type):
             self._note_class(value, value.__name__)
-        elif not _is_library(type(value).__module__):
+        elif not is_library(type(value).__module__):
             self._visit_object(value, name, depth)
 
     def add(self, value: Any) -> None:
@@ -122,17 +114,6 @@ class Reachable:
         named.extend(("a tensor that the function reads", t) for t in self.tensors.values())
         yield from {id(t): (name, t) for name, t in reversed(named) if t is not None}.values()
 
-    def places(self) -> list[Held]:
-        """Every place that holds a Python value."""
-        held = list(self._held)
-        for name, attributes in self._objects:
-            held.append(in_object(f"{name}.{{}}", attributes, self._names))
-        for owner, name in self._classes.items():
-            keys = [k for k, v in vars(owner).items() if k in self._names and isinstance(v, PLAIN)]
-            if keys:
-                held.append(in_class(f"{name}.{{}}", owner, keys))
-        return held
-
     def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module under the roots, once, with its qualified name."""
         seen: set[int] = set()
@@ -150,10 +131,6 @@ class Reachable:
 
     def _visit_container(self, value: Any, name: str, depth: int) -> None:
         items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        if type(value) is list and len(value) <= MAX_ITEMS:
-            self._held.append(in_list(f"{name}[{{}}]", value))
-        elif isinstance(value, dict) and len(value) <= MAX_ITEMS:
-            self._held.append(in_dict(f"{name}[{{!r}}]", value))
         for key, item in items:
             self.visit(item, str(key) if isinstance(key, str) else f"{name}[{key}]", depth + 1)
 
@@ -161,13 +138,12 @@ class Reachable:
         attributes = attributes_of(value)
         if attributes is None:
             return
-        self._objects.append((name or type(value).__name__, attributes))
         self._note_class(type(value), type(value).__name__)
         self._owners.append((depth + 1, attributes))
 
     def _note_class(self, owner: type, name: str) -> None:
         for base in owner.__mro__:
-            if not _is_library(base.__module__):
+            if not is_library(base.__module__):
                 self._classes.setdefault(base, name)
 
     def _visit_named(self) -> None:
@@ -187,20 +163,17 @@ class Reachable:
                         self.visit(method, name, 1)
 
     def _visit_function(self, fn: types.FunctionType, depth: int) -> None:
-        if _is_library(fn.__module__ or ""):
+        if is_library(fn.__module__ or ""):
             return
         named = _names_in(fn.__code__)
         self._names.update(named)
         cells = fn.__closure__ or ()
-        if cells:
-            self._held.append(in_closure(fn.__code__.co_freevars, cells))
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             try:
                 self.visit(cell.cell_contents, name, depth + 1)
             except ValueError:  # an empty cell: the name is bound later
                 continue
         found = [name for name in dict.fromkeys(_globals_in(fn.__code__)) if name in fn.__globals__]
-        self._held.append(in_globals(fn.__globals__, [n for n in found if not isinstance(fn.__globals__[n], _CODE)]))
         for name in found:
             self.visit(fn.__globals__[name], name, depth + 1)
         self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
@@ -218,10 +191,6 @@ def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], holders: f
                 found.visit(leaf, names[i] if i < len(args) and i < len(names) else "args")
     found._visit_named()
     return found
-
-
-def _is_library(module_name: str) -> bool:
-    return module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_PROGRAMS)
 
 
 _GLOBAL_LOADS = {dis.opmap["LOAD_NAME"]: 0, dis.opmap["LOAD_GLOBAL"]: 1}  # bits of the argument below the name's number

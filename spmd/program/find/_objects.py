@@ -9,7 +9,6 @@ It knows nothing of programs: it takes values apart and puts them together.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -20,13 +19,11 @@ import torch
 from spmd.base._errors import TraceAgain
 from spmd.base._torch import pytree
 from spmd.device._storage import is_device_tensor
-from spmd.program.find._held import PLAIN
 from spmd.program.find._static import attributes_of
+from spmd.program.reads import PLAIN, is_library
 
 _DEPTH = 6
 _NOT_HOLDERS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
-# Their objects mean more than their attributes say.
-_LIBRARIES = frozenset({"torch", "jax", "numpy", "mesh", "spmd"}) | (sys.stdlib_module_names - {"__main__", "types", "argparse"})
 _ITEMS = "items of the container itself"
 
 
@@ -143,7 +140,7 @@ def is_holder(value: Any) -> bool:
 def _may_hold(value: Any) -> bool:
     if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or attributes_of(value) is None:
         return False
-    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+    if is_library(type(value).__module__):
         return False
     return not any(isinstance(a, Compiled) for cls in type(value).__mro__ for a in vars(cls).values())
 

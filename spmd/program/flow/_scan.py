@@ -22,9 +22,9 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
-from spmd.program.find._held import ABSENT, PLAIN
 from spmd.program.flow._joint import captured_by, trace_joint
 from spmd.program.flow._round import words_now
+from spmd.program.reads import ABSENT, PLAIN, Varying
 
 
 def scan(
@@ -141,7 +141,8 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
     for name, module in layer.named_modules():
         title = name or "the layer"
         found[title] = type(module)
-        found.update((f"{title}.{k}", v) for k, v in module.__dict__.items() if isinstance(v, PLAIN) and k != "_is_full_backward_hook")
+        values = {k: v.concrete() if isinstance(v, Varying) else v for k, v in module.__dict__.items()}
+        found.update((f"{title}.{k}", v) for k, v in values.items() if isinstance(v, PLAIN) and k != "_is_full_backward_hook")
     return found
 
 

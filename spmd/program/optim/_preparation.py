@@ -8,8 +8,9 @@ from a trace of that step alone, with its parameter's sharding; so the loop has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,9 +26,11 @@ from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
+from spmd.program.reads import NumberPlace, Numbers, Varying, recorded
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
+_CAPACITY = 256  # varying numbers, and what is computed from them, that one program may use
 
 
 class LiftedNumbers:
@@ -35,26 +38,64 @@ class LiftedNumbers:
 
     Attributes:
         slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
+        varying: other numbers that change from call to call; what of them the program uses follows in the vector.
+        size: elements of the vector.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        varying: Sequence[NumberPlace] = (),
+        arguments: Mapping[int, int | float] = MappingProxyType({}),
+    ) -> None:
         self.slots: list[tuple[dict[str, Any], str, int | None]] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 self.slots.extend(_float_slots(group))
-        self._num_settings = len(self.slots)
         for optimizer in optimizers:
             states = (s for s in optimizer.state.values() if isinstance(s, dict))
             self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
+        self._places = {(id(holder), key) for holder, key, _ in self.slots}
+        self.varying = [place for place in varying if place.token not in self._places and type(place.read()) is place.kind]
+        self._tokens = self._places | {place.token for place in self.varying}
+        self._capacity = _CAPACITY if varying or arguments else 0
+        self.size = len(self.slots) + self._capacity
+        self._arguments = dict(arguments)
+        self._used = Numbers(self._capacity)
         self.today = self.values()
 
     def values(self) -> list[float]:
         """The numbers now."""
-        return [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
+        values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
+        if self._capacity:
+            values += [float(evaluate()) for evaluate in self._used.inputs]
+            values += [0.0] * (self.size - len(values))
+        return values
+
+    def holds(self, holder: Any, key: Any) -> bool:
+        """Whether a place is one of the numbers."""
+        return (id(holder), key) in self._tokens
+
+    @property
+    def has_varying(self) -> bool:
+        """Whether other numbers than the optimizers' are inputs."""
+        return self._capacity > 0
+
+    def argument(self, index: int) -> Varying:
+        """The number that stands for an argument in the trace."""
+        return Varying(self._used, lambda: self._arguments[index])
+
+    def take(self, arguments: Mapping[int, int | float]) -> None:
+        """A call begins, with these numbers among its arguments."""
+        self._arguments.update(arguments)
+
+    def are_of_their_kinds(self) -> bool:
+        """Whether the varying numbers are ints or floats as when they were traced."""
+        return all(type(place.read()) is place.kind for place in self.varying)
 
     @contextmanager
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
-        """While tracing: every slot holds a lifted number read from `vector` (float64[len(slots)])."""
+        """While tracing: every slot holds a lifted number read from `vector` (float64[size])."""
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
         for index, (group, key, position) in enumerate(self.slots):
             number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
@@ -62,21 +103,28 @@ class LiftedNumbers:
                 group[key] = number
             else:
                 group[key] = (*group[key][:position], number, *group[key][position + 1 :])
-        placed = [(group, key, group[key]) for group, key, _ in self.slots]
+        self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
+        kept_varying = [(place, place.read()) for place in self.varying]
+        for place, value in kept_varying:
+            place.put(Varying(self._used, _Today(place, value, self._used)))
         try:
             yield
-            for group, key, number in placed[: self._num_settings]:
-                if group[key] is not number:
-                    raise TraceError(
-                        message(
-                            f"the compiled function sets the optimizer's {key!r}",
-                            "a number that changes from step to step is an input of the program",
-                            fix="call scheduler.step() after the compiled step, not inside it",
-                        )
-                    )
         finally:
             for group, key, value in kept:
                 group[key] = value
+            for place, value in kept_varying:
+                place.put(value)
+            self._used.stop()
+
+
+class _Today:
+    """The value of a varying number: as it was before the trace while that runs, as its place holds it afterwards."""
+
+    def __init__(self, place: NumberPlace, value: Any, numbers: Numbers) -> None:
+        self._place, self._value, self._numbers = place, value, numbers
+
+    def __call__(self) -> Any:
+        return self._value if self._numbers.is_tracing else self._place.read()
 
 
 def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, int | None]]:
@@ -101,12 +149,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Of a lifted number only that it is one, of a tensor which one it is; any other setting as it is."""
+    """Of a lifted number only that it is one, of a tensor which one it is; other settings are guarded where they are read."""
     if _is_number(value):
         return float
     if isinstance(value, torch.Tensor):
         return id(value)
-    return tuple(map(_kind, value)) if type(value) is tuple else value
+    return tuple(map(_kind, value)) if type(value) is tuple else None
 
 
 @contextmanager
@@ -299,7 +347,7 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
         for p in missing:
             p.grad = wrap(jnp.zeros(p.shape, to_numpy_dtype(p.dtype)))
         with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_StateComplete):
-            optimizer.step()
+            _step_alone(optimizer)
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
         return [births.first[buffer_of(v)] for _, _, v in made]
@@ -312,6 +360,16 @@ def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -
             made.clear()  # its state depends on values: left to the first traced step
             return
     _fill_births(optimizer, made, jaxpr, births.existing)
+
+
+def _step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """One step that leaves nothing in Python but the optimizer's state: what else an own optimizer or a hook writes is undone."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if type(optimizer).__module__.startswith("torch.optim.") and not any(hooks):
+        optimizer.step()
+        return
+    with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values())}) as reads:
+        reads.run(optimizer.step)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import torch
 from spmd.base._errors import TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
-from spmd.program.find._held import Action, lost_update
+
+Action = Callable[[], None]
 
 
 class TracedState:
@@ -86,3 +87,14 @@ def _set_number(optimizer: torch.optim.Optimizer, parameter: Any, key: str, valu
         )
     kind = int if isinstance(before, int) else float
     return lambda: optimizer.state[parameter].__setitem__(key, kind(evaluate()))
+
+
+def lost_update(name: str) -> TraceError:
+    """The error for state that a function reads and then replaces by a new tensor."""
+    return TraceError(
+        message(
+            f"the compiled function reads {name} and then assigns a new tensor to it",
+            "the next call would read the old tensor again",
+            fix=f"update it in place: {name}.copy_(new)",
+        )
+    )

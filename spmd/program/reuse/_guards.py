@@ -180,16 +180,21 @@ def numbers_guard(numbers: LiftedNumbers) -> Guard:
             numbers.today = numbers.values()
         except (KeyError, IndexError, TypeError, ValueError):
             return "an optimizer's param_groups or state lost a number"
-        return None
+        return None if numbers.are_of_their_kinds() else "a number that is an input of the program is of another type now"
 
     return check
 
 
 def branch_guard(evaluate: Callable[[], bool], outcome: bool) -> Guard:
-    """A comparison of a hyperparameter that Python branched on still goes the same way."""
+    """What Python computed from numbers that are inputs of the program, and depended on, is the same."""
 
     def check() -> str | None:
-        return None if evaluate() == outcome else f"a branch on an optimizer's number now goes the other way ({not outcome})"
+        now = evaluate()
+        if now == outcome and type(now) is type(outcome):
+            return None
+        if type(outcome) is bool:
+            return f"a branch on a number now goes the other way ({now})"
+        return f"a number that the program was made for changed from {outcome!r} to {now!r}"
 
     return check
 

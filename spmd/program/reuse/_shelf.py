@@ -34,6 +34,10 @@ class Shelf:
     def __iter__(self) -> Iterator[Program]:
         return (program for programs in self._programs.values() for program in programs)
 
+    def keys(self) -> Iterator[Any]:
+        """The signatures."""
+        return iter(self._programs)
+
     def of(self, key: Any) -> tuple[Program, ...]:
         """The programs of one signature, newest first."""
         return tuple(self._programs.get(key, ()))

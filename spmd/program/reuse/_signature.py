@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from spmd.base._exact import exactly
 from spmd.device._storage import Buffer, buffer_of
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
-from spmd.program.trace._capture import own_storage
+from spmd.program.trace._arguments import own_storage
 from spmd.program.trace._gradients import gradient_kind
 
+VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
 
@@ -28,6 +30,7 @@ class Signature(NamedTuple):
         hosts: the CPU tensors.
         args, kwargs: the arguments, where each view is a tensor of its own.
         copied: for each such view its base's buffer, and the position in `buffers` of the tensor that stands for it.
+        numbers: the Python numbers among the leaves that are inputs of the program, by position.
     """
 
     key: Any
@@ -36,14 +39,21 @@ class Signature(NamedTuple):
     args: Any
     kwargs: Any
     copied: list[tuple[Buffer, int]]
+    numbers: dict[int, int | float]
 
 
-def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: frozenset[type] = frozenset()) -> Signature:
+def signature(
+    args: Any,
+    kwargs: Any,
+    state: Mapping[int, Buffer],
+    holders: frozenset[type] = frozenset(),
+    varying: Mapping[Any, Collection[int]] = MappingProxyType({}),
+) -> Signature:
     """The signature of a call.
 
     Tensors enter the key by shape, dtype, requires_grad, sharding and by which of them are the same; other values by type
     and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity. Objects of the classes `holders`
-    are containers.
+    are containers. Numbers at the positions `varying` (by tree) enter it by type alone.
 
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
@@ -53,9 +63,14 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: froz
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
     copied: list[tuple[Buffer, int]] = []
+    inputs, numbers = varying.get(tree, ()), dict[int, int | float]()
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
-            key.append(_static(value))
+            if index in inputs and type(value) in (int, float):
+                numbers[index] = value
+                key.append((type(value), VARIES))
+            else:
+                key.append(_static(value))
             continue
         if value.device.type != "jax":
             hosts.append(value)
@@ -72,7 +87,7 @@ def signature(args: Any, kwargs: Any, state: Mapping[int, Buffer], holders: froz
         key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else unflatten(flat, tree)[0]
-    return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied)
+    return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied, numbers)
 
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
@@ -80,6 +95,17 @@ def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[A
     if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
         return flatten((args, kwargs), classes=holders)[:2]
     return list(args), len(args)
+
+
+def changed_numbers(old: Any, new: Any) -> set[int]:
+    """The positions of the leaves in which two keys differ, if all of these are numbers of one type each."""
+    first = 1 + len(_MODES)
+    if old[:first] != new[:first] or len(old) != len(new):
+        return set()
+    found = {i for i, (a, b) in enumerate(zip(old[first:], new[first:], strict=True)) if a != b}
+    pairs = [(old[first + i], new[first + i]) for i in found]
+    are_numbers = all(len(a) == len(b) == 2 and a[0] is b[0] and a[0] in (int, float) for a, b in pairs)
+    return found if are_numbers else set()
 
 
 def changed_signature(old: Any, new: Any) -> str | None:
@@ -93,7 +119,7 @@ def changed_signature(old: Any, new: Any) -> str | None:
             return f"{name} changed from {a} to {b}"
     first = 1 + len(_MODES)
     for i, (a, b) in enumerate(zip(old[first:], new[first:], strict=True)):
-        if a == b:
+        if a == b or VARIES in (a[-1], b[-1]):
             continue
         if len(a) == len(b) == len(_DEVICE_PARTS):
             parts = [f"{n} changed from {x} to {y}" for n, x, y in zip(_DEVICE_PARTS, a, b, strict=True) if x != y]

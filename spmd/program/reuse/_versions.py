@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from spmd.base._torch import dict_version as _version
+
+T = TypeVar("T")
 
 
 class DictVersions:
@@ -18,6 +20,12 @@ class DictVersions:
     def are_known(self) -> bool:
         """No dict was written to since `know`; False before it, and always with a torch that cannot tell."""
         return self._known is not None and list(map(_version, self._dicts)) == self._known  # pyright: ignore[reportArgumentType]
+
+    def changed(self, parallel: Sequence[T]) -> list[T]:
+        """Of a sequence parallel to the dicts, the items whose dict may have been written to since `know`; all of them before it."""
+        if self._known is None:
+            return list(parallel)
+        return [item for item, d, known in zip(parallel, self._dicts, self._known, strict=True) if _version(d) != known]  # pyright: ignore[reportOptionalCall]
 
     def know(self) -> None:
         """The dicts as they are now are the ones to remember."""

@@ -8,7 +8,7 @@ changes here: whatever the outcome, values, gradients and numbers are put back b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,30 +18,31 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import DroppedValueError, TraceAgain, line_of, nothing_swallowed
-from spmd.base._jax import eval_jaxpr
+from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
 from spmd.device._arrays import padded
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, recording, wrap
-from spmd.patches._running_averages import counting_on_device
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording
+from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
-from spmd.program.find._held import PLAIN, Action, Assigned, PythonState, lost_update
 from spmd.program.find._objects import Unfilled, flatten, unflatten
 from spmd.program.flow._remat import recomputing_for_real
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
-from spmd.program.optim._traced_state import TracedState
+from spmd.program.optim._traced_state import Action, TracedState
+from spmd.program.reads import PLAIN, Effect, NumberPlace, ReadsGuard, Recording, recorded
 from spmd.program.reuse import _guards
 from spmd.program.reuse._guards import Guard, LeafState
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
+from spmd.program.trace._arguments import ArgumentContainers, bind
+from spmd.program.trace._constant_effects import computed_once
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
 from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._results import Leaf, Results
 from spmd.program.trace._watch import functorch_left_on, said_to_be_compiling, watching
-from spmd.program.xla._jaxpr import constant_outputs, pruned, with_constants_first
+from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
 
 DROPPED_VALUE = (
@@ -49,6 +50,10 @@ DROPPED_VALUE = (
     "  only what the function returns leaves the program\n"
     "  fix: return the tensor from the function"
 )
+
+
+class NumbersNeeded(TraceAgain):
+    """Code that is not recorded needs the Python numbers that vary: trace again, each number as a constant that is guarded."""
 
 
 class UnequalCounters(TraceAgain):
@@ -62,7 +67,9 @@ class Captured:
     Attributes:
         gradients: (parameter or position of an argument, gradient made in the trace or None) for each one that it left.
         born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
-        effects: the changes it made to Python values, for every call to make.
+        effects: what it wrote to Python objects, for every call to write; their values follow the function's result in `leaves`.
+        actions: what it changed in the optimizers' state, for every call to change.
+        tensor_inputs: state that a name holds to which the function assigns anew: what reads the name, and the buffer it held.
         shared: arguments that the function also reaches without being passed them.
         slots: gradients that were there: buffer, and the parameter or position of an argument whose gradient a call takes.
         copies: state whose new value is that of other state. See Note [Equal counters].
@@ -78,12 +85,15 @@ class Captured:
     numbers: LiftedNumbers
     draws: int
     guards: list[Guard]
+    reads_guard: ReadsGuard
     leaf_state: LeafState
     gradients: list[tuple[torch.Tensor | int, torch.Tensor | None]]
     kept_gradients: list[torch.Tensor]
     host_tensors: int
     finite: list[str]
-    effects: list[Action]
+    effects: list[Effect]
+    actions: list[Action]
+    tensor_inputs: list[tuple[Callable[[], Any], Buffer]]
     born: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[Buffer]
     slots: dict[Buffer, torch.Tensor | int]
@@ -127,6 +137,7 @@ class Recorder:
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    unwritable: weakref.WeakKeyDictionary[Buffer, str] = field(default_factory=weakref.WeakKeyDictionary[Buffer, str])
     reduce_dtype: Any = None
     platform: str | None = None
 
@@ -145,8 +156,14 @@ class Recorder:
                 self.leaders[buffer] = leader
                 buffer.value = self.touched[leader][0]
 
+    def refuse_writes(self, buffer: Buffer, why: str) -> None:
+        """A later write to this buffer, made in the trace, raises TraceError with this message."""
+        self.unwritable[buffer] = why
+
     def will_write(self, buffer: Buffer) -> None:
         if buffer in self.newborn:
+            if buffer in self.unwritable:
+                raise TraceError(self.unwritable[buffer])
             return
         self.touched.setdefault(buffer, (buffer.value, buffer.host))
         self.written[buffer] = None
@@ -201,6 +218,8 @@ def capture(
     debug_nans: bool,
     share_counters: bool,
     is_stacked: bool,
+    varying: Sequence[NumberPlace],
+    arguments: dict[int, int | float],
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
@@ -210,6 +229,7 @@ def capture(
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         debug_nans: the program also says for each module that ran whether its outputs are finite.
         share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
+        varying, arguments: Python numbers that are inputs: places, and by position among the arguments' leaves.
         is_stacked: the arguments are the first of a stack each, the results will be stacks.
 
     Raises:
@@ -218,21 +238,18 @@ def capture(
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled = Unfilled(flat.leaves)
-    bound, arg_buffers, host_tensors = _bind(flat.leaves)
-    numbers = LiftedNumbers(found.optimizers)
+    numbers = LiftedNumbers(found.optimizers, varying, arguments)
+    bound, arg_buffers, host_tensors = bind([numbers.argument(i) if i in arguments else v for i, v in enumerate(flat.leaves)])
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
-    python = PythonState(found.places(), found.all_modules())
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *arg_buffers]
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in arg_buffers] + [host_array(t) for t in host_tensors]
-    for buffer in arg_buffers:
-        waiting.pop(buffer, None)
+    waiting = {b: shape for b, shape in waiting.items() if b not in arg_buffers}
     counters = equal_counters(found.optimizers) if share_counters else {}
     with (
         exact_dtypes(),
         no_host_random(),
         no_host_writes(found.cpu_tensors()),
-        python,
         TracedState(found.optimizers) as optim,
         Gradients(leaves, unmarked) as gradients,
         Memory([*found.named_tensors(), *(("an argument", t) for t in bound if is_device_tensor(t))]) as memory,
@@ -242,11 +259,11 @@ def capture(
         held = {id(bound[i]): i for i in range(first, len(bound)) if not isinstance(bound[i], PLAIN)}
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
         state = _Running(
-            *(fn, call, objects, held, positions, is_stacked, numbers, found, python, optim, gradients, memory),
+            *(fn, call, objects, held, positions, is_stacked, numbers, found, optim, gradients, memory),
             *(keep_grads, debug_nans, counters, likely_platform(reachable)),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
-            list(waiting.values()), arg_values, np.zeros(len(numbers.slots)), default_stream.words()
+            list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
         )
         unfilled.require_unfilled()
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
@@ -258,9 +275,12 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
     assert recorder is not None
     copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
     position = {id(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
-    jaxpr = with_constants_first(_without_assigned(jaxpr, state.assigned, recorder), len(waiting))
+    jaxpr = with_constants_first(state.settle_constants(jaxpr, recorder), len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
+    tensor_inputs = (
+        state.reads.tensor_inputs(state.effects, lambda b: b in recorder.touched and b not in arg_buffers) if state.reads else []
+    )
     return Captured(
         jaxpr=jaxpr,
         arg_buffers=arg_buffers,
@@ -271,12 +291,15 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         numbers=state.numbers,
         draws=state.draws,
         guards=state.guards(recorder),
+        reads_guard=state.reads_guard,
         leaf_state=state.leaf_state,
         gradients=[(position.get(id(p), p), grad) for p, grad in gradients.left],
         kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
         host_tensors=num_hosts,
         finite=[name for name, _ in recorder.finite],
         effects=state.effects,
+        actions=state.actions,
+        tensor_inputs=tensor_inputs,
         born=state.optim.born,
         shared=[b for b in arg_buffers if b in state_buffers],
         slots={b: position.get(id(p), p) for b, p in state.slots(recorder).items()},
@@ -293,59 +316,12 @@ def _copies(recorder: Recorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Bu
     return {b: its for b, its in recorder.leaders.items() if b in results}
 
 
-def _without_assigned(closed: Any, assigned: list[Assigned], recorder: Recorder) -> Any:
-    """The jaxpr without the tensors that names were given in the trace. Those that depend on no input (a cache of positions,
-    a mask) get their value now, and the program may run again with them in place."""
-    if not assigned:
-        return closed
-    jaxpr = closed.jaxpr
-    constant = constant_outputs(jaxpr, [id(c) not in recorder.reads for c in closed.consts])[-len(assigned) :]
-    first = len(jaxpr.outvars) - len(assigned)
-    ready = [i for i, is_constant in enumerate(constant) if is_constant]
-    if ready:
-        with exact_dtypes():
-            made = pruned(jaxpr, [first + i for i in ready])
-            values = jax.jit(lambda: eval_jaxpr(made, closed.consts))()
-        for i, value in zip(ready, values, strict=True):
-            buffer = buffer_of(assigned[i].tensor)
-            buffer.value, buffer.dropped = value, None
-            assigned[i].accept(assigned[i].tensor)
-    return closed.replace(jaxpr=jaxpr.replace(outvars=jaxpr.outvars[:first]))
-
-
-def _bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
-    """Arguments as the trace gets them: whole tensors as they are, views as tensors of their own, the rest unchanged."""
-    bound: list[Any] = []
-    buffers: list[Buffer] = []
-    hosts: list[torch.Tensor] = []
-    for value in flat:
-        if is_device_tensor(value):
-            bound.append(own_storage(value))
-            buffers.append(buffer_of(bound[-1]))
-        else:
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                hosts.append(value)
-                value = value.as_subclass(HostArgument)
-            bound.append(value)
-    return bound, list(dict.fromkeys(buffers)), hosts
-
-
 def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
     """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
     value, spec = load(state), state_sharding_of(parameter)
     if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
         return value
     return padded(value, spec.to_jax())
-
-
-def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it shows its whole storage, else a tensor of its own with the view's value."""
-    buffer = buffer_of(tensor)
-    shows_root = tensor.shape == buffer.shape and tensor.is_contiguous() and not tensor.storage_offset()
-    if shows_root and (buffer.value is None or is_whole(tensor, buffer)):
-        return tensor
-    with exact_dtypes():
-        return wrap(load(tensor)).requires_grad_(tensor.requires_grad)
 
 
 @dataclass
@@ -360,7 +336,6 @@ class _Running:
     is_stacked: bool
     numbers: LiftedNumbers
     found: Reachable
-    python: PythonState
     optim: TracedState
     gradients: Gradients
     memory: Memory
@@ -374,9 +349,16 @@ class _Running:
     tree: Any = None
     draws: int = 0
     num_outputs: int = 0
-    effects: list[Action] = field(default_factory=list[Action])
-    assigned: list[Assigned] = field(default_factory=list[Assigned])
+    containers: ArgumentContainers = field(init=False)
+    reads_guard: ReadsGuard = field(init=False)
+    returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
+    reads: Recording | None = None
+    effects: list[Effect] = field(default_factory=list[Effect])
+    actions: list[Action] = field(default_factory=list[Action])
     leaf_state: LeafState = field(default_factory=lambda: LeafState([], {}))
+
+    def __post_init__(self) -> None:
+        self.containers = ArgumentContainers(self.call, self.objects)
 
     def run(self, buffers: list[Buffer], hosts: list[torch.Tensor], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
         """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
@@ -400,24 +382,28 @@ class _Running:
                 stack.enter_context(counting_on_device())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(functorch_left_on())
+                reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
                 args, kwargs = self.call
                 with nothing_swallowed(), Switches() as switches:
-                    result = self.fn(*args, **kwargs)
+                    result = reads.run(self.fn, *args, **kwargs)
+                self.effects = [*reads.effects(), *self.containers.effects()]
                 self.optim.note(recorder.newborn.__contains__)
                 self.memory.write_back()
+            result = (result, [None if effect.is_kept else effect.value for effect in self.effects])
             outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
             self.num_outputs = len(outputs)
             self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
             kept = [stored_like(p, g) for p, g in self.gradients.left if g is not None] if self.keep_grads else []
             kept.extend(stored_like(p, t) for p, t in self.optim.born)
-            self.effects = [*self.python.effects(), *self.optim.effects, *switches.effects]
-            self._note_assigned(recorder)
-            return outputs, [b.value for b in recorder.written], kept, [load(a.tensor) for a in self.assigned]
+            self.actions = [*self.optim.effects, *switches.effects]
+            return outputs, [b.value for b in recorder.written], kept
         except DroppedValueError as error:
             if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
                 raise self.gradients.stale() from error
             raise
         except (TypeError, IndexError) as error:
+            if "Varying" in str(error) or ("SymFloat" in str(error) and self.numbers.has_varying):
+                raise NumbersNeeded from error
             if "SymFloat" in str(error):  # a place where Python takes nothing but its own numbers
                 raise needs_value("number (index, range, format)", line_of(error)) from error
             raise
@@ -428,15 +414,31 @@ class _Running:
             recorder.put_back()
             self.gradients.drop()
 
-    def _note_assigned(self, recorder: Recorder) -> None:
-        """Names that now hold a tensor made in the trace: refuse those whose old tensor it also read."""
-        for assigned in self.python.assigned(recorder.newborn.__contains__):
-            if not is_device_tensor(assigned.before):
-                self.assigned.append(assigned)
-            elif buffer_of(assigned.before) in recorder.touched:
-                raise lost_update(assigned.name)
-            else:
-                assigned.accept(assigned.tensor)
+    def _known_to_reads(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
+        """Names of the modules, the dicts they hold, and what the trace may change as it likes: copies of arguments, optimizers' state."""
+        modules = list(self.found.all_modules())
+        names = {id(module): name for name, module in modules}
+        kinds = ("_parameters", "_buffers", "_modules")
+        owners = {id(d): m for _, m in modules for d in (m.__dict__, *(m.__dict__[kind] for kind in kinds))}
+        ignored = {id(o) for optimizer in self.found.optimizers for o in (optimizer.state, *optimizer.state.values())}
+        return names, owners, ignored | self.containers.ids | replaced_counts(modules)
+
+    def settle_constants(self, closed: Any, recorder: Recorder) -> Any:
+        """Tensors given to names that depend on no input get their value now; the jaxpr without them."""
+        given = {id(effect.value): effect for effect in self.effects if is_device_tensor(effect.value)}
+        outputs = [(i, t) for i, t in enumerate(self.returned) if t is not None and id(t) in given]
+        if not outputs:
+            return closed
+        closed, ready = computed_once(closed, outputs, [id(c) in recorder.reads for c in closed.consts])
+        arrays = [leaf for leaf in self.leaves if leaf.kind in ("array", "number")]
+        for leaf, tensor in zip(arrays, self.returned, strict=False):
+            if any(tensor is t for t in ready):
+                leaf.kind, leaf.value = "same", tensor
+        self.num_outputs -= len(ready)
+        assert self.reads is not None
+        for tensor in ready:
+            self.reads.accept(given[id(tensor)], tensor)
+        return closed
 
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
         flat, self.tree, _ = flatten(result, self.objects, self.found.holders)
@@ -444,7 +446,7 @@ class _Running:
         state = set(map(buffer_of, known.values()))
         results = Results(self.held, self.positions, set(known), state, self.is_stacked, recorder.newborn.__contains__)
         outputs = results.outputs(flat)
-        self.leaves = results.leaves
+        self.leaves, self.returned = results.leaves, results.returned
         return outputs
 
     def slots(self, recorder: Recorder) -> dict[Buffer, torch.Tensor]:
@@ -456,16 +458,18 @@ class _Running:
         """Everything the trace baked in."""
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
-        guards: list[Guard] = [self.python.guard(frozenset(id(m) for _, m in modules))]
+        assert self.reads is not None
+        self.reads_guard = self.reads.guard(self.numbers.holds)
+        stepped = [o for o in self.found.optimizers if any(o is s for s in recorder.stepped)]
+        guards: list[Guard] = [*(_guards.optimizer_guard(o, self.numbers) for o in stepped), _guards.numbers_guard(self.numbers)]
+        guards.append(self.reads_guard)
         left = {id(p): grad for p, grad in self.gradients.left}
         self.leaf_state = LeafState(_guards.parameters_of(modules), left)
         guards.append(_guards.modules_guard(modules, self.leaf_state))
         guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
         slots = self.slots(recorder)
         guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments and b not in slots]))
-        guards.extend(_guards.optimizer_guard(o, self.numbers) for o in self.found.optimizers if any(o is s for s in recorder.stepped))
         guards.append(_guards.equal_counters_guard(recorder.leaders))
-        guards.append(_guards.numbers_guard(self.numbers))
         guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches.values())
         guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
         guards.extend(self.memory.guards())

@@ -19,8 +19,8 @@ from spmd.base._errors import TraceError, message
 from spmd.device._arrays import fetched
 from spmd.device._numbers import carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
-from spmd.program.find._held import PLAIN
 from spmd.program.find._static import name_of
+from spmd.program.reads import PLAIN, Varying
 from spmd.program.trace._window import Window, class_of, leaves_whole
 
 _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
@@ -33,7 +33,8 @@ class Leaf:
     Attributes:
         kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
             before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "part"
-            (a view of one), "again" (an earlier leaf), "view" (of a leaf), "static" (any other value, as the trace returned it).
+            (a view of one), "again" (an earlier leaf), "computed" (a number of the host), "view" (of a leaf),
+            "static" (any other value, as the trace returned it).
         value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position, for
             "again" the number of the leaf, for "part" and "view" one of these and the Window.
     """
@@ -54,6 +55,7 @@ class Results:
         is_stacked: a call's arguments and results are stacks of the trace's.
         is_newborn: whether a buffer was made in the trace.
         leaves: what was found, one per leaf of the result, then roots that several results show.
+        returned: for each output the tensor that it is the value of, or None.
     """
 
     owned: dict[int, int]
@@ -63,6 +65,7 @@ class Results:
     is_stacked: bool
     is_newborn: Callable[[Buffer], bool]
     leaves: list[Leaf] = field(default_factory=list[Leaf])
+    returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
     def outputs(self, flat: Sequence[Any]) -> list[Any]:
         """The traced values that leave the program for these leaves, in the order of `leaves`.
@@ -83,9 +86,11 @@ class Results:
             taken: Any = value
             if leaf.kind in ("array", "number"):
                 arrays.append(carried(taken) if leaf.kind == "number" else load(taken))
+                self.returned.append(None if leaf.kind == "number" else taken)
             self.leaves.append(leaf)
         for buffer in shared:
             arrays.append(buffer.get())
+            self.returned.append(None)
             self.leaves.append(Leaf("array", torch.Tensor))
         return arrays
 
@@ -102,8 +107,11 @@ class Results:
             if buffer in self.arguments:
                 return Leaf("part", (self.arguments[buffer], Window.of(value)))
             return Leaf("same", value) if is_known else Leaf("alias", value.detach())
+        if isinstance(value, Varying):
+            return Leaf("computed", value.evaluate)
         if isinstance(value, torch.SymFloat):
-            return Leaf("number")
+            evaluate = getattr(value.node, "evaluate", None)
+            return Leaf("number") if evaluate is None else Leaf("computed", evaluate)
         if isinstance(value, torch.Tensor):
             raise _elsewhere(value)
         if isinstance(value, _RUNNING):
@@ -132,6 +140,8 @@ def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any
             flat.append(number.item() if number.ndim == 0 else number.tolist())
         elif leaf.kind == "argument":
             flat.append(arguments[leaf.value])
+        elif leaf.kind == "computed":
+            flat.append(leaf.value())
         elif leaf.kind == "alias":
             flat.append(leaf.value.detach())
         elif leaf.kind == "part":

@@ -1,0 +1,13 @@
+"""What a traced function reads and writes of Python: recorded as it happens, guarded, undone, and repeated by each call.
+
+Every program is guarded by what its trace *read*, not by what its code names. See Note [Reads] in `_recorder`.
+"""
+
+from spmd.program.reads._guard import ReadsGuard
+from spmd.program.reads._journal import Effect
+from spmd.program.reads._library import is_library
+from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace
+from spmd.program.reads._recorder import Recording, recorded
+from spmd.program.reads._varying import Numbers, Varying
+
+__all__ = ["ABSENT", "PLAIN", "Effect", "NumberPlace", "Numbers", "ReadsGuard", "Recording", "Varying", "is_library", "recorded"]

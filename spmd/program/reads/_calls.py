@@ -1,0 +1,325 @@
+"""What a call tells: which containers it changes, what it reads of its arguments, and what no program can repeat."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import collections.abc
+import datetime
+import functools
+import itertools
+import os
+import random
+import time
+import types
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spmd.base._errors import TraceError, called_at, message
+from spmd.base._torch import pytree
+from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._varying import Varying, replaced
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+_HARMLESS = frozenset(map(id, (builtins.isinstance, builtins.issubclass, builtins.type, builtins.id, builtins.super, builtins.callable)))
+_LOOKS_ONCE = frozenset(
+    map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # the items themselves are not looked into
+)
+CONTAINERS = (dict, list, set, collections.deque, bytearray, np.ndarray)
+_READERS = frozenset(
+    (
+        *("get", "keys", "values", "items", "copy", "index", "count", "union", "difference", "intersection", "issubset", "issuperset"),
+        *("isdisjoint", "symmetric_difference", "__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__"),
+        *("__or__", "__and__", "__sub__", "__reversed__", "__sizeof__", "most_common", "fromkeys", "__reduce_ex__", "__class_getitem__"),
+        *(
+            "__getattribute__",
+            "__init_subclass__",
+            "__class__",
+            "__hash__",
+            "__dir__",
+            "__format__",
+            "__str__",
+            "decode",
+            "hex",
+            "startswith",
+        ),
+    )
+)
+_CLOCKS = frozenset(
+    id(getattr(time, n))
+    for n in dir(time)
+    if n.startswith(("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime"))
+) | {
+    id(time.localtime),
+    id(time.gmtime),
+    id(time.ctime),
+}
+_NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
+
+
+def refused(what: str) -> TraceError:
+    """The error for something that a program cannot repeat in each call."""
+    return TraceError(
+        message(
+            f"the compiled function depends on what no later call can see: {what}",
+            *called_at(),
+            "the program would use the same value in every call",
+            fix="compute it before the call and pass it as an argument",
+        )
+    )
+
+
+def is_endless(iterator: Any) -> bool:
+    """An iterator whose advance nobody can notice."""
+    return isinstance(iterator, itertools.repeat)
+
+
+def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
+    """Note what a call of `fn` reads and writes."""
+    if any(type(a) is Varying for a in args) and not _takes_varying(fn):
+        given = replaced(fn, args)
+        told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args))
+        return given
+    kind = type(fn)
+    if kind is types.MethodType:
+        _python(recording, fn.__func__, (fn.__self__, *args))
+        recording.function(fn)
+    elif kind is types.FunctionType:
+        _python(recording, fn, args)
+    elif kind is types.BuiltinFunctionType or kind is types.MethodWrapperType:
+        _builtin(recording, fn, args)
+    elif kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
+        if args:
+            _method(recording, args[0], fn.__name__, args[1:])
+    elif isinstance(fn, type):
+        _class(recording, fn, args)
+    elif isinstance(fn, functools.partial):
+        recording.look_into(recording.parts(fn, fn.keywords))
+        told(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
+    elif isinstance(fn, functools._lru_cache_wrapper):
+        recording.hand(args)
+        return functools.partial(_cached, recording, fn)
+    elif not is_recorded(kind.__module__):
+        recording.hand(args)
+        if not isinstance(fn, torch.nn.Module):
+            recording.hand(fn)
+    return fn
+
+
+def _cached(recording: Recording, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a cached function. What it computes now with tensors belongs to the trace: the cache must not keep it."""
+    misses = fn.cache_info().misses
+    result = fn(*args, **kwargs)
+    if fn.cache_info().misses != misses and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+        recording.caches.append(fn)
+    return result
+
+
+def _takes_varying(fn: Any) -> bool:
+    """Whether `fn` may be handed numbers that vary: recorded code, and what only stores its arguments."""
+    if isinstance(fn, (types.FunctionType, types.MethodType)):
+        return is_recorded(fn.__module__)
+    if isinstance(fn, type):
+        return fn in (list, tuple, dict, set, frozenset, collections.deque) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
+    if isinstance(fn, functools.partial):
+        return _takes_varying(fn.func)
+    owner = getattr(fn, "__self__", None)
+    name = getattr(fn, "__name__", "")
+    return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
+
+
+_STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))
+
+
+def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...]) -> None:
+    if is_recorded(fn.__module__):
+        recording.function(fn)
+        return
+    if fn.__module__ in _NOT_REPEATED:
+        raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
+    if fn.__module__ == "os" and fn.__name__ == "getenv":
+        recording.look_into(fn.__globals__["environ"])
+    is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
+    for arg in args:
+        if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # looks at its tensors alone
+            recording.hand(arg)
+
+
+def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    owner = fn.__self__
+    if id(fn) in _HARMLESS:
+        return
+    if (
+        id(fn) in _CLOCKS
+        or fn is os.urandom
+        or (isinstance(owner, type) and issubclass(owner, datetime.date) and fn.__name__ in ("now", "utcnow", "today"))
+    ):
+        raise refused(f"{fn.__qualname__}(): {'random numbers of the host' if fn is os.urandom else 'a clock'}")
+    if owner is None or isinstance(owner, types.ModuleType):
+        _function(recording, fn, args)
+    elif isinstance(owner, type):
+        if owner is object and fn.__name__ == "__new__":
+            return
+        for arg in args:
+            recording.hand(arg)
+    else:
+        _method(recording, owner, fn.__name__, args)
+
+
+def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
+    """A function of a C module."""
+    args: Any = given
+    if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):
+        recording.load_attr(args[0], args[1])
+    elif fn in (builtins.setattr, builtins.delattr) and isinstance(args[1], str):
+        recording.store_attr(args[0], args[1])
+    elif fn is builtins.next:
+        recording.advance(args[0], "advanced by next()")
+    elif fn is builtins.vars or fn is builtins.dir:
+        for arg in args:
+            recording.load_attr(arg, "__dict__")
+            attributes = getattr(arg, "__dict__", None)
+            if attributes is not None:
+                recording.look_into(attributes)
+    elif fn is builtins.globals or fn is builtins.locals:
+        return
+    elif id(fn) in _LOOKS_ONCE:
+        for arg in args:
+            recording.iterate(arg)
+    else:
+        for arg in args:
+            recording.hand(arg)
+
+
+def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
+    if id(cls) in _HARMLESS:
+        return
+    if id(cls) in _LOOKS_ONCE:
+        for arg in args:
+            recording.iterate(arg)
+        return
+    if not is_recorded(cls.__module__):
+        for arg in args:
+            recording.hand(arg)
+    else:
+        for name in ("__new__", "__init__"):
+            recording.load_attr(cls, name)
+
+
+def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
+    """A method that is C code, of `owner`."""
+    if isinstance(owner, CONTAINERS) and not isinstance(owner, np.ndarray):
+        _container_method(recording, owner, name, args)
+        return
+    if isinstance(owner, ContextVar):
+        recording.look_into(owner) if name == "get" else recording.journal.content(owner, owner.name)
+    elif (
+        isinstance(owner, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator))
+        and owner is not _GLOBAL_RANDOM
+    ):
+        if name not in ("getstate", "get_state"):
+            raise refused(f"{type(owner).__name__}.{name}(): random numbers of the host")
+    elif isinstance(owner, Iterator):
+        recording.advance(owner, f"advanced by {name}()")
+    elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
+        recording.load_attr(owner, args[0])
+    elif name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
+        if isinstance(owner, type):
+            recording.store_attr(owner, args[0])
+        else:
+            recording._store_attribute(owner, args[0])
+    elif isinstance(owner, np.ndarray):
+        recording.look_into(owner)
+        if name in ("fill", "sort", "partition", "put", "itemset", "resize", "setfield", "byteswap", "setflags"):
+            recording.mutate(owner)
+    elif isinstance(owner, types.MappingProxyType):
+        recording.look_into(owner)
+    elif not isinstance(owner, torch.Tensor):
+        if not is_recorded(type(owner).__module__):
+            recording.hand(owner)
+    else:
+        recording.look_into(owner)
+    for arg in args:
+        recording.hand(arg)
+
+
+_GLOBAL_RANDOM = random.random.__self__
+
+
+def _container_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
+    """A method of dict, list, set, deque or bytearray itself."""
+    if isinstance(owner, dict) and name in ("get", "__getitem__", "__contains__", "setdefault") and args:
+        if name == "__contains__":
+            recording.contains(args[0], owner)
+        else:
+            recording._read_item(owner, args[0]) if type(owner).__getitem__ is dict.__getitem__ else recording.look_into(owner)
+        if name == "setdefault":
+            recording._write_item(owner, args[0])
+    elif isinstance(owner, dict) and name == "__setitem__":
+        recording.journal.entry(owner, args[0], recording._title(owner))
+    elif isinstance(owner, dict) and name == "update" and all(isinstance(a, dict) for a in args):
+        for key in [key for arg in args for key in arg]:
+            recording.journal.entry(owner, key, f"{recording._title(owner)}[...]")
+    elif isinstance(owner, list) and name == "append":
+        recording.journal.append(owner, args[0], functools.partial(list.append, owner), recording._title(owner))
+    elif isinstance(owner, collections.deque) and name == "append" and owner.maxlen is None:
+        recording.journal.append(owner, args[0], functools.partial(collections.deque.append, owner), recording._title(owner))
+    elif isinstance(owner, set) and name == "add":
+        recording.journal.append(owner, args[0], functools.partial(set.add, owner), recording._title(owner))
+    elif name in _READERS:
+        recording.look_into(owner)
+    elif name not in ("__init__", "__new__"):
+        recording.mutate(owner)
+    for arg in args:
+        if isinstance(arg, Iterator):
+            recording.advance(arg, f"handed to {name}()")
+        elif name in ("extend", "update", "union", "intersection", "difference"):
+            recording.look_into(arg)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `value` makes random numbers on the host, and can be asked for its state."""
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu"
+    is_pythons = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom) and value is not _GLOBAL_RANDOM
+    return is_pythons or isinstance(value, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a random generator, to be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return repr(generator.get_state())
+    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.state)
+
+
+def parts_of(value: Any, recording: Recording) -> list[Any]:
+    """What a library that is handed `value` can reach from it."""
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    if isinstance(value, (collections.UserDict, collections.UserList)):
+        return [value.data]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return list(value)
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, recording.parts(value, value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
+    if isinstance(value, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
+        return []
+    is_container = isinstance(value, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
+    if isinstance(value, Iterator) or (is_library(type(value).__module__) and not is_container):
+        return []
+    attributes = recording.attributes(value)
+    return [attributes] if attributes else []

@@ -1,0 +1,96 @@
+"""What instrumented code calls: each hook hands the operands to the recording of this thread, if there is one."""
+
+from __future__ import annotations
+
+import sys
+from _thread import get_ident
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+_now: dict[int, Recording] = {}  # by thread
+
+
+def start(recording: Recording) -> Recording | None:
+    """Let this thread's code tell `recording`; returns the one that it told before."""
+    before = _now.get(get_ident())
+    _now[get_ident()] = recording
+    return before
+
+
+def stop(before: Recording | None) -> None:
+    """Go back to the recording `before`."""
+    if before is None:
+        _now.pop(get_ident(), None)
+    else:
+        _now[get_ident()] = before
+
+
+def _teller(name: str) -> Callable[..., Any]:
+    def tell(*operands: Any) -> None:
+        recording = _now.get(get_ident())
+        if recording is not None and not recording.is_busy:
+            recording.is_busy = True
+            try:
+                getattr(recording, name)(*operands)
+            finally:
+                recording.is_busy = False
+
+    return tell
+
+
+def _caller(name: str) -> Callable[..., Any]:
+    def tell(fn: Any, *operands: Any) -> Any:
+        recording = _now.get(get_ident())
+        if recording is None or recording.is_busy:
+            return fn
+        recording.is_busy = True
+        try:
+            return getattr(recording, name)(fn, *operands)
+        finally:
+            recording.is_busy = False
+
+    return tell
+
+
+def _item(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def tell(holder: Any, key: Any) -> tuple[Any, Any]:
+        recording = _now.get(get_ident())
+        if recording is None or recording.is_busy:
+            return key, holder
+        recording.is_busy = True
+        try:
+            return getattr(recording, name)(holder, key)
+        finally:
+            recording.is_busy = False
+
+    return tell
+
+
+def _global_teller(name: str) -> Callable[[str], None]:
+    def tell(variable: str) -> None:
+        recording = _now.get(get_ident())
+        if recording is not None and not recording.is_busy:
+            recording.is_busy = True  # looking at an object may run its own `__getattribute__`
+            try:
+                getattr(recording, name)(sys._getframe(1).f_globals, variable)
+            finally:
+                recording.is_busy = False
+
+    return tell
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    **{
+        name: _teller(name)
+        for name in (
+            *("load_cell", "store_cell", "load_attr", "store_attr", "look_into", "mutate"),
+            *("iterate", "contains", "operate", "operate_in_place"),
+        )
+    },
+    **{name: _global_teller(name) for name in ("load_global", "store_global")},
+    **{name: _item(name) for name in ("load_item", "store_item")},
+    **{name: _caller(name) for name in ("call", "call_ex")},
+}

@@ -1,0 +1,246 @@
+"""Code that tells a recorder what it is about to read, write and call.
+
+`instrumented(code)` is the same code with a call of a hook before each such instruction; line numbers, names and signature stay.
+`stub(code)` has the signature alone: it asks for the instrumented code when it is first entered, so that of thousands of functions
+only those that run are rewritten. Python 3.11 to 3.13.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import bytecode
+from bytecode import BinaryOp, Bytecode
+from bytecode.instr import CellVar, FreeVar
+
+Instr: Any = bytecode.Instr  # its arguments are typed too narrowly: constants may be any object
+_VERSION = sys.version_info
+_CONTAINER_FLAGS = 0x01 | 0x02 | 0x04 | 0x08 | 0x10  # optimized, newlocals, varargs, varkeywords, nested: what a stub keeps
+
+Hooks = dict[str, Callable[..., Any]]
+
+_TRUTH = frozenset(
+    f"{head}{tail}"
+    for head in ("POP_JUMP_", "POP_JUMP_FORWARD_", "POP_JUMP_BACKWARD_", "JUMP_")
+    for tail in ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
+) | {"UNARY_NOT"}
+# instruction -> how deep below the top the value lies that it looks into
+_LOOKS_INTO = {
+    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "FORMAT_VALUE", "FORMAT_SIMPLE", "LIST_EXTEND", "SET_UPDATE"), 1),
+    **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "CONVERT_VALUE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
+    "FORMAT_WITH_SPEC": 2,
+    "MATCH_KEYS": 2,
+}
+
+
+class Instrumenter:
+    """Rewrites code objects, each once.
+
+    Attributes:
+        original: rewritten code or stub -> the code it stands for.
+    """
+
+    def __init__(self, hooks: Hooks, entered: Callable[..., Any]) -> None:
+        self._hooks = hooks
+        self._entered = entered
+        self._made: dict[int, types.CodeType] = {}
+        self._stubs: dict[int, types.CodeType] = {}
+        self._templates: dict[Any, types.CodeType] = {}
+        self.original: dict[int, types.CodeType] = {}
+        self._kept: list[types.CodeType] = []  # keys above are ids
+
+    def instrumented(self, code: types.CodeType) -> types.CodeType:
+        """`code` with hooks; itself if it has them already."""
+        if id(code) in self.original:
+            return code
+        made = self._made.get(id(code))
+        if made is None:
+            body = Bytecode.from_code(code)
+            body[:] = list(self._rewritten(body))
+            made = self._made[id(code)] = body.to_code()
+            self._note(made, code)
+        return made
+
+    def stub(self, code: types.CodeType) -> types.CodeType:
+        """Code with the signature of `code` that calls `entered(code, closure, args, kwargs)`."""
+        made = self._stubs.get(id(code))
+        if made is None:
+            num_args = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
+            shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0x0C, len(code.co_freevars))
+            template = self._templates.get(shape)
+            if template is None:
+                template = self._templates[shape] = _template(code, self._entered)
+            keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+            made = self._stubs[id(code)] = template.replace(
+                co_name=code.co_name,
+                co_qualname=code.co_qualname,
+                co_filename=code.co_filename,
+                co_firstlineno=code.co_firstlineno,
+                co_flags=code.co_flags & _CONTAINER_FLAGS,
+                co_varnames=code.co_varnames[:num_args],
+                co_nlocals=num_args,
+                co_freevars=code.co_freevars,
+                co_consts=tuple(_swapped(c, code, keywords) for c in template.co_consts),
+            )
+            self._note(made, code)
+        return made
+
+    def _note(self, made: types.CodeType, code: types.CodeType) -> None:
+        self.original[id(made)] = code
+        self._kept += (made, code)
+
+    def _hook(self, name: str, operands: list[Any], location: Any) -> list[Any]:
+        """Instructions that call a hook and leave its result; `operands` are instructions that push one value each."""
+        null, load = Instr("PUSH_NULL", location=location), Instr("LOAD_CONST", self._hooks[name], location=location)
+        head = [null, load] if _VERSION < (3, 13) else [load, null]
+        before = [Instr("PRECALL", len(operands), location=location)] if _VERSION < (3, 12) else []
+        return [*head, *operands, *before, Instr("CALL", len(operands), location=location)]
+
+    def _tell(self, name: str, operands: list[Any], location: Any) -> list[Any]:
+        return [*self._hook(name, operands, location), Instr("POP_TOP", location=location)]
+
+    def _rewritten(self, code: Any) -> Iterator[Any]:
+        held: list[Any] = []  # KW_NAMES belongs to the call that follows
+        is_compared = False
+        for instr in code:
+            if not isinstance(instr, Instr):
+                yield instr
+                continue
+            if instr.name == "KW_NAMES":
+                held.append(instr)
+                continue
+            if instr.name in _TRUTH and is_compared:  # of a bool
+                yield instr
+                continue
+            is_compared = instr.name in ("COMPARE_OP", "CONTAINS_OP", "IS_OP")
+            yield from self._with_hooks(instr, held)
+
+    def _with_hooks(self, instr: Any, held: list[Any]) -> Iterator[Any]:
+        op, arg, at = instr.name, instr.arg, instr.location
+        name = arg[-1] if isinstance(arg, tuple) and arg else arg
+
+        def copies(num: int, below: int = 0) -> list[Any]:
+            """Push the `num` values that lie under the topmost `below`."""
+            return [Instr("COPY", num + 2 + below, location=at)] * num
+
+        def constant(value: Any) -> Any:
+            return Instr("LOAD_CONST", value, location=at)
+
+        if op in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield from self._tell("load_global", [constant(name)], at)
+        elif op in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF") and isinstance(arg, FreeVar):
+            yield from self._tell("load_cell", [_cell(arg, at), constant(arg.name)], at)
+        elif op in ("STORE_DEREF", "DELETE_DEREF") and isinstance(arg, FreeVar):
+            yield from self._tell("store_cell", [_cell(arg, at), constant(arg.name)], at)
+        elif op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield from self._tell("store_global", [constant(name)], at)
+        elif op in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield from self._attribute(instr, op == "LOAD_METHOD" or (isinstance(arg, tuple) and bool(arg[0])), name)
+            return
+        elif op == "IMPORT_FROM":
+            yield from self._tell("load_attr", [*copies(1), constant(name)], at)
+        elif op in ("STORE_ATTR", "DELETE_ATTR"):
+            yield from self._tell("store_attr", [*copies(1), constant(name)], at)
+        elif op in ("BINARY_SUBSCR", "BINARY_SLICE"):
+            yield from self._item("load_item", op == "BINARY_SLICE", at)
+            instr = Instr("BINARY_SUBSCR", location=at)
+        elif op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            yield from self._item("store_item", op == "STORE_SLICE", at)
+            instr = Instr("STORE_SUBSCR" if op == "STORE_SLICE" else op, location=at)
+        elif op == "GET_ITER":
+            yield from self._tell("iterate", copies(1), at)
+        elif op == "CONTAINS_OP":
+            yield from self._tell("contains", copies(2), at)
+        elif op == "BINARY_OP":
+            is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
+            yield from self._tell("operate_in_place" if is_in_place else "operate", copies(2), at)
+        elif op == "COMPARE_OP":
+            yield from self._tell("operate", copies(2), at)
+        elif op in _TRUTH:
+            yield from self._tell("look_into", copies(1), at)
+        elif op in _LOOKS_INTO:
+            yield from self._tell("look_into", copies(1, _LOOKS_INTO[op] - 1), at)
+        elif op == ("PRECALL" if _VERSION < (3, 12) else "CALL"):
+            yield from self._call(arg, held, at, 0)
+            held.clear()
+        elif op == "CALL_KW":
+            yield from self._call(arg, held, at, 1)
+        elif op == "CALL_FUNCTION_EX":
+            num = 2 + (instr.arg & 1)
+            below = [] if _VERSION < (3, 13) else [Instr("COPY", num + 3, location=at)]
+            yield from self._hook("call_ex", copies(num) if not below else [*below, *[Instr("COPY", num + 2, location=at)] * (num - 1)], at)
+            yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at))
+        elif op == "LOAD_CONST" and isinstance(arg, types.CodeType):
+            instr = Instr("LOAD_CONST", self.instrumented(arg), location=at)
+        yield instr
+
+    def _attribute(self, instr: Any, is_method: bool, name: Any) -> Iterator[Any]:
+        """A method is loaded as a bound one: a call then sees what it calls."""
+        at = instr.location
+        told = self._tell("load_attr", [Instr("COPY", 3, location=at), Instr("LOAD_CONST", name, location=at)], at)
+        load = Instr("LOAD_ATTR", name if _VERSION < (3, 12) else (False, name), location=at)
+        null = Instr("PUSH_NULL", location=at)
+        if not is_method:
+            yield from (*told, instr)
+        elif _VERSION < (3, 13):
+            yield from (null, Instr("SWAP", 2, location=at), *told, load)
+        else:
+            yield from (*told, load, null)
+
+    def _item(self, name: str, is_slice: bool, at: Any) -> Iterator[Any]:
+        """The hook is handed the container and the key, and returns what takes their places, the key first."""
+        if is_slice:
+            yield Instr("BUILD_SLICE", 2, location=at)
+        yield from self._hook(name, [Instr("COPY", 4, location=at)] * 2, at)
+        yield Instr("UNPACK_SEQUENCE", 2, location=at)
+        for _ in range(2):
+            yield from (Instr("SWAP", 3, location=at), Instr("POP_TOP", location=at))
+
+    def _call(self, num_args: Any, held: list[Any], at: Any, num_above: int) -> Iterator[Any]:
+        """The hook is handed the callable and its arguments, and returns what is to be called."""
+        num = num_args + 1
+        if _VERSION < (3, 13):
+            operands, depth = [Instr("COPY", num + 2, location=at)] * num, num + 1
+        else:  # callable, NULL, arguments, names
+            operands = [Instr("COPY", num + 3 + num_above, location=at), *[Instr("COPY", num + 2 + num_above, location=at)] * num_args]
+            depth = num + 2 + num_above
+        yield from self._hook("call", operands, at)
+        yield from (Instr("SWAP", depth, location=at), Instr("POP_TOP", location=at), *held)
+
+
+def _cell(variable: FreeVar | CellVar, at: Any) -> Any:
+    return Instr("LOAD_CLOSURE" if _VERSION < (3, 13) else "LOAD_FAST", variable, location=at)
+
+
+def _swapped(constant: Any, code: types.CodeType, keywords: tuple[str, ...]) -> Any:
+    if isinstance(constant, types.CodeType):
+        return code
+    return keywords if type(constant) is tuple else constant
+
+
+def _template(code: types.CodeType, entered: Callable[..., Any]) -> types.CodeType:
+    """A stub for all functions with the signature of `code`."""
+    num, keywords = code.co_argcount, code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    rest = list(code.co_varnames[num + len(keywords) :])
+    varargs = rest.pop(0) if code.co_flags & 0x04 else None
+    varkeywords = rest.pop(0) if code.co_flags & 0x08 else None
+    body: Any = Bytecode()
+    body.name, body.filename, body.first_lineno = code.co_name, code.co_filename, code.co_firstlineno
+    body.argcount, body.posonlyargcount, body.kwonlyargcount = num, code.co_posonlyargcount, len(keywords)
+    body.argnames = [*code.co_varnames[: num + len(keywords)], *filter(None, (varargs, varkeywords))]
+    body.freevars = list(code.co_freevars)
+    body.flags = code.co_flags & _CONTAINER_FLAGS
+    load = [Instr("LOAD_CONST", entered)]
+    add: list[Any] = [Instr("COPY_FREE_VARS", len(code.co_freevars))] if code.co_freevars else []
+    add += [Instr("RESUME", 0), *([Instr("PUSH_NULL"), *load] if _VERSION < (3, 13) else [*load, Instr("PUSH_NULL")])]
+    add += [Instr("LOAD_CONST", code), *(_cell(FreeVar(n), None) for n in code.co_freevars), Instr("BUILD_TUPLE", len(code.co_freevars))]
+    add += [*(Instr("LOAD_FAST", n) for n in code.co_varnames[:num]), Instr("BUILD_LIST", num)]
+    add += [Instr("LOAD_FAST", varargs), Instr("LIST_EXTEND", 1)] if varargs else []
+    add += [*(Instr("LOAD_FAST", n) for n in keywords), Instr("LOAD_CONST", tuple(keywords)), Instr("BUILD_CONST_KEY_MAP", len(keywords))]
+    add += [Instr("LOAD_FAST", varkeywords), Instr("DICT_UPDATE", 1)] if varkeywords else []
+    add += [Instr("PRECALL", 4)] if _VERSION < (3, 12) else []
+    body.extend([*add, Instr("CALL", 4), Instr("RETURN_VALUE")])
+    return body.to_code()

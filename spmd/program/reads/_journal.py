@@ -1,0 +1,227 @@
+"""What a traced function writes to Python objects: noted before it happens, undone after the trace, repeated by each call."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from spmd.program.reads._places import ABSENT, is_same, items_of
+
+Put = Callable[[Any], None]
+
+
+@dataclass
+class Effect:
+    """One write that each call repeats.
+
+    Attributes:
+        holder: what is written to.
+        key: which entry of it; ABSENT if it is the whole content.
+        title: the place in messages.
+        before: what it held before the trace.
+        value: what the trace left there; ABSENT if the entry was removed.
+        put: makes the place hold a value.
+        read: what the place holds now, or ABSENT.
+        is_kept: the value is an object of before: every call puts this very one.
+    """
+
+    holder: Any
+    key: Any
+    title: str
+    before: Any
+    value: Any
+    put: Put
+    read: Callable[[], Any] = lambda: ABSENT
+    is_kept: bool = False
+
+
+@dataclass
+class _Written:
+    holder: Any
+    key: Any
+    title: str
+    before: Any
+    read: Callable[[], Any]
+    put: Put
+
+
+class Journal:
+    """Writes of one trace, in order."""
+
+    def __init__(self, is_ignored: Callable[[Any, Any], bool] = lambda holder, key: False) -> None:
+        """`is_ignored`: entries (holder, key) that something else puts back."""
+        self._is_ignored = is_ignored
+        self._first: dict[tuple[Any, ...], _Written] = {}
+        self._appended: list[Effect] = []
+
+    def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
+        """Whether the trace wrote there before: what is read then came from the trace."""
+        return (id(holder), _token(key)) in self._first or (id(holder), _token(ABSENT)) in self._first
+
+    def before(self, holder: Any) -> Any:
+        """The content that a container had before the trace first changed it, or ABSENT."""
+        written = self._first.get((id(holder), _token(ABSENT)))
+        return ABSENT if written is None else written.before
+
+    def entry(self, holder: dict[Any, Any], key: Any, title: str, put: Put | None = None) -> None:
+        """An entry of a dict is about to be written. `put`: how, if not in the dict itself (a class)."""
+
+        def place(value: Any) -> None:
+            if value is ABSENT:
+                dict.pop(holder, key, None)
+            else:
+                dict.__setitem__(holder, key, value)
+
+        self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or place)
+
+    def cell(self, cell: Any, title: str) -> None:
+        """A variable of a closure is about to be written."""
+
+        def place(value: Any) -> None:
+            if value is ABSENT:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = value
+
+        self._note(cell, ABSENT, title, lambda: content_of(cell), place)
+
+    def slot(self, instance: Any, name: str, descriptor: Any, title: str) -> None:
+        """A slot of an object is about to be written."""
+
+        def place(value: Any) -> None:
+            if value is ABSENT:
+                descriptor.__delete__(instance)
+            else:
+                descriptor.__set__(instance, value)
+
+        self._note(instance, name, title, lambda: slot_value(instance, descriptor), place)
+
+    def content(self, holder: Any, title: str) -> None:
+        """All of a container may be changed by what is called next."""
+        copied = copier_of(holder)
+        if copied is not None:
+            read, put = copied
+            self._note(holder, ABSENT, title, read, put)
+
+    def append(self, holder: Any, value: Any, put: Put, title: str) -> None:
+        """An item is about to be added to a list: every call adds one, whatever the list holds."""
+        self.content(holder, title)
+        self._appended.append(Effect(holder, ABSENT, title, ABSENT, value, put))
+
+    def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put) -> None:
+        token = (id(holder), _token(key))
+        if token not in self._first and not self._is_ignored(holder, key):
+            self._first[token] = _Written(holder, key, title, read(), read, put)
+
+    def effects(self, is_before: Callable[[Any], bool], is_read: Callable[[Any, Any], bool]) -> list[Effect]:
+        """What each call repeats: the writes to objects of before.
+
+        Args:
+            is_before: whether an object existed before the trace.
+            is_read: whether the trace read a place (holder, key; ABSENT for all of it), so that what it held before is guarded.
+        """
+        appended = {id(e.holder) for e in self._appended}
+        effects: list[Effect] = []
+        for written in self._first.values():
+            if not is_before(written.holder):
+                continue
+            if written.key is ABSENT and id(written.holder) in appended and not is_read(written.holder, ABSENT):
+                effects += [
+                    replace(e, is_kept=_is_container(e.value) and is_before(e.value)) for e in self._appended if e.holder is written.holder
+                ]
+                continue
+            now = written.read()
+            is_same = now is written.before or _is_same_content(now, written.before)
+            if not is_same or not is_read(written.holder, written.key):
+                is_kept = written.key is not ABSENT and _is_container(now) and is_before(now)
+                effects.append(Effect(written.holder, written.key, written.title, written.before, now, written.put, written.read, is_kept))
+        return effects
+
+    def undo(self, is_before: Callable[[Any], bool]) -> None:
+        """Every object of before holds again what it held before the trace."""
+        for written in reversed(self._first.values()):
+            if not is_before(written.holder):
+                continue
+            now = written.read()
+            if now is not written.before and not _is_same_content(now, written.before):
+                written.put(written.before)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, set, collections.deque, tuple))
+
+
+def _token(key: Any) -> Any:
+    try:
+        hash(key)
+    except TypeError:
+        return id(key)
+    return key if isinstance(key, (str, int, bytes, tuple, float, bool)) else id(key)
+
+
+def _is_same_content(now: Any, before: Any) -> bool:
+    if type(now) is list and type(before) is list:
+        return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+    if type(now) is dict and type(before) is dict:
+        return list(now) == list(before) and all(a is b for a, b in zip(now.values(), before.values(), strict=True))
+    if isinstance(now, np.ndarray):
+        return isinstance(before, np.ndarray) and now.shape == before.shape and now.tobytes() == before.tobytes()
+    return is_same(now, before)
+
+
+def content_of(cell: Any) -> Any:
+    """What a cell holds, or ABSENT."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def slot_value(instance: Any, descriptor: types.MemberDescriptorType) -> Any:
+    """What a slot holds, or ABSENT."""
+    try:
+        return descriptor.__get__(instance, type(instance))
+    except AttributeError:
+        return ABSENT
+
+
+def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
+    """What copies the content of a container and what puts a copy back; None for other objects."""
+    if isinstance(holder, dict):
+        base: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+
+        def put_dict(content: Any) -> None:
+            base.clear(holder)
+            for key, value in content.items():
+                base.__setitem__(holder, key, value)
+
+        return lambda: dict(items_of(holder)), put_dict
+    if isinstance(holder, list):
+        return lambda: list(list.__iter__(holder)), lambda content: list.__setitem__(holder, slice(None), content)
+    if isinstance(holder, collections.deque):
+
+        def put_deque(content: Any) -> None:
+            collections.deque.clear(holder)
+            collections.deque.extend(holder, content)
+
+        return lambda: list(collections.deque.__iter__(holder)), put_deque
+    if isinstance(holder, set):
+
+        def put_set(content: Any) -> None:
+            set.clear(holder)
+            set.update(holder, content)
+
+        return lambda: frozenset(holder), put_set
+    if isinstance(holder, bytearray):
+        return lambda: bytes(holder), lambda content: holder.__setitem__(slice(None), content)
+    if isinstance(holder, ContextVar):
+        return lambda: holder.get(ABSENT), lambda content: None if content is ABSENT else holder.set(content) and None
+    if isinstance(holder, np.ndarray):
+        return holder.copy, lambda content: holder.__setitem__(..., content)
+    return None

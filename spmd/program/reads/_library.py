@@ -1,0 +1,63 @@
+"""The one rule for "library": whose functions are not recorded inside.
+
+Code of a library is trusted to depend on its arguments alone; what it is handed counts as read, as deep as it can change. All
+other code is recorded instruction by instruction: the user's, and libraries that keep state in Python which a trace reads
+(torch's modules, optimizers and distributions; Hugging Face; anything unknown).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+_OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # whose objects are the user's, as are their attributes
+_LIBRARIES = frozenset(
+    {
+        *(
+            "torch",
+            "jax",
+            "jaxlib",
+            "numpy",
+            "scipy",
+            "mesh",
+            "spmd",
+            "bytecode",
+            "triton",
+            "functorch",
+            "sympy",
+            "ml_dtypes",
+            "opt_einsum",
+        ),
+        *("tqdm", "rich", "tyro", "packaging", "yaml", "safetensors", "huggingface_hub", "tokenizers", "regex", "requests", "filelock"),
+        *(
+            "pytest",
+            "_pytest",
+            "pluggy",
+            "xdist",
+            "execnet",
+            "hypothesis",
+            "matplotlib",
+            "PIL",
+            "pandas",
+            "sklearn",
+            "tensorboard",
+            "wandb",
+        ),
+        *("IPython", "ipykernel", "traitlets", "psutil", "typing_extensions"),
+    }
+) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
+_USERS = ("spmd.demo", "spmd.bench")  # programs in this package that use it
+_RECORDED = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions")
+
+
+def is_library(module_name: str | None) -> bool:
+    """Whether a module is a library's, and not the user's own."""
+    return bool(module_name) and module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_USERS)
+
+
+@functools.cache
+def is_recorded(module_name: str | None) -> bool:
+    """Whether what functions of this module read is recorded; the other libraries' are taken as a whole."""
+    if not is_library(module_name):
+        return module_name not in _OF_NAMESPACES
+    return any(module_name == name or str(module_name).startswith(name + ".") for name in _RECORDED)

@@ -1,0 +1,351 @@
+"""Places that hold Python values, and what a trace saw in them.
+
+A `Place` names one holder (a dict, a list, a cell, a slot, a function, an array), remembers what was read of it, and says what
+differs now without running the user's code.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.base._torch import DisableTorchFunctionSubclass
+from spmd.device._storage import buffer_of, is_device_tensor, is_whole
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+INPUT: Any = type("Input", (), {"__repr__": lambda self: "an input"})()
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+class Like:
+    """Stands for a tensor that the function replaces in every call: any other of the same kind will do."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        buffer = buffer_of(tensor)
+        self._expected = type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad
+        self._annotation = buffer.annotation
+
+    def fits(self, value: Any) -> bool:
+        """Whether `value` is such a tensor, with memory of its own."""
+        if not is_device_tensor(value) or (type(value), value.shape, value.dtype, value.requires_grad) != self._expected:
+            return False
+        buffer = buffer_of(value)
+        return buffer.dropped is None and buffer.annotation in (None, self._annotation) and is_whole(value, buffer)
+
+
+def is_same(new: Any, old: Any) -> bool:
+    """Whether two values mean the same to a program: one object, or equal plain values (-0.0 is not 0.0, NaN is NaN)."""
+    if new is old:
+        return True
+    if old is INPUT:
+        return True
+    if isinstance(old, Like):
+        return old.fits(new)
+    if type(new) is not type(old):
+        return False
+    if isinstance(old, (float, complex, np.generic)):
+        return np.asarray(new).tobytes() == np.asarray(old).tobytes()
+    if type(old) is tuple or type(old) is frozenset:
+        return len(new) == len(old) and all(map(is_same, new, old))
+    if isinstance(old, slice):
+        return all(map(is_same, (new.start, new.stop, new.step), (old.start, old.stop, old.step)))
+    return isinstance(old, (*PLAIN, *_METHODS)) and bool(new == old)
+
+
+def items_of(holder: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """The entries of a dict in its order, past what its class makes of them."""
+    base: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+    return list(base.items(holder))
+
+
+def _item_of(base: Any, holder: Any, index: int) -> Any:
+    try:
+        return base.__getitem__(holder, index)
+    except IndexError:
+        return ABSENT
+
+
+def _has_changed(new: Any, old: Any) -> bool:
+    return type(old) in (int, float) and type(new) is type(old) and not is_same(new, old)
+
+
+def named(key: Any) -> Any:
+    """A key in a message: plain ones as they are, others by their class, whose `repr` may be long."""
+    return key if isinstance(key, PLAIN) else type(key)
+
+
+def shown_key(key: Any) -> str:
+    """A key between brackets in a message."""
+    return repr(key) if isinstance(key, PLAIN) else f"{type(key).__name__} at {id(key):#x}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, PLAIN) or value is ABSENT:
+        return repr(value)
+    if isinstance(value, (types.FunctionType, type)):
+        return value.__qualname__
+    return f"{'a tensor' if isinstance(value, torch.Tensor) else type(value).__name__} at {id(value):#x}"
+
+
+@dataclass(frozen=True)
+class NumberPlace:
+    """A place that holds a Python number.
+
+    Attributes:
+        token: equal for the same place.
+        kind: int or float.
+        read: the number now.
+        put: makes the place hold another value.
+        holder: kept, so that the token stays its own.
+    """
+
+    token: tuple[int, Any]
+    kind: type
+    read: Callable[[], Any]
+    put: Callable[[Any], None]
+    holder: Any
+
+
+class Place:
+    """Base of what a trace read of one holder.
+
+    Attributes:
+        holder: what holds the values.
+        title: the holder in messages.
+    """
+
+    __slots__ = ("holder", "title")
+
+    def __init__(self, holder: Any, title: str) -> None:
+        self.holder = holder
+        self.title = title
+
+    def difference(self) -> str | None:
+        """What differs from the trace, in words; None if nothing does."""
+        raise NotImplementedError
+
+    def values(self) -> list[Any]:
+        """The values that were read."""
+        return []
+
+    def changed_numbers(self) -> list[NumberPlace]:
+        """The ints and floats that were read and are others now."""
+        return []
+
+    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
+        """Expect what the holder holds now. `is_input`: entries (holder, key) that are inputs of the program are not looked at."""
+
+    def expect(self, key: Any, value: Any) -> None:
+        """Where `key` was read, expect `value`."""
+
+    def has_read(self, key: Any) -> bool:
+        """Whether the value of `key` was read (ABSENT: all of it)."""
+        return False
+
+
+class DictPlace(Place):
+    """A dict: the values of some keys, whether some keys are there, or all of it."""
+
+    __slots__ = ("entries", "present", "put", "whole")
+
+    def __init__(self, holder: dict[Any, Any], title: str, put: Callable[[Any, Any], None] | None = None) -> None:
+        """`put`: sets an entry, if the dict itself must not be written to (a class's)."""
+        super().__init__(holder, title)
+        self.put = put
+        self.entries: dict[Any, Any] = {}
+        self.present: dict[Any, bool] = {}
+        self.whole: tuple[list[Any], list[Any]] | None = None
+
+    def values(self) -> list[Any]:
+        return [*self.entries.values(), *(self.whole[1] if self.whole else ())]
+
+    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
+        holder = self.holder
+        self.entries = {key: dict.get(holder, key, ABSENT) for key in self.entries if not is_input(holder, key)}
+        self.present = {key: dict.__contains__(holder, key) for key in self.present}
+        if self.whole is not None:
+            now = items_of(holder)
+            self.whole = [key for key, _ in now], [INPUT if is_input(holder, key) else value for key, value in now]
+
+    def changed_numbers(self) -> list[NumberPlace]:
+        holder, put = self.holder, self.put or (lambda key, value: dict.__setitem__(self.holder, key, value))
+        whole = {} if self.whole is None else dict(zip(*self.whole, strict=True))
+        return [
+            NumberPlace((id(holder), key), type(old), partial(dict.get, holder, key), partial(put, key), holder)
+            for key, old in {**whole, **self.entries}.items()
+            if _has_changed(dict.get(holder, key, ABSENT), old)
+        ]
+
+    def has_read(self, key: Any) -> bool:
+        return self.whole is not None or (key is not ABSENT and key in self.entries)
+
+    def expect(self, key: Any, value: Any) -> None:
+        if key in self.entries:
+            self.entries[key] = value
+        if key in self.present:
+            self.present[key] = True
+        if self.whole is not None:
+            keys, values = self.whole
+            if key in keys:
+                values[keys.index(key)] = value
+            else:
+                keys.append(key)
+                values.append(value)
+
+    def difference(self) -> str | None:
+        holder = self.holder
+        for key, old in self.entries.items():
+            new = dict.get(holder, key, ABSENT)
+            if new is not old and not is_same(new, old):
+                return f"{self.title.format(named(key))} changed from {shown(old)} to {shown(new)}"
+        for key, was_there in self.present.items():
+            if dict.__contains__(holder, key) is not was_there:
+                return f"{self.title.format(named(key))} {'is missing now' if was_there else 'is there now'}"
+        if self.whole is not None:
+            keys, values = self.whole
+            now = items_of(holder)
+            if len(keys) != len(now) or not all(is_same(key, old) for (key, _), old in zip(now, keys, strict=True)):
+                return f"{self.title.partition('{')[0].rstrip('.[')} got or lost entries"
+            for key, (_, new), old in zip(keys, now, values, strict=True):
+                if new is not old and not is_same(new, old):
+                    return f"{self.title.format(named(key))} changed from {shown(old)} to {shown(new)}"
+        return None
+
+
+class ListPlace(Place):
+    """A list or deque: some items, its length, or all of it."""
+
+    __slots__ = ("items", "whole")
+
+    def __init__(self, holder: Any, title: str) -> None:
+        super().__init__(holder, title)
+        self.items: dict[int, Any] = {}
+        self.whole: list[Any] | None = None
+
+    def values(self) -> list[Any]:
+        return [*self.items.values(), *(self.whole or ())]
+
+    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
+        base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
+        self.items = {index: base.__getitem__(self.holder, index) for index in self.items if not is_input(self.holder, index)}
+        if self.whole is not None:
+            self.whole = [INPUT if is_input(self.holder, i) else value for i, value in enumerate(base.__iter__(self.holder))]
+
+    def changed_numbers(self) -> list[NumberPlace]:
+        base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
+        holder, items = self.holder, {**dict(enumerate(self.whole or ())), **self.items}
+        return [
+            NumberPlace((id(holder), i), type(old), partial(_item_of, base, holder, i), partial(base.__setitem__, holder, i), holder)
+            for i, old in items.items()
+            if i < base.__len__(holder) and _has_changed(base.__getitem__(holder, i), old)
+        ]
+
+    def has_read(self, key: Any) -> bool:
+        return self.whole is not None
+
+    def difference(self) -> str | None:
+        base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
+        for index, old in self.items.items():
+            try:
+                new = base.__getitem__(self.holder, index)
+            except IndexError:
+                new = ABSENT
+            if new is not old and not is_same(new, old):
+                return f"{self.title.format(index)} changed from {shown(old)} to {shown(new)}"
+        if self.whole is None:
+            return None
+        if base.__len__(self.holder) != len(self.whole):
+            return f"{self.title.partition('[{')[0]} has {base.__len__(self.holder)} items, it had {len(self.whole)}"
+        for index, (new, old) in enumerate(zip(base.__iter__(self.holder), self.whole, strict=True)):
+            if new is not old and not is_same(new, old):
+                return f"{self.title.format(index)} changed from {shown(old)} to {shown(new)}"
+        return None
+
+
+class ContentPlace(Place):
+    """All that an object holds which is neither a dict nor a list: a set, the bytes of an array, a context variable.
+
+    Attributes:
+        read: gives the content now, as something that `is_same` compares.
+        content: what the trace saw.
+    """
+
+    __slots__ = ("content", "put", "read")
+
+    def __init__(self, holder: Any, title: str, read: Callable[[], Any], put: Callable[[Any], None] | None = None) -> None:
+        super().__init__(holder, title)
+        self.put = put
+        self.read = read
+        self.content = read()
+
+    def values(self) -> list[Any]:
+        return [self.content] if not isinstance(self.content, (tuple, frozenset)) else list(self.content)
+
+    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
+        self.content = INPUT if is_input(self.holder, self.title) else self.read()
+
+    def changed_numbers(self) -> list[NumberPlace]:
+        if self.put is None or not _has_changed(self.read(), self.content):
+            return []
+        return [NumberPlace((id(self.holder), self.title), type(self.content), self.read, self.put, self.holder)]
+
+    def has_read(self, key: Any) -> bool:
+        return True
+
+    def expect(self, key: Any, value: Any) -> None:
+        self.content = value
+
+    def difference(self) -> str | None:
+        now = self.read()
+        if is_same(now, self.content):
+            return None
+        if all(isinstance(v, PLAIN) and not isinstance(v, bytes) for v in (now, self.content)) or not isinstance(now, (tuple, frozenset)):
+            return f"{self.title} changed from {shown(self.content)} to {shown(now)}"
+        return f"the content of {self.title} changed"
+
+
+def reader_of(value: Any) -> Callable[[], Any] | None:
+    """What reads all of `value`, if it can change and is neither a dict nor a list."""
+    if isinstance(value, (set, frozenset)):
+        return lambda: frozenset(value) if all(isinstance(v, PLAIN) for v in value) else tuple(sorted(map(id, value)))
+    if isinstance(value, np.ndarray):
+        return lambda: (value.shape, value.dtype.str, value.tobytes())
+    if isinstance(value, (bytearray, memoryview)):
+        return lambda: bytes(value)
+    if isinstance(value, array.array):
+        return value.tobytes
+    if isinstance(value, ContextVar):
+        return lambda: value.get(ABSENT)
+    if isinstance(value, types.FunctionType):
+        return lambda: _definition(value)
+    return None
+
+
+def _definition(fn: types.FunctionType) -> tuple[Any, ...]:
+    from spmd.program.reads._swap import code_of
+
+    return (code_of(fn), fn.__defaults__, *(fn.__kwdefaults__ or {}).items())
+
+
+def host_bytes(tensor: torch.Tensor) -> Any:
+    """The values of a CPU tensor, as something that `is_same` compares."""
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        plain = tensor.detach().as_subclass(torch.Tensor)
+        values = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+        return (
+            tuple(plain.shape),
+            str(plain.dtype),
+            plain.requires_grad,
+            values.view(torch.uint8).numpy().tobytes() if values.numel() else b"",
+        )

@@ -1,0 +1,170 @@
+"""The places that a trace read, each once, with a name for messages; what lies in them is noted as it is met."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import types
+from functools import partial
+from typing import Any
+
+import torch
+
+from spmd.program.find._static import attributes_of
+from spmd.program.reads._journal import Journal
+from spmd.program.reads._library import is_recorded
+from spmd.program.reads._places import ABSENT, PLAIN, ContentPlace, DictPlace, ListPlace, Place, host_bytes, items_of, reader_of, shown_key
+
+
+class PlacesRead:
+    """What was read.
+
+    Attributes:
+        places: by id of their holder.
+        journal: what was written; a place that the trace wrote to before it read it is none of before.
+    """
+
+    def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
+        """
+        Args:
+            names: by id of an object, its name in messages.
+            owners: by id of a dict, the object whose attributes it holds.
+            ignored: ids of dicts, and (id of a dict, key) of entries, that something else guards and puts back.
+        """
+        self.journal = Journal(lambda holder, key: (id(holder), key) in ignored)
+        self.places: dict[int, Place] = {}
+        self._names = names
+        self._owners = owners
+        self._ignored = ignored
+        self._classes: dict[type, list[dict[str, Any]]] = {}
+
+    def _entry(self, holder: dict[Any, Any], key: Any, title: str, name: str) -> None:
+        if id(holder) in self._ignored or self.journal.is_written(holder, key):
+            return
+        place = self._dict(holder, title)
+        if key not in place.entries:
+            value = place.entries[key] = dict.get(holder, key, ABSENT)
+            self._met(value, name)
+
+    def _dict(self, holder: dict[Any, Any], title: str) -> DictPlace:
+        place: Any = self.places.get(id(holder))
+        if place is None:
+            owner = self._owners.get(id(holder))
+            if owner is not None:
+                title = f"{self._title(owner)}.{{}}"
+            put = partial(type.__setattr__, owner) if isinstance(owner, type) else None
+            place = self.places[id(holder)] = DictPlace(holder, title, put)
+        return place
+
+    def _whole_dict(self, holder: dict[Any, Any]) -> None:
+        if id(holder) in self._ignored:
+            return
+        place = self._dict(holder, f"{self._title(holder)}[{{!r}}]")
+        if place.whole is None:
+            content = self._content_before(holder, lambda: dict(items_of(holder)))
+            place.whole = list(content), list(content.values())
+            for key, value in content.items():
+                self._met(value, f"{self._title(holder)}[{shown_key(key)}]")
+
+    def _list(self, holder: Any) -> ListPlace:
+        place: Any = self.places.get(id(holder))
+        if place is None:
+            place = self.places[id(holder)] = ListPlace(holder, f"{self._title(holder)}[{{}}]")
+        return place
+
+    def _whole_list(self, holder: Any) -> None:
+        place = self._list(holder)
+        if place.whole is None:
+            base: Any = collections.deque if isinstance(holder, collections.deque) else list
+            place.whole = list(self._content_before(holder, lambda: list(base.__iter__(holder))))
+            for index, value in enumerate(place.whole):
+                self._met(value, f"{self._title(holder)}[{index}]")
+
+    def _item(self, holder: Any, index: int) -> None:
+        if self.journal.is_written(holder):
+            self._whole_list(holder)
+            return
+        place = self._list(holder)
+        if index not in place.items and -len(holder) <= index < len(holder):
+            value = place.items[index] = holder[index]
+            self._met(value, f"{self._title(holder)}[{index}]")
+        elif not -len(holder) <= index < len(holder):
+            self._whole_list(holder)
+
+    def _content_before(self, holder: Any, now: Any) -> Any:
+        before = self.journal.before(holder)
+        if before is ABSENT:
+            return now()
+        return before
+
+    def _content(self, value: Any) -> bool:
+        """Note all that an object holds which is neither a dict nor a list; False if there is nothing to read."""
+        read = reader_of(value)
+        if read is not None and id(value) not in self.places:
+            place = self.places[id(value)] = ContentPlace(value, self._title(value), read)
+            before = self.journal.before(value)
+            if before is not ABSENT:
+                place.content = before
+            for part in place.values():
+                self._met(part, f"an item of {self._title(value)}")
+        return read is not None
+
+    def _host_tensor(self, value: torch.Tensor) -> None:
+        if value.device.type == "cpu" and type(value).__name__ != "HostArgument" and id(value) not in self.places:
+            self.places[id(value)] = ContentPlace(value, self._title(value), lambda: host_bytes(value))
+
+    def function(self, fn: Any) -> None:
+        """A function of the user's is loaded or called: its code and defaults."""
+        if isinstance(fn, types.MethodType):
+            fn = fn.__func__
+        if isinstance(fn, types.FunctionType) and is_recorded(fn.__module__):
+            self._title_of(fn, fn.__qualname__)
+            self._content(fn)
+
+    def _class_attribute(self, mro: tuple[type, ...], name: str) -> Any:
+        """What a class or its bases hold under `name`; each that was asked is guarded."""
+        for cls in mro:
+            own = self._class_dicts(cls)[0]
+            if cls.__module__ != "builtins" and not (cls.__flags__ & 0x100):  # an immutable type
+                self._entry(own, name, f"{cls.__qualname__}.{{}}", f"{cls.__qualname__}.{name}")
+            if name in own:
+                return own[name]
+        return ABSENT
+
+    def _class_dicts(self, cls: type) -> list[dict[str, Any]]:
+        found = self._classes.get(cls)
+        if found is None:
+            found = self._classes[cls] = gc.get_referents(cls.__dict__)[:1]
+            self._owners[id(found[0])] = cls
+        return found
+
+    def _met(self, value: Any, name: str) -> None:
+        """A value was found in a place of before."""
+        if isinstance(value, PLAIN):
+            return
+        self._title_of(value, name)
+        self.function(value)
+
+    def _title_of(self, value: Any, name: str) -> None:
+        self._names.setdefault(id(value), name)
+
+    def _title(self, value: Any) -> str:
+        if type(value) is types.ModuleType:
+            return value.__name__
+        return self._names.get(id(value)) or type(value).__name__
+
+    def _behind(self, proxy: types.MappingProxyType[Any, Any]) -> dict[Any, Any]:
+        """The dict that a read-only one shows."""
+        return self.parts(proxy, gc.get_referents(proxy)[0])
+
+    def parts(self, owner: Any, inner: dict[Any, Any]) -> dict[Any, Any]:
+        """A dict that belongs to `owner`, and was there if that was."""
+        self._owners.setdefault(id(inner), owner)
+        return inner
+
+    def attributes(self, instance: Any) -> dict[str, Any] | None:
+        """The dict of an object's attributes, known to be its."""
+        found = attributes_of(instance)
+        if found is not None:
+            self._owners[id(found)] = instance
+        return found

@@ -1,0 +1,421 @@
+"""The recording of one trace: the places that were read, with what they held, and those that were written.
+
+Note [Reads]. While a function is traced, all code outside the libraries is instrumented (`_instrument`): before it loads a global,
+a closure's variable, an attribute or an item, iterates, compares, tests, calls or writes, it tells the recording the operands.
+A read becomes a guard: the same place is looked at again before each call, without running the user's code. Properties,
+`__getitem__`, hooks and schedulers need nothing of their own: they are Python, so what they read is recorded when they run. A
+library's function is not looked into: what it is handed counts as read, as deep as it can change. Objects that the trace itself
+made guard nothing: `gc.freeze` tells them from those of before. What has no place to be read again (an iterator of before, a
+random generator, a clock) is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import functools
+import gc
+import types
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.device._storage import buffer_of, is_device_tensor
+from spmd.program.find._static import attributes_of
+from spmd.program.reads import _calls, _hooks, _swap
+from spmd.program.reads._guard import ReadsGuard
+from spmd.program.reads._journal import Effect, content_of, slot_value
+from spmd.program.reads._library import is_recorded
+from spmd.program.reads._places import ABSENT, PLAIN, ContentPlace, Like, Place, shown_key
+from spmd.program.reads._places_read import PlacesRead
+from spmd.program.reads._varying_index import fixed, index_of, is_varying, read_at
+
+_TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__"}
+_QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range})
+_CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
+_MEMOS = frozenset({"__dynamo_disable"})  # what torch notes on a function when it is first called
+_MAX_DEPTH = 50
+
+
+class Recording(PlacesRead):
+    """What one trace reads and writes of Python. Made by `recorded`."""
+
+    def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
+        super().__init__(names, owners, ignored)
+        self.advanced: dict[int, tuple[Any, str]] = {}
+        self.caches: list[Any] = []
+        self.generators: dict[int, tuple[Any, Any]] = {}
+        self.is_busy = False
+        self._seen: dict[Any, Any] = {}
+        self._handed: dict[int, Any] = {}
+        self._accepted: list[tuple[Effect, Any]] = []
+        self._born: frozenset[int] = frozenset()
+        self._known: set[int] = set()
+
+    # reads
+
+    def load_global(self, variables: dict[str, Any], name: str) -> None:
+        if (id(variables), name) in self._seen or name not in variables:
+            if name not in variables and (id(variables), name) not in self._seen:
+                self._seen[id(variables), name] = variables
+                self._dict(variables, "{}").present.setdefault(name, False)
+            return
+        self._seen[id(variables), name] = variables
+        self._entry(variables, name, "{}", name)
+
+    def load_cell(self, cell: Any, name: str) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen[id(cell)] = cell
+        if not self.journal.is_written(cell):
+            place = self.places[id(cell)] = ContentPlace(cell, name, lambda: content_of(cell), partial(setattr, cell, "cell_contents"))
+            self._met(place.content, name)
+
+    def load_attr(self, instance: Any, name: str) -> None:
+        cls: type = type(instance)
+        if cls in _QUIET:
+            return
+        key = (id(instance), name)
+        if key in self._seen or name in _MEMOS:
+            return
+        self._seen[key] = instance
+        if isinstance(instance, torch.Tensor):
+            attributes = None if name in _TENSOR_NAMES else self.attributes(instance)
+            if attributes is not None:
+                self._entry(attributes, name, "a tensor's {}", name)
+        elif isinstance(instance, types.ModuleType):
+            self._owners[id(instance.__dict__)] = instance
+            self._entry(instance.__dict__, name, f"{instance.__name__}.{{}}", f"{instance.__name__}.{name}")
+        elif isinstance(instance, type):
+            self._class_attribute(instance.__mro__, name)
+        elif cls is super:
+            mro = instance.__self_class__.__mro__
+            self._class_attribute(mro[mro.index(instance.__thisclass__) + 1 :], name)
+        elif cls.__module__ == "builtins" and cls is not types.FunctionType:
+            return
+        else:
+            self._instance_attribute(instance, cls, name)
+            if name == "__dict__" and (attributes := attributes_of(instance)) is not None:
+                self._owners[id(attributes)] = instance
+
+    def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
+        found = self._class_attribute(cls.__mro__, name)
+        if isinstance(found, types.MemberDescriptorType):
+            if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
+                title = f"{self._title(instance)}.{name}"
+                place = ContentPlace(instance, title, lambda: slot_value(instance, found), partial(found.__set__, instance))
+                self.places[hash((id(instance), name))] = place
+                self._met(place.content, title)
+        elif not hasattr(type(found), "__set__"):  # a property is Python: what it reads is recorded when it runs
+            attributes = attributes_of(instance)
+            if attributes is not None:
+                self._owners[id(attributes)] = instance
+                if isinstance(found, functools.cached_property):
+                    self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
+                self._entry(attributes, name, f"{self._title(instance)}.{{}}", f"{self._title(instance)}.{name}")
+
+    def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
+        """An item is about to be read; returns the key and the container to use."""
+        if is_varying(key):
+            if is_device_tensor(holder) and (found := read_at(holder, key)) is not None:
+                return 0, (found,)
+            key = fixed(key)
+        self._read_item(holder, key)
+        return key, holder
+
+    def _read_item(self, holder: Any, key: Any) -> None:
+        cls = type(holder)
+        if cls in _QUIET or isinstance(holder, torch.Tensor):
+            self.operate(holder, key)
+            return
+        if id(holder) in self._ignored:
+            return
+        if isinstance(holder, dict) and _is_simple(key):
+            if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
+                self._entry(holder, key, f"{self._title(holder)}[{{!r}}]", f"{self._title(holder)}[{shown_key(key)}]")
+                if isinstance(holder, collections.defaultdict) and key not in holder:
+                    self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
+        elif isinstance(holder, (list, collections.deque)) and type(key) in (int, bool):
+            if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
+                self._item(holder, key)
+        elif isinstance(holder, types.MappingProxyType):
+            self._entry(self._behind(holder), key, "{}", str(key))
+        else:
+            self.look_into(holder)
+
+    def contains(self, item: Any, holder: Any) -> None:
+        if isinstance(holder, dict) and _is_simple(item) and type(holder).__contains__ is dict.__contains__:
+            if not self.journal.is_written(holder, item):
+                self._dict(holder, f"{self._title(holder)}[{{!r}}]").present.setdefault(item, dict.__contains__(holder, item))
+        else:
+            self.look_into(holder)
+
+    def operate(self, left: Any, right: Any) -> None:
+        if type(left) not in _QUIET:
+            self.look_into(left)
+        if type(right) not in _QUIET:
+            self.look_into(right)
+
+    def operate_in_place(self, left: Any, right: Any) -> None:
+        if isinstance(left, list):
+            self.look_into(right)
+            for item in right if isinstance(right, (list, tuple)) else ():
+                self.journal.append(left, item, partial(list.append, left), self._title(left))
+            if not isinstance(right, (list, tuple)):
+                self.mutate(left)
+            return
+        if isinstance(left, (dict, set, collections.deque, bytearray, np.ndarray)):
+            self.mutate(left)
+        self.operate(left, right)
+
+    def iterate(self, value: Any) -> None:
+        if isinstance(value, collections.abc.Iterator):
+            self.advance(value, "iterated")
+        else:
+            self.look_into(value)
+
+    def advance(self, iterator: Any, how: str) -> None:
+        """An iterator of before cannot be advanced again by every call."""
+        self.advanced.setdefault(id(iterator), (iterator, how))
+
+    def look_into(self, value: Any) -> None:
+        """All of a container, and nothing of what lies in it."""
+        cls = type(value)
+        if cls in _QUIET or id(value) in self._ignored:
+            return
+        if isinstance(value, torch.Tensor):
+            self._host_tensor(value)
+        elif isinstance(value, dict):
+            self._whole_dict(value)
+        elif isinstance(value, (list, collections.deque)):
+            self._whole_list(value)
+        elif isinstance(value, types.MappingProxyType):
+            self._whole_dict(self._behind(value))
+        elif cls.__module__ == "os" and cls.__name__ == "_Environ":
+            self._title_of(value._data, "os.environ")
+            self._whole_dict(value._data)
+        elif isinstance(value, (collections.UserDict, collections.UserList)):
+            self.load_attr(value, "data")
+            self.look_into(value.data)
+        elif not isinstance(value, _CODE) and not self._content(value) and not is_recorded(cls.__module__):
+            for part in _calls.parts_of(value, self):  # a library's container: what it is made of
+                self.hand(part)
+
+    def hand(self, value: Any, depth: int = 0) -> None:
+        """A value goes to code that is not recorded: all of it counts as read, as deep as it can change."""
+        if type(value) in _QUIET and type(value) is not tuple:
+            return
+        if id(value) in self._handed or depth > _MAX_DEPTH:
+            return
+        if isinstance(value, collections.abc.Iterator):
+            self.advance(value, "handed to a library")
+            return
+        self._handed[id(value)] = value
+        if _calls.is_generator(value):
+            self.generators.setdefault(id(value), (value, _calls.state_of(value)))
+            return
+        self.look_into(value)
+        if isinstance(value, _calls.CONTAINERS) and id(value) not in self._owners and id(value) not in self._ignored:
+            self.journal.content(value, self._title(value))
+        for part in _calls.parts_of(value, self):
+            self.hand(part, depth + 1)
+
+    def call(self, fn: Any, *args: Any) -> Any:
+        """A call is about to happen; returns what is to be called."""
+        return _calls.told(self, fn, args)
+
+    def call_ex(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
+        """The same with `*args` and `**kwargs`."""
+        self.iterate(args)
+        given = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        if isinstance(kwargs, dict):
+            self.look_into(kwargs)
+            given += tuple(kwargs.values())
+        return _calls.told(self, fn, given)
+
+    # writes
+
+    def store_global(self, variables: dict[str, Any], name: str) -> None:
+        self.journal.entry(variables, name, name)
+
+    def store_cell(self, cell: Any, name: str) -> None:
+        self.journal.cell(cell, name)
+
+    def store_attr(self, instance: Any, name: str) -> None:
+        cls = type(instance)
+        if name in _MEMOS:
+            return
+        if isinstance(instance, type):
+            self._store_in_class(instance, name)
+        elif isinstance(instance, types.ModuleType):
+            self.journal.entry(instance.__dict__, name, f"{instance.__name__}.{name}")
+        elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
+            found = _static(cls.__mro__, name)
+            if isinstance(found, types.MemberDescriptorType):
+                self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
+            elif not hasattr(type(found), "__set__"):
+                self._store_attribute(instance, name)
+        # any other `__setattr__` is Python, and tells when it writes
+
+    def _store_attribute(self, instance: Any, name: str) -> None:
+        attributes = attributes_of(instance)
+        if attributes is not None and id(attributes) not in self._ignored:
+            self._owners[id(attributes)] = instance
+            self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
+
+    def _store_in_class(self, cls: type, name: str) -> None:
+        def put(value: Any) -> None:
+            if value is ABSENT:
+                type.__delattr__(cls, name)
+            else:
+                type.__setattr__(cls, name, value)
+
+        self.journal.entry(self._class_dicts(cls)[0], name, f"{cls.__qualname__}.{name}", put)
+
+    def store_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
+        """An item is about to be written; returns the key and the container to use."""
+        if is_varying(key):
+            rows = index_of(holder, key) if is_device_tensor(holder) else None
+            key = fixed(key) if rows is None else rows
+        self._write_item(holder, key)
+        return key, holder
+
+    def _write_item(self, holder: Any, key: Any) -> None:
+        if isinstance(holder, torch.Tensor) or id(holder) in self._ignored:
+            return
+        cls = type(holder)
+        if isinstance(holder, dict) and (isinstance(cls.__setitem__, types.WrapperDescriptorType) or not is_recorded(cls.__module__)):
+            if key in holder or _is_simple(key):
+                self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
+            else:
+                self.mutate(holder)
+        else:
+            self.mutate(holder)
+
+    def mutate(self, holder: Any) -> None:
+        """The content of a container is about to change, depending on what it is."""
+        if isinstance(holder, (collections.UserDict, collections.UserList)):
+            holder = holder.data
+        if id(holder) in self._ignored or isinstance(holder, torch.Tensor):
+            return
+        self.look_into(holder)
+        self.journal.content(holder, self._title(holder))
+
+    # the end
+
+    def _find_born(self) -> None:
+        """Which objects the trace made: those that exist now and did not before."""
+        self._born = frozenset(map(id, gc.get_objects()))
+        self._known = set()
+        for place in self.places.values():  # in the order of reading: what lies in a place of before is of before
+            if self.is_before(place.holder):
+                self._known.update(map(id, place.values()))
+
+    def _refuse_advanced(self) -> None:
+        for iterator, how in self.advanced.values():
+            if self.is_before(iterator) and not _calls.is_endless(iterator):
+                raise _calls.refused(f"an iterator of before ({type(iterator).__name__}) was {how}")
+
+        for generator, state in self.generators.values():
+            if (self.is_before(generator) or not gc.is_tracked(generator)) and _calls.state_of(generator) != state:
+                raise _calls.refused(f"a {type(generator).__name__} of before was drawn from: random numbers of the host")
+
+    def is_before(self, holder: Any) -> bool:
+        """Whether an object existed before the trace."""
+        owner = self._owners.get(id(holder))  # Python makes an object's `__dict__` when it is first asked for
+        if owner is not None:
+            return self.is_before(owner)
+        # the collector tracks a dict of plain values only from when something else is put into it
+        return id(holder) in self._known or (gc.is_tracked(holder) and id(holder) not in self._born)
+
+    def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `fn`, and find out which objects it made."""
+        before = _hooks.start(self)
+        try:
+            result = self.call(fn, *args)(*args, **kwargs)
+        finally:
+            _hooks.stop(before)
+            self._find_born()
+        self._refuse_advanced()
+        return result
+
+    def read_places(self) -> list[Place]:
+        """What the trace read of objects of before."""
+        return [place for place in self.places.values() if self.is_before(place.holder)]
+
+    def guard(self, is_input: Callable[[Any, Any], bool]) -> ReadsGuard:
+        """Whether all that was read is as it is now, when what the trace wrote is undone.
+
+        Args:
+            is_input: whether an entry (holder, key) is an input of the program, so that its value may change.
+        """
+        places = self.read_places()
+        for place in places:
+            place.settle(lambda holder, key: is_input(holder, key) or (id(holder), key) in self._ignored)
+        for effect, value in self._accepted:
+            if effect.holder is not ABSENT and (place := self.places.get(id(effect.holder))) is not None:
+                place.expect(effect.key, value)
+        return ReadsGuard(places)
+
+    def accept(self, effect: Effect, value: Any) -> None:
+        """The program may run again when the place of `effect` holds `value`."""
+        self._accepted.append((effect, value))
+
+    def tensor_inputs(self, effects: list[Effect], is_read: Callable[[Any], bool]) -> list[tuple[Callable[[], Any], Any]]:
+        """Of tensors that the function reads under a name and then replaces: what reads the name now, and the buffer it held."""
+        found: list[tuple[Callable[[], Any], Any]] = []
+        held = collections.Counter(i for p in self.places.values() for i in {id(v) for v in p.values() if isinstance(v, torch.Tensor)})
+        for effect in effects:
+            is_replaced = is_device_tensor(effect.before) and is_device_tensor(effect.value) and held[id(effect.before)] == 1
+            if is_replaced and is_read(buffer_of(effect.before)):
+                found.append((effect.read, buffer_of(effect.before)))
+                self.accept(effect, Like(effect.before))
+        return found
+
+    def effects(self) -> list[Effect]:
+        """What it wrote to objects of before."""
+
+        def is_read(holder: Any, key: Any) -> bool:
+            place = self.places.get(id(holder))
+            return place is not None and place.has_read(key)
+
+        return self.journal.effects(self.is_before, is_read)
+
+
+def _static(mro: tuple[type, ...], name: str) -> Any:
+    return next((cls.__dict__[name] for cls in mro if name in cls.__dict__), ABSENT)
+
+
+def _is_simple(key: Any) -> bool:
+    """Whether a dict can be asked for the key again without the user's code."""
+    if type(key) is tuple:
+        return all(map(_is_simple, key))
+    return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
+
+
+@contextmanager
+def recorded(
+    names: dict[int, str] | None = None, owners: dict[int, Any] | None = None, ignored: set[Any] | None = None
+) -> Generator[Recording]:
+    """Make ready to record (`Recording.run`); afterwards everything that was written holds its old value again."""
+    recording = Recording(names or {}, owners or {}, ignored or set())
+    was_frozen = bool(gc.get_freeze_count())
+    swapped = _swap.swap()
+    gc.freeze()  # what exists now is on another list than what the trace makes
+    try:
+        yield recording
+    finally:
+        _swap.restore(swapped)
+        gc.unfreeze()
+        if was_frozen:
+            gc.freeze()
+        recording.journal.undo(recording.is_before)
+        for cached in recording.caches:
+            cached.cache_clear()
+
+
+__all__ = ["Recording", "recorded"]

@@ -1,0 +1,192 @@
+"""Python numbers that change from call to call, as inputs of a program.
+
+A number that differs at a second trace (a counter, a warm-up's weight, an argument) is a `Varying` from then on. Python's
+arithmetic on it gives another one, which each call computes on the host as Python does; where it meets a tensor it becomes an
+element of the program's vector of numbers. A comparison is answered from today's value and selects among programs: it is guarded by
+its outcome. So is whatever needs the number itself (a size, a key, a text), by its value.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd.device._numbers import lifted
+
+Evaluate = Callable[[], Any]
+
+
+class Numbers:
+    """The varying numbers of one trace: which of them the program takes as inputs, and what depends on their values.
+
+    Attributes:
+        is_tracing: a trace runs.
+        inputs: what computes each number that met a tensor, in the order of the vector's elements.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: how many inputs there can be."""
+        self.inputs: list[Evaluate] = []
+        self._capacity = capacity
+        self.is_tracing = False
+        self._element: Callable[[int], Any] = lambda index: None
+        self.on_branch: Callable[[Any, Evaluate, Any], None] = lambda key, evaluate, outcome: None
+
+    def start(self, on_branch: Callable[[Any, Evaluate, Any], None], element: Callable[[int], Any]) -> None:
+        """A trace begins.
+
+        Args:
+            on_branch: told of (key, evaluate, outcome) of what the trace depends on.
+            element: the traced value of one element of the vector.
+        """
+        self.inputs.clear()
+        self.is_tracing = True
+        self.on_branch, self._element = on_branch, element
+
+    def stop(self) -> None:
+        """The trace is over; nothing of it is kept."""
+        self.is_tracing = False
+        self.on_branch, self._element = (lambda key, evaluate, outcome: None), (lambda index: None)
+
+    def traced(self, number: Varying) -> torch.SymFloat | float | int | bool:
+        """The number as torch takes it."""
+        value = number.evaluate()
+        if isinstance(value, bool) or len(self.inputs) == self._capacity or abs(value) > 2**53:
+            return number.concrete()
+        self.inputs.append(number.evaluate)
+        array = self._element(len(self.inputs) - 1)
+        return lifted(array, number.evaluate, self.on_branch, integral=isinstance(value, int))
+
+
+_METHODS = frozenset(name for name in (*dir(int), *dir(float)) if not name.startswith("_"))
+
+
+class Varying:
+    """A number of the host whose value a program takes anew in every call."""
+
+    __slots__ = ("_numbers", "_symbol", "evaluate")
+
+    def __init__(self, numbers: Numbers, evaluate: Evaluate) -> None:
+        """`evaluate`: computes it from today's values, on the host."""
+        self._numbers = numbers
+        self._symbol: Any = None
+        self.evaluate = evaluate
+
+    def concrete(self) -> Any:
+        """Today's value; the program holds for this value only."""
+        value = self.evaluate()
+        self._numbers.on_branch(None, self.evaluate, value)
+        return value
+
+    def traced(self) -> Any:
+        """The number as torch takes it: an input of the program."""
+        if self._symbol is None:
+            self._symbol = self._numbers.traced(self)
+        return self._symbol
+
+    def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(*args)`, some of whose arguments are varying, computed by every call."""
+        parts = [a.evaluate if isinstance(a, Varying) else (lambda a=a: a) for a in args]
+        evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
+        value = evaluate()  # an error comes now, at the user's line
+        return Varying(self._numbers, evaluate) if type(value) in (int, float) else value
+
+    def __bool__(self) -> bool:
+        evaluate = self.evaluate
+        outcome = bool(evaluate())
+        self._numbers.on_branch(None, lambda: bool(evaluate()), outcome)
+        return outcome
+
+    def __hash__(self) -> int:
+        return hash(self.concrete())
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(name)  # torch asks any object for `__torch_function__`
+        return getattr(self.concrete(), name)
+
+
+def _convert(name: str) -> None:
+    setattr(Varying, name, lambda self, *args: getattr(self.concrete(), name)(*args))
+
+
+for _name in ("__repr__", "__str__", "__format__"):  # no `__index__` and no `__float__`: C code would take the value unseen
+    _convert(_name)
+
+
+def _binary(name: str, fn: Callable[[Any, Any], Any]) -> None:
+    def of(self: Varying, other: Any, left: Any, right: Any) -> Any:
+        if isinstance(other, (int, float, Varying)):
+            return self.apply(fn, left, right)
+        if isinstance(other, (torch.Tensor, torch.SymFloat, torch.SymInt, complex)):
+            return fn(*(a.traced() if isinstance(a, Varying) else a for a in (left, right)))
+        return fn(*(a.concrete() if isinstance(a, Varying) else a for a in (left, right)))
+
+    setattr(Varying, f"__{name}__", lambda self, other: of(self, other, self, other))
+    setattr(Varying, f"__r{name}__", lambda self, other: of(self, other, other, self))
+
+
+def _comparison(name: str, fn: Callable[[Any, Any], Any]) -> None:
+    def compare(self: Varying, other: Any) -> Any:
+        if not isinstance(other, (int, float, Varying)):
+            return fn(self.traced(), other) if isinstance(other, torch.Tensor) else fn(self.concrete(), other)
+        evaluate, its = self.evaluate, other.evaluate if isinstance(other, Varying) else (lambda: other)
+        outcome = fn(evaluate(), its())
+        self._numbers.on_branch(None, lambda: fn(evaluate(), its()), outcome)
+        return outcome
+
+    setattr(Varying, f"__{name}__", compare)
+
+
+def _unary(name: str, fn: Callable[..., Any]) -> None:
+    setattr(Varying, f"__{name}__", lambda self, *args: self.apply(fn, self, *args))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+    _binary(_name.rstrip("_"), getattr(operator, _name))
+_binary("divmod", divmod)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _comparison(_name, getattr(operator, _name))
+for _name, _fn in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert, "round": round}.items():
+    _unary(_name, _fn)
+for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.items():
+    _unary(_name, _fn)
+
+_PURE = frozenset(map(id, (v for v in vars(math).values() if callable(v)))) | frozenset(
+    map(id, (builtins.abs, builtins.round, builtins.int, builtins.float, builtins.min, builtins.max, builtins.pow, builtins.bool))
+)
+
+
+def replaced(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to call instead of `fn` when some of its arguments vary; None if it is recorded code, which may get them."""
+    if fn is builtins.isinstance:
+        return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
+    if fn is builtins.type and len(args) == 1:
+        return lambda value: type(value.evaluate())
+    if id(fn) in _PURE and all(isinstance(a, (int, float, Varying)) for a in args):
+        first = next(a for a in args if isinstance(a, Varying))
+        return lambda *given, **options: first.apply(lambda *a: fn(*a, **options), *given)
+    is_torchs = _is_of_torch(fn)
+    take: Callable[[Varying], Any] = Varying.traced if is_torchs else Varying.concrete
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Varying):
+            return take(value)
+        if type(value) is tuple or (type(value) is list and is_torchs):  # others may write to the list itself
+            return type(value)(v.concrete() if isinstance(v, Varying) else v for v in value)
+        return value
+
+    return lambda *given, **options: fn(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+
+
+def _is_of_torch(fn: Any) -> bool:
+    owner = getattr(fn, "__objclass__", None) or getattr(fn, "__self__", None)
+    if isinstance(owner, torch.Tensor):
+        return True
+    names = (getattr(fn, "__module__", None), getattr(owner, "__module__", None), getattr(owner, "__name__", None))
+    return any(isinstance(name, str) and name.partition(".")[0] == "torch" for name in names)

@@ -1,0 +1,75 @@
+"""Indices and slice bounds of tensors that vary from call to call: reading gathers rows, writing scatters them.
+
+`x[i]`, `x[lo:hi]` and assignments to them, along the first dim, where `hi - lo` is the same in every call. What is read so is a copy,
+and not a view: writing to it in place is refused, since `x` would not see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from spmd.base._convert import exact_dtypes
+from spmd.device._numbers import carried
+from spmd.device._storage import buffer_of, recording, wrap
+from spmd.program.reads._varying import Varying
+
+COPY = (
+    "this tensor was read at an index that varies from call to call, so it is a copy and not a view: a write to it would be lost\n"
+    "  fix: assign to the tensor itself, x[i] = new, or pass the index as a tensor and use index_copy_"
+)
+
+
+def is_varying(key: Any) -> bool:
+    """Whether a key of an item holds numbers that vary."""
+    if type(key) is slice:
+        return any(type(part) is Varying for part in (key.start, key.stop, key.step))
+    return type(key) is Varying or (type(key) is tuple and any(map(is_varying, key)))
+
+
+def fixed(key: Any) -> Any:
+    """The key with today's values; the program holds for these only."""
+    if type(key) is slice:
+        return slice(*map(fixed, (key.start, key.stop, key.step)))
+    if type(key) is tuple:
+        return tuple(map(fixed, key))
+    return key.concrete() if type(key) is Varying else key
+
+
+def index_of(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
+    """The rows that `key` means, int64[n], or None if no program can take them from its inputs."""
+    if type(key) is Varying:
+        return _rows(tensor, key, 1) if isinstance(key.evaluate(), int) else None
+    if type(key) is not slice or key.step not in (None, 1):
+        return None
+    if type(key.start) is not Varying or not isinstance(key.stop, (int, Varying)):
+        return None
+    size = key.start.apply(lambda lo, hi: hi - lo, key.start, key.stop)
+    num = size.concrete() if type(size) is Varying else size
+    return _rows(tensor, key.start, num) if num > 0 else None
+
+
+def read_at(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
+    """`tensor[key]`, as a copy."""
+    rows = index_of(tensor, key)
+    if rows is None:
+        return None
+    found = tensor.index_select(0, rows)
+    found = found[0].clone() if type(key) is Varying else found
+    recorder: Any = recording.get()
+    if recorder is not None:
+        recorder.refuse_writes(buffer_of(found), COPY)
+    return found
+
+
+def _rows(tensor: torch.Tensor, first: Varying, num: int) -> torch.Tensor | None:
+    length = tensor.shape[0] if tensor.dim() else 0
+    is_inside = first.apply(lambda i: int(-length <= i < 0 or i >= 0) and int((i + length if i < 0 else i) + num <= length), first)
+    if not is_inside:  # decided anew by every call
+        return None
+    start = first.apply(lambda i: i + length if i < 0 else i, first)
+    with exact_dtypes():
+        value = carried(start.traced()) if type(start) is Varying else jnp.asarray(start)
+        return wrap(value.astype(jnp.int64) + jnp.arange(num, dtype=jnp.int64))

@@ -1,0 +1,928 @@
+"""Places of Python that a function reads, each with a way to change it: the rows of test_python_places."""
+
+import argparse
+import array
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+Read, Write = Callable[[], Any], Callable[[float], Any]
+Place = Callable[[], tuple[Read, Write]]
+
+PLACES: dict[str, Place] = {}
+GLOBAL = 2.0
+CONFIG = {"scale": 2.0}
+LEVEL = contextvars.ContextVar("LEVEL", default=2.0)
+
+
+def place(make: Place) -> Place:
+    PLACES[make.__name__] = make
+    return make
+
+
+def set_global(value: float) -> None:
+    global GLOBAL
+    GLOBAL = value
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Items:
+    def __init__(self) -> None:
+        self._values = [2.0]
+
+    def __getitem__(self, index: int) -> float:
+        return self._values[index]
+
+
+class Computed:
+    def __init__(self) -> None:
+        self._scale = 2.0
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+
+class Forwarding:
+    def __init__(self) -> None:
+        self._data = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> float:
+        return self.__dict__["_data"][name]
+
+
+class Guarded:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+
+class Callee:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __call__(self) -> float:
+        return self.scale
+
+
+class Comparing:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __float__(self) -> float:
+        return float(self.scale)
+
+    def __len__(self) -> int:
+        return int(self.scale)
+
+
+class Child(Plain):
+    def scaled(self) -> float:
+        return super().__getattribute__("scale")
+
+
+@dataclasses.dataclass
+class Data:
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class SlotData:
+    scale: float = 2.0
+
+
+Row = collections.namedtuple("Row", ["scale"])
+
+
+class Mode(enum.Enum):
+    LOW = 2.0
+    HIGH = 3.0
+    TOP = 5.0
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.config = Plain()
+        self.values = [2.0]
+        self.register_buffer("count", torch.zeros(()))
+
+
+class MyList(list[float]):
+    pass
+
+
+class MyDict(dict[str, float]):
+    pass
+
+
+class Doubling(dict[str, float]):
+    def __getitem__(self, key: str) -> float:
+        return super().__getitem__(key) * 1
+
+
+def attribute(holder: Any, name: str = "scale") -> tuple[Read, Write]:
+    return lambda: getattr(holder, name), lambda v: setattr(holder, name, v)
+
+
+@place
+def in_a_global() -> tuple[Read, Write]:
+    set_global(2.0)
+    return lambda: GLOBAL, set_global
+
+
+@place
+def in_a_global_dict() -> tuple[Read, Write]:
+    CONFIG["scale"] = 2.0
+    return lambda: CONFIG["scale"], lambda v: CONFIG.__setitem__("scale", v)
+
+
+@place
+def in_a_closure() -> tuple[Read, Write]:
+    scale = 2.0
+
+    def write(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return lambda: scale, write
+
+
+@place
+def in_a_nested_closure() -> tuple[Read, Write]:
+    scale = 2.0
+
+    def write(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    def outer() -> float:
+        def inner() -> float:
+            return scale
+
+        return inner()
+
+    return outer, write
+
+
+@place
+def in_an_imported_module() -> tuple[Read, Write]:
+    module = sys.modules.setdefault("hyper_parameters_of_a_test", types.ModuleType("hyper_parameters_of_a_test"))
+    module.SCALE = 2.0  # type: ignore[attr-defined]
+
+    def read() -> float:
+        import hyper_parameters_of_a_test as hyper  # type: ignore[import-not-found]
+
+        return hyper.SCALE
+
+    return read, lambda v: setattr(module, "SCALE", v)
+
+
+@place
+def from_an_imported_module() -> tuple[Read, Write]:
+    module = sys.modules.setdefault("hyper_parameters_of_a_test", types.ModuleType("hyper_parameters_of_a_test"))
+    module.SCALE = 2.0  # type: ignore[attr-defined]
+
+    def read() -> float:
+        from hyper_parameters_of_a_test import SCALE  # type: ignore[import-not-found]
+
+        return SCALE
+
+    return read, lambda v: setattr(module, "SCALE", v)
+
+
+@place
+def in_an_attribute() -> tuple[Read, Write]:
+    held = Plain()
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_getattr() -> tuple[Read, Write]:
+    return attribute(Plain())
+
+
+@place
+def by_getattr_with_a_default() -> tuple[Read, Write]:
+    held = types.SimpleNamespace()
+    return lambda: getattr(held, "scale", 2.0), lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_hasattr() -> tuple[Read, Write]:
+    held = types.SimpleNamespace()
+    return lambda: held.scale if hasattr(held, "scale") else 2.0, lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_vars() -> tuple[Read, Write]:
+    held = Plain()
+    return lambda: vars(held)["scale"], lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_dict_of_an_object() -> tuple[Read, Write]:
+    held = Plain()
+    return lambda: held.__dict__["scale"], lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_attrgetter() -> tuple[Read, Write]:
+    held, get = Plain(), operator.attrgetter("scale")
+    return lambda: get(held), lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_itemgetter() -> tuple[Read, Write]:
+    held, get = {"scale": 2.0}, operator.itemgetter("scale")
+    return lambda: get(held), lambda v: held.update(scale=v)
+
+
+@place
+def in_a_slot() -> tuple[Read, Write]:
+    held = Slots()
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_dataclass() -> tuple[Read, Write]:
+    held = Data()
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_dataclass_with_slots() -> tuple[Read, Write]:
+    held = SlotData()
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_asdict() -> tuple[Read, Write]:
+    held = Data()
+    return lambda: dataclasses.asdict(held)["scale"], lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_frozen_dataclass_that_is_replaced() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(config=Frozen())
+    return lambda: held.config.scale, lambda v: setattr(held, "config", dataclasses.replace(held.config, scale=v))
+
+
+@place
+def in_a_named_tuple_that_is_replaced() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(row=Row(2.0))
+    return lambda: held.row.scale, lambda v: setattr(held, "row", held.row._replace(scale=v))
+
+
+@place
+def in_an_enum() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(mode=Mode.LOW)
+    return lambda: held.mode.value, lambda v: setattr(held, "mode", Mode(v))
+
+
+@place
+def in_a_namespace_of_arguments() -> tuple[Read, Write]:
+    held = argparse.Namespace(scale=2.0)
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_property() -> tuple[Read, Write]:
+    held = Computed()
+    return lambda: held.scale, lambda v: setattr(held, "_scale", v)
+
+
+@place
+def by_getitem() -> tuple[Read, Write]:
+    held = Items()
+    return lambda: held[0], lambda v: held._values.__setitem__(0, v)
+
+
+@place
+def by_dunder_getattr() -> tuple[Read, Write]:
+    held = Forwarding()
+    return lambda: held.scale, lambda v: held._data.update(scale=v)
+
+
+@place
+def by_dunder_getattribute() -> tuple[Read, Write]:
+    held = Guarded()
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_super() -> tuple[Read, Write]:
+    held = Child()
+    return held.scaled, lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_a_callable_object() -> tuple[Read, Write]:
+    held = Callee()
+    return lambda: held(), lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_float_of_an_object() -> tuple[Read, Write]:
+    held = Comparing()
+    return lambda: float(held), lambda v: setattr(held, "scale", v)
+
+
+@place
+def by_len_of_an_object() -> tuple[Read, Write]:
+    held = Comparing()
+    return lambda: float(len(held)), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_class_attribute() -> tuple[Read, Write]:
+    class Settings:
+        scale = 2.0
+
+    return lambda: Settings.scale, lambda v: setattr(Settings, "scale", v)
+
+
+@place
+def in_a_base_class() -> tuple[Read, Write]:
+    class Base:
+        scale = 2.0
+
+    class Derived(Base):
+        pass
+
+    held = Derived()
+    return lambda: held.scale, lambda v: setattr(Base, "scale", v)
+
+
+@place
+def in_a_dict_of_a_class() -> tuple[Read, Write]:
+    class Settings:
+        table: dict[str, float] = {"scale": 2.0}  # noqa: RUF012
+
+    return lambda: Settings.table["scale"], lambda v: Settings.table.update(scale=v)
+
+
+@place
+def in_an_attribute_that_shadows_a_class() -> tuple[Read, Write]:
+    class Settings:
+        scale = 2.0
+
+    held = Settings()
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_static_method_that_is_replaced() -> tuple[Read, Write]:
+    class Settings:
+        @staticmethod
+        def scale() -> float:
+            return 2.0
+
+    return lambda: Settings.scale(), lambda v: setattr(Settings, "scale", staticmethod(lambda: v))
+
+
+@place
+def in_a_method_that_is_replaced() -> tuple[Read, Write]:
+    class Settings:
+        def scale(self) -> float:
+            return 2.0
+
+    held = Settings()
+    return lambda: held.scale(), lambda v: setattr(Settings, "scale", lambda self: v)
+
+
+@place
+def in_a_method_of_the_object_itself() -> tuple[Read, Write]:
+    class Settings:
+        def scale(self) -> float:
+            return 2.0
+
+    held: Any = Settings()
+    return lambda: held.scale(), lambda v: setattr(held, "scale", lambda: v)
+
+
+@place
+def in_a_keyword_default() -> tuple[Read, Write]:
+    def scaled(*, scale: float = 2.0) -> float:
+        return scale
+
+    return lambda: scaled(), lambda v: scaled.__kwdefaults__.update(scale=v)
+
+
+@place
+def in_a_default() -> tuple[Read, Write]:
+    def scaled(scale: float = 2.0) -> float:
+        return scale
+
+    return lambda: scaled(), lambda v: setattr(scaled, "__defaults__", (v,))
+
+
+@place
+def in_an_attribute_of_a_function() -> tuple[Read, Write]:
+    def scaled() -> float:
+        return scaled.scale  # type: ignore[attr-defined]
+
+    scaled.scale = 2.0  # type: ignore[attr-defined]
+    return lambda: scaled(), lambda v: setattr(scaled, "scale", v)
+
+
+@place
+def in_code_that_is_replaced() -> tuple[Read, Write]:
+    def scaled() -> float:
+        return 2.0
+
+    return lambda: scaled(), lambda v: setattr(scaled, "__code__", {2.0: scaled, 3.0: three, 5.0: five}[v].__code__)
+
+
+def three() -> float:
+    return 3.0
+
+
+def five() -> float:
+    return 5.0
+
+
+@place
+def in_a_function_that_is_rebound() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(fn=lambda: 2.0)
+    return lambda: held.fn(), lambda v: setattr(held, "fn", lambda: v)
+
+
+@place
+def in_a_partial() -> tuple[Read, Write]:
+    held = functools.partial(lambda scale: scale, scale=2.0)
+    return lambda: held(), lambda v: held.keywords.update(scale=v)
+
+
+@place
+def in_a_decorated_function() -> tuple[Read, Write]:
+    held = Plain()
+
+    @functools.wraps(three)
+    @torch.no_grad()
+    def scaled() -> float:
+        return held.scale
+
+    return lambda: scaled(), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_dict() -> tuple[Read, Write]:
+    held = {"scale": 2.0}
+    return lambda: held["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def by_get_of_a_dict() -> tuple[Read, Write]:
+    held: dict[str, float] = {}
+    return lambda: held.get("scale", 2.0), lambda v: held.update(scale=v)
+
+
+@place
+def by_a_key_that_may_be_there() -> tuple[Read, Write]:
+    held: dict[str, float] = {}
+    return lambda: held["scale"] if "scale" in held else 2.0, lambda v: held.update(scale=v)  # noqa: SIM401
+
+
+@place
+def by_values_of_a_dict() -> tuple[Read, Write]:
+    held = {"a": 1.0, "b": 1.0}
+    return lambda: sum(held.values()), lambda v: held.update(b=v - 1)
+
+
+@place
+def by_items_of_a_dict() -> tuple[Read, Write]:
+    held = {"a": 1.0, "b": 1.0}
+    return lambda: sum(v for _, v in held.items()), lambda v: held.update(b=v - 1)
+
+
+@place
+def by_unpacking_a_dict() -> tuple[Read, Write]:
+    held = {"scale": 2.0}
+    return lambda: (lambda **options: options["scale"])(**held), lambda v: held.update(scale=v)
+
+
+@place
+def by_merging_dicts() -> tuple[Read, Write]:
+    held = {"scale": 2.0}
+    return lambda: ({"scale": 0.0} | held)["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_a_deep_dict() -> tuple[Read, Write]:
+    held = {"a": {"b": {"c": {"d": {"e": {"scale": 2.0}}}}}}
+    return lambda: held["a"]["b"]["c"]["d"]["e"]["scale"], lambda v: held["a"]["b"]["c"]["d"]["e"].update(scale=v)
+
+
+@place
+def in_a_default_dict() -> tuple[Read, Write]:
+    held = collections.defaultdict(lambda: 2.0)
+    return lambda: held["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_an_ordered_dict() -> tuple[Read, Write]:
+    held = collections.OrderedDict(scale=2.0)
+    return lambda: held["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def by_order_of_a_dict() -> tuple[Read, Write]:
+    held = collections.OrderedDict({"2.0": 0, "3.0": 0, "5.0": 0})
+    return lambda: float(next(iter(held))), lambda v: held.move_to_end(str(v), last=False)
+
+
+@place
+def in_a_user_dict() -> tuple[Read, Write]:
+    held: Any = collections.UserDict(scale=2.0)
+    return lambda: held["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_a_chain_map() -> tuple[Read, Write]:
+    first: dict[str, float] = {}
+    held = collections.ChainMap(first, {"scale": 2.0})
+    return lambda: held["scale"], lambda v: first.update(scale=v)
+
+
+@place
+def in_a_counter() -> tuple[Read, Write]:
+    held = collections.Counter(a=2)
+    return lambda: float(held["a"]), lambda v: held.update({"a": int(v) - held["a"]})
+
+
+@place
+def in_a_read_only_dict() -> tuple[Read, Write]:
+    inner = {"scale": 2.0}
+    held = types.MappingProxyType(inner)
+    return lambda: held["scale"], lambda v: inner.update(scale=v)
+
+
+@place
+def in_a_dict_subclass() -> tuple[Read, Write]:
+    held = MyDict(scale=2.0)
+    return lambda: held["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_a_dict_with_its_own_getitem() -> tuple[Read, Write]:
+    held = Doubling(scale=2.0)
+    return lambda: held["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_a_list() -> tuple[Read, Write]:
+    held = [2.0]
+    return lambda: held[0], lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_a_negative_item() -> tuple[Read, Write]:
+    held = [0.0, 2.0]
+    return lambda: held[-1], lambda v: held.__setitem__(1, v)
+
+
+@place
+def in_a_slice_of_a_list() -> tuple[Read, Write]:
+    held = [0.0, 2.0]
+    return lambda: held[1:][0], lambda v: held.__setitem__(1, v)
+
+
+@place
+def in_a_long_list() -> tuple[Read, Write]:
+    held = [2.0] * 1500
+    return lambda: held[1400], lambda v: held.__setitem__(1400, v)
+
+
+@place
+def by_iterating_a_list() -> tuple[Read, Write]:
+    held = [1.0, 1.0]
+    return lambda: sum(v for v in held), lambda v: held.__setitem__(1, v - 1)
+
+
+@place
+def by_sum_of_a_list() -> tuple[Read, Write]:
+    held = [1.0, 1.0]
+    return lambda: sum(held), lambda v: held.__setitem__(1, v - 1)
+
+
+@place
+def by_max_of_a_list() -> tuple[Read, Write]:
+    held = [1.0, 2.0]
+    return lambda: max(held), lambda v: held.__setitem__(1, v)
+
+
+@place
+def by_unpacking_a_list() -> tuple[Read, Write]:
+    held = [2.0, 0.0]
+
+    def read() -> float:
+        first, _ = held
+        return first
+
+    return read, lambda v: held.__setitem__(0, v)
+
+
+@place
+def by_star_arguments() -> tuple[Read, Write]:
+    held = [1.0, 1.0]
+    return lambda: (lambda a, b: a + b)(*held), lambda v: held.__setitem__(0, v - 1)
+
+
+@place
+def by_len_of_a_list() -> tuple[Read, Write]:
+    held = [0] * 2
+    return lambda: float(len(held)), lambda v: held.__setitem__(slice(None), [0] * int(v))
+
+
+@place
+def by_truth_of_a_list() -> tuple[Read, Write]:
+    held: list[float] = []
+    return lambda: held[0] if held else 2.0, lambda v: held.__setitem__(slice(None), [v])
+
+
+@place
+def by_membership_in_a_list() -> tuple[Read, Write]:
+    held = ["2.0"]
+    return lambda: 2.0 if "2.0" in held else 3.0 if "3.0" in held else 5.0, lambda v: held.__setitem__(0, str(v))
+
+
+@place
+def by_equality_of_lists() -> tuple[Read, Write]:
+    held = [2.0]
+    return lambda: 2.0 if held == [2.0] else 3.0 if held == [3.0] else 5.0, lambda v: held.__setitem__(0, v)
+
+
+@place
+def by_adding_lists() -> tuple[Read, Write]:
+    held = [2.0]
+    return lambda: ([0.0] + held)[1], lambda v: held.__setitem__(0, v)  # noqa: RUF005
+
+
+@place
+def in_a_list_of_objects() -> tuple[Read, Write]:
+    held = [Plain(), Plain()]
+    return lambda: held[1].scale, lambda v: setattr(held[1], "scale", v)
+
+
+@place
+def by_enumerate_and_zip() -> tuple[Read, Write]:
+    held = [1.0, 1.0]
+    return lambda: sum(a * b for (_, a), b in zip(enumerate(held), (1.0, 1.0), strict=True)), lambda v: held.__setitem__(0, v - 1)
+
+
+@place
+def by_a_comprehension() -> tuple[Read, Write]:
+    held = [1.0, 1.0]
+    return lambda: [v * 2 for v in held][0], lambda v: held.__setitem__(0, v / 2)  # noqa: RUF015
+
+
+@place
+def by_map_and_sorted() -> tuple[Read, Write]:
+    held = [0.0, 2.0]
+    return lambda: sorted(map(float, held))[-1], lambda v: held.__setitem__(1, v)
+
+
+@place
+def by_pattern_matching() -> tuple[Read, Write]:
+    held: dict[str, float] = {"scale": 2.0}
+
+    def read() -> float:
+        match held:
+            case {"scale": value}:
+                return value
+        return 0.0
+
+    return read, lambda v: held.update(scale=v)
+
+
+@place
+def in_a_list_subclass() -> tuple[Read, Write]:
+    held = MyList([2.0])
+    return lambda: held[0], lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_a_user_list() -> tuple[Read, Write]:
+    held: Any = collections.UserList([2.0])
+    return lambda: held[0], lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_a_deque() -> tuple[Read, Write]:
+    held = collections.deque([2.0])
+    return lambda: held[0], lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_a_tuple_in_a_dict() -> tuple[Read, Write]:
+    held = {"range": (0.0, 2.0)}
+    return lambda: held["range"][1], lambda v: held.update(range=(0.0, v))
+
+
+@place
+def by_len_of_a_set() -> tuple[Read, Write]:
+    held = {0, 1}
+    return lambda: float(len(held)), lambda v: (held.clear(), held.update(range(int(v))))
+
+
+@place
+def by_membership_in_a_set() -> tuple[Read, Write]:
+    held = {"2.0"}
+    return lambda: 2.0 if "2.0" in held else 3.0 if "3.0" in held else 5.0, lambda v: (held.clear(), held.add(str(v)))
+
+
+@place
+def in_a_frozen_set_that_is_replaced() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(parts=frozenset({2.0}))
+    return lambda: max(held.parts), lambda v: setattr(held, "parts", frozenset({v}))
+
+
+@place
+def in_a_numpy_array() -> tuple[Read, Write]:
+    held = np.full(2, 2.0)
+    return lambda: held[1], lambda v: held.__setitem__(1, v)
+
+
+@place
+def by_sum_of_a_numpy_array() -> tuple[Read, Write]:
+    held = np.ones(2)
+    return lambda: float(held.sum()), lambda v: held.__setitem__(1, v - 1)
+
+
+@place
+def in_a_view_of_a_numpy_array() -> tuple[Read, Write]:
+    base = np.full(4, 2.0)
+    held = base[1:]
+    return lambda: float(held[0]), lambda v: base.__setitem__(1, v)
+
+
+@place
+def in_a_numpy_scalar() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(scale=np.float64(2.0))
+    return lambda: held.scale, lambda v: setattr(held, "scale", np.float64(v))
+
+
+@place
+def in_a_cpu_tensor() -> tuple[Read, Write]:
+    held = torch.tensor(2.0)
+    return lambda: held.item(), lambda v: held.fill_(v)
+
+
+@place
+def in_a_cpu_tensor_behind_numpy() -> tuple[Read, Write]:
+    held = torch.tensor([2.0])
+    return lambda: held[0].item(), lambda v: held.numpy().__setitem__(0, v)
+
+
+@place
+def in_data_of_a_cpu_tensor() -> tuple[Read, Write]:
+    held = torch.tensor([2.0])
+    return lambda: held.sum().item(), lambda v: held.data.fill_(v)
+
+
+@place
+def in_an_attribute_of_a_tensor() -> tuple[Read, Write]:
+    held: Any = torch.ones(1)
+    held.scale = 2.0
+    return lambda: held.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_an_array_of_bytes() -> tuple[Read, Write]:
+    held = bytearray([2])
+    return lambda: float(held[0]), lambda v: held.__setitem__(0, int(v))
+
+
+@place
+def in_an_array_of_numbers() -> tuple[Read, Write]:
+    held = array.array("d", [2.0])
+    return lambda: held[0], lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_the_environment() -> tuple[Read, Write]:
+    os.environ["SPMD_TEST_SCALE"] = "2.0"
+    return lambda: float(os.environ["SPMD_TEST_SCALE"]), lambda v: os.environ.__setitem__("SPMD_TEST_SCALE", str(v))
+
+
+@place
+def by_getenv() -> tuple[Read, Write]:
+    os.environ.pop("SPMD_TEST_SCALE", None)
+    return lambda: float(os.getenv("SPMD_TEST_SCALE", "2.0")), lambda v: os.environ.__setitem__("SPMD_TEST_SCALE", str(v))
+
+
+@place
+def in_a_context_variable() -> tuple[Read, Write]:
+    LEVEL.set(2.0)
+    return lambda: LEVEL.get(), lambda v: LEVEL.set(v)
+
+
+@place
+def in_a_string() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(kind="2.0")
+    return lambda: float(held.kind), lambda v: setattr(held, "kind", str(v))
+
+
+@place
+def in_a_formatted_string() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(scale=2.0)
+    return lambda: float(f"{held.scale:.1f}"), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_module() -> tuple[Read, Write]:
+    return attribute(Holder())
+
+
+@place
+def in_a_config_of_a_module() -> tuple[Read, Write]:
+    held = Holder()
+    return lambda: held.config.scale, lambda v: setattr(held.config, "scale", v)
+
+
+@place
+def in_a_list_of_a_module() -> tuple[Read, Write]:
+    held = Holder()
+    return lambda: held.values[0], lambda v: setattr(held, "values", [v])
+
+
+@place
+def in_a_config_of_a_module_that_is_replaced() -> tuple[Read, Write]:
+    held = Holder()
+
+    def write(value: float) -> None:
+        held.config = Plain()
+        held.config.scale = value
+
+    return lambda: held.config.scale, write
+
+
+@place
+def in_a_param_group() -> tuple[Read, Write]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    return lambda: optimizer.param_groups[0]["lr"], lambda v: optimizer.param_groups[0].update(lr=v)
+
+
+@place
+def in_an_integer() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(count=2)
+    return lambda: held.count, lambda v: setattr(held, "count", int(v))
+
+
+@place
+def in_a_complex_number() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(z=2.0 + 0j)
+    return lambda: held.z.real, lambda v: setattr(held, "z", complex(v))
+
+
+@place
+def in_a_bool_and_a_none() -> tuple[Read, Write]:
+    held: Any = types.SimpleNamespace(is_low=True, high=None)
+
+    def write(value: float) -> None:
+        held.is_low, held.high = value == 2.0, None if value == 2.0 else value
+
+    return lambda: 2.0 if held.is_low else held.high, write
+
+
+@place
+def in_an_object_that_is_deleted() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(scale=2.0)
+
+    def write(value: float) -> None:
+        del held.scale
+        held.scale = value
+
+    return lambda: held.scale, write

@@ -1,0 +1,66 @@
+"""What a compiled function reads of Python, wherever it lies: a change is seen by the next call, as in plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mesh
+import spmd
+from tests.program.python_places import PLACES, Place
+
+USES: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "factor": lambda x, value: x * value,
+    "branch": lambda x, value: x + 1 if value > 2 else x - 1,
+    "count": lambda x, value: sum((x for _ in range(int(value))), x),
+}
+# Each write makes another object, which is another program.
+REPLACED = {
+    "in_a_frozen_dataclass_that_is_replaced",
+    "in_a_named_tuple_that_is_replaced",
+    "in_a_static_method_that_is_replaced",
+    "in_a_method_that_is_replaced",
+    "in_a_method_of_the_object_itself",
+    "in_a_function_that_is_rebound",
+    "in_a_frozen_set_that_is_replaced",
+    "in_a_list_of_a_module",
+    "in_a_config_of_a_module_that_is_replaced",
+    "in_a_tuple_in_a_dict",
+}
+VALUES = (2.0, 2.0, 3.0, 3.0, 2.0, 5.0, 3.0)
+
+
+def outcomes(place: Place, use: str, wrap: Callable[[Any], Any], x: torch.Tensor) -> list[list[float]]:
+    read, write = place()
+    fn = wrap(lambda x: USES[use](x, read()))
+    found: list[list[float]] = []
+    for value in VALUES:
+        if value != VALUES[0] or found:
+            write(value)
+        found.append(fn(x).tolist())
+    return found
+
+
+@pytest.mark.parametrize("use", list(USES))
+@pytest.mark.parametrize("name", list(PLACES))
+def test_a_changed_value_is_seen(name: str, use: str) -> None:
+    step: Any = None
+
+    def compiled(fn: Any) -> Any:
+        nonlocal step
+        step = spmd.compile(fn, max_retraces=100)
+        return step
+
+    x = torch.tensor([1.0, 2.0])
+    expected = outcomes(PLACES[name], use, lambda fn: fn, x)
+    assert outcomes(PLACES[name], use, compiled, x.to("jax")) == expected
+    assert step.num_traces <= (len(VALUES) if name in REPLACED else len(set(VALUES)) + 1)
+
+
+@pytest.mark.parametrize("name", list(PLACES))
+def test_a_changed_value_is_seen_on_eight_devices(name: str, mesh_4x2: mesh.Mesh) -> None:
+    x = torch.arange(8.0).reshape(4, 2)
+    expected = outcomes(PLACES[name], "factor", lambda fn: fn, x)
+    sharded = spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", "model"))
+    assert outcomes(PLACES[name], "factor", lambda fn: spmd.compile(fn, max_retraces=100), sharded) == expected

@@ -1,0 +1,214 @@
+"""What a compiled function writes to Python, every call writes: afterwards all is as after the same calls in plain PyTorch."""
+
+import collections
+import functools
+import heapq
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import mesh
+import spmd
+
+Write = Callable[[Any, torch.Tensor], Any]
+COUNT = 0
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.writes = 0
+        self.value = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "value":
+            object.__setattr__(self, "writes", self.writes + 1)
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self._scale = 1
+
+    @property
+    def scale(self) -> int:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: int) -> None:
+        self._scale = value
+
+
+class Lazy:
+    @functools.cached_property
+    def scale(self) -> int:
+        return 3
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class State:
+    """Everything that the rows below write to."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.flag = False
+        self.name = ""
+        self.items: list[Any] = [0]
+        self.table: dict[Any, Any] = {"a": 0}
+        self.seen: set[Any] = set()
+        self.recent: collections.deque[Any] = collections.deque([0], maxlen=3)
+        self.counts: collections.defaultdict[str, int] = collections.defaultdict(int)
+        self.counter: collections.Counter[str] = collections.Counter()
+        self.order = collections.OrderedDict.fromkeys("abc")
+        self.user: Any = collections.UserDict(a=0)
+        self.nested = {"a": [{"n": 0}]}
+        self.heap: list[int] = [5, 1, 4]
+        self.space = types.SimpleNamespace(n=0)
+        self.watched, self.scaled, self.lazy, self.slotted = Watched(), Scaled(), Lazy(), Slotted()
+        self.module = nn.Module()
+        self.module.steps = 0  # type: ignore[assignment]
+        self.module.register_buffer("mean", torch.zeros(2))
+        self.tensor: Any = None
+        self.bytes = bytearray(2)
+
+
+def swap(s: State) -> None:
+    s.items, s.name = [*s.items, len(s.items)], s.name + "x"
+
+
+ROWS: dict[str, Write] = {
+    "an attribute": lambda s, x: setattr(s, "count", s.count + 1),
+    "a flag": lambda s, x: setattr(s, "flag", not s.flag),
+    "several": lambda s, x: swap(s),
+    "a class": lambda s, x: setattr(type(s), "total", type(s).total + 1),
+    "a slot": lambda s, x: setattr(s.slotted, "count", s.slotted.count + 1),
+    "a property": lambda s, x: setattr(s.scaled, "scale", s.scaled.scale * 2),
+    "a cached property": lambda s, x: s.lazy.scale,
+    "__setattr__": lambda s, x: setattr(s.watched, "value", s.watched.value + 2),
+    "__dict__": lambda s, x: s.__dict__.update(count=s.count + 3),
+    "vars": lambda s, x: vars(s).__setitem__("count", s.count + 3),
+    "a namespace": lambda s, x: setattr(s.space, "n", s.space.n + 1),
+    "a new attribute": lambda s, x: setattr(s.space, f"n{s.count}", 1),
+    "del": lambda s, x: delattr(s, "name") if hasattr(s, "name") else setattr(s, "name", "back"),
+    "dict item": lambda s, x: s.table.__setitem__("a", s.table["a"] + 1),
+    "dict update": lambda s, x: s.table.update(a=s.table["a"] + 1, b=1),
+    "dict setdefault": lambda s, x: s.table.setdefault("b", len(s.table)),
+    "dict pop": lambda s, x: s.table.pop("a", None),
+    "dict clear": lambda s, x: s.table.clear(),
+    "dict del": lambda s, x: s.table.__delitem__("a") if "a" in s.table else s.table.__setitem__("a", 1),
+    "nested": lambda s, x: s.nested["a"][0].__setitem__("n", s.nested["a"][0]["n"] + 1),
+    "default dict": lambda s, x: s.counts.__setitem__("k", s.counts["k"] + 1),
+    "counter": lambda s, x: s.counter.update(["k", "l"]),
+    "ordered dict": lambda s, x: s.order.move_to_end(next(iter(s.order))),
+    "user dict": lambda s, x: s.user.__setitem__("a", s.user["a"] + 1),
+    "append": lambda s, x: s.items.append(7),
+    "append what was read": lambda s, x: s.items.append(s.items[-1] + 1),
+    "extend": lambda s, x: s.items.extend([1, 2]),
+    "list +=": lambda s, x: s.items.__iadd__([1]),
+    "insert": lambda s, x: s.items.insert(0, len(s.items)),
+    "list item": lambda s, x: s.items.__setitem__(0, s.items[0] + 1),
+    "list slice": lambda s, x: s.items.__setitem__(slice(0, 1), [1, 2]),
+    "list pop": lambda s, x: (s.items.append(1), s.items.append(2), s.items.pop(0)),
+    "sort and reverse": lambda s, x: (s.heap.sort(), s.heap.reverse(), s.heap.append(len(s.heap))),
+    "heap": lambda s, x: heapq.heappush(s.heap, heapq.heappop(s.heap) + 3),
+    "set": lambda s, x: s.seen.add(len(s.seen)),
+    "deque": lambda s, x: s.recent.append(s.recent[-1] + 1),
+    "bytes": lambda s, x: s.bytes.__setitem__(0, s.bytes[0] + 1),
+    "a module": lambda s, x: setattr(s.module, "steps", s.module.steps + 1),
+    "a module's mode": lambda s, x: s.module.train(not s.module.training),
+    "a buffer": lambda s, x: setattr(s.module, "mean", s.module.mean * 0.5 + x),
+    "a tensor": lambda s, x: setattr(s, "tensor", x * 2),
+    "a tensor that is read": lambda s, x: setattr(s, "tensor", x if s.tensor is None else s.tensor + x),
+    "tensors in a list": lambda s, x: s.items.append(x * 2),
+    "tensors in a dict": lambda s, x: s.table.update(x=x * 2, y={"z": x + 1}),
+    "an item": lambda s, x: s.table.__setitem__("a", s.table["a"] + x.sum().item()),
+    "items in a list": lambda s, x: s.items.append(x.sum().item()),
+}
+
+
+def content(value: Any) -> Any:
+    """All that a state holds, tensors as lists."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, nn.Module):
+        return {k: content(v) for k, v in value.__dict__.items() if k in ("steps", "training")} | {"mean": value.mean.tolist()}
+    if isinstance(value, (dict, collections.UserDict)):
+        return [(k, content(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple, set, collections.deque)):
+        return [content(v) for v in value]
+    if isinstance(value, Slotted):
+        return value.count
+    if hasattr(value, "__dict__"):
+        return {k: content(v) for k, v in vars(value).items()}
+    return value
+
+
+def after(write: Write, wrap: Callable[[Any], Any], place: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    State.total = 0
+    state = State()
+    state.module.to(place(torch.zeros(8)).device)
+    step = wrap(lambda x: (write(state, x), x * 2)[1])
+    found: list[Any] = []
+    for i in range(4):
+        found.append(step(place(torch.arange(8.0)[:2] if i < 0 else torch.full((2,), float(i + 1)))).tolist())
+        found.append((content(state), State.total))
+    return found
+
+
+def compiled(fn: Any) -> Any:
+    return spmd.compile(fn, max_retraces=50)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_call_writes_as_python_does(name: str) -> None:
+    expected = after(ROWS[name], lambda fn: fn, lambda x: x)
+    assert after(ROWS[name], compiled, lambda x: x.to("jax")) == expected
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_call_writes_on_eight_devices(name: str, mesh_4x2: mesh.Mesh) -> None:
+    expected = after(ROWS[name], lambda fn: fn, lambda x: x)
+    assert after(ROWS[name], compiled, lambda x: spmd.mark_sharding(x.to("jax"), mesh_4x2, ("model",))) == expected
+
+
+def test_dicts_and_lists_that_are_arguments_are_the_callers() -> None:
+    @spmd.compile
+    def step(batch: dict[str, Any], log: list[Any]) -> torch.Tensor:
+        batch["x"] = batch["x"] * 2
+        batch["n"] = len(log)
+        log.append(batch["x"].sum())
+        return batch["x"]
+
+    batch: dict[str, Any] = {"x": torch.ones(2).to("jax")}
+    log: list[Any] = []
+    for i in range(3):
+        result = step(batch, log)
+        assert (result is batch["x"], batch["x"].tolist(), batch["n"], len(log)) == (True, [2.0 ** (i + 1)] * 2, i, i + 1)
+
+
+def test_a_trace_that_fails_leaves_nothing_behind() -> None:
+    state = State()
+    before = content(state)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        state.count += 1
+        state.items.append(1)
+        state.table["b"] = x
+        raise KeyError("mine")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            step(torch.ones(2).to("jax"))
+        assert content(state) == before

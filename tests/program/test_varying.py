@@ -1,0 +1,122 @@
+"""Python numbers that change from call to call are inputs of a program; branches on them choose among programs."""
+
+import datetime
+import math
+import random
+import secrets
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spmd
+
+
+def warm_up(state: Any, x: torch.Tensor) -> torch.Tensor:
+    state.step += 1
+    beta = min(1.0, state.step / 10) * 0.5 * (1 + math.cos(state.step / 3))
+    y = x * beta + state.step
+    if state.step % 3 == 0:
+        y = y + 1
+    return torch.lerp(x, y, beta)
+
+
+def test_a_warm_up_has_one_program_for_each_branch() -> None:
+    ours, torchs = types.SimpleNamespace(step=0), types.SimpleNamespace(step=0)
+    step = spmd.compile(lambda x: warm_up(ours, x))
+    for _ in range(20):
+        torch.testing.assert_close(step(torch.ones(2).to("jax")).cpu(), warm_up(torchs, torch.ones(2)))
+        assert ours.step == torchs.step
+    assert step.num_traces == 3
+
+
+def test_numbers_among_the_arguments_are_inputs() -> None:
+    def scaled(x: torch.Tensor, lr: float, i: int = 0) -> tuple[torch.Tensor, float]:
+        return (x * lr + i if i % 4 else x * lr), lr * 2
+
+    step = spmd.compile(scaled)
+    for i in range(9):
+        (ours, number), (torchs, expected) = step(torch.ones(2).to("jax"), 0.1 * i, i=i), scaled(torch.ones(2), 0.1 * i, i)
+        torch.testing.assert_close(ours.cpu(), torchs)
+        assert number == expected and type(number) is float
+    assert step.num_traces <= 3
+
+
+def queue(device: str) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    keys, state = torch.zeros(8, 2, device=device), types.SimpleNamespace(pointer=0)
+
+    def push(k: torch.Tensor) -> torch.Tensor:
+        first = keys[state.pointer].sum()
+        keys[state.pointer : state.pointer + len(k)] = k
+        state.pointer = (state.pointer + len(k)) % len(keys)
+        return keys.sum() + first
+
+    return keys, push
+
+
+def test_a_queue_pointer_is_an_input() -> None:
+    (host, push), (device, compiled) = queue("cpu"), queue("jax")
+    step = spmd.compile(compiled)
+    for i in range(10):
+        k = torch.full((2, 2), float(i + 1))
+        assert step(k.to("jax")).item() == push(k).item()
+    assert torch.equal(device.cpu(), host)
+    assert step.num_traces == 2
+
+
+def test_a_write_to_what_was_read_at_a_varying_index_is_refused() -> None:
+    keys, state = torch.zeros(4).to("jax"), types.SimpleNamespace(pointer=0)
+
+    @spmd.compile
+    def step() -> None:
+        keys[state.pointer : state.pointer + 1].add_(1)
+        state.pointer += 1
+
+    step()
+    with pytest.raises(spmd.TraceError, match="it is a copy and not a view"):
+        step()
+
+
+def test_code_that_needs_the_number_itself_gets_it() -> None:
+    state = types.SimpleNamespace(size=2)
+    step = spmd.compile(lambda x: torch.zeros(state.size, device="jax") + float(f"{state.size:.1f}") + x, max_retraces=50)
+    for size in (2, 3, 4):
+        state.size = size
+        assert step(torch.ones(1).to("jax")).tolist() == [size + 1.0] * size
+
+
+def test_a_loss_may_be_added_to_a_number_and_to_a_list() -> None:
+    meter, log = {"total": 0.0}, []
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        loss = (x * 2).mean()
+        meter["total"] += loss.item()
+        log.append(loss.item())
+
+    for i in range(5):
+        step(torch.full((2,), float(i)).to("jax"))
+    assert (meter["total"], log, step.num_traces) == (20.0, [0.0, 2.0, 4.0, 6.0, 8.0], 2)
+
+
+REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
+    "iterator": lambda: iter([1.0, 2.0]).__next__,
+    "generator": lambda: (v for v in (1.0, 2.0)).__next__,
+    "random.Random": lambda: random.Random(0).random,
+    "numpy.random.Generator": lambda: np.random.default_rng(0).random,
+    "secrets": lambda: lambda: float(secrets.randbelow(10)),
+    "time": lambda: time.time,
+    "perf_counter": lambda: time.perf_counter,
+    "datetime": lambda: lambda: float(datetime.datetime.now().second),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_no_call_can_see_again_is_refused(name: str) -> None:
+    draw = REFUSED[name]()
+    with pytest.raises(spmd.TraceError, match="depends on what no later call can see"):
+        spmd.compile(lambda x: x * draw())(torch.ones(1).to("jax"))
