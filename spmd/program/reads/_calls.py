@@ -87,6 +87,9 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args))
         return given
     kind = type(fn)
+    inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
+    if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
+        return told(recording, inner, args)
     if kind is types.MethodType:
         _python(recording, fn.__func__, (fn.__self__, *args))
         recording.function(fn)
