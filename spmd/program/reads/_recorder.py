@@ -197,7 +197,7 @@ class Recording(PlacesRead):
             self._whole_dict(self._behind(value))
         elif cls.__module__ == "os" and cls.__name__ == "_Environ":
             self._title_of(value._data, "os.environ")
-            self._whole_dict(value._data)
+            self._whole_dict(self.parts(value, value._data))
         elif isinstance(value, (collections.UserDict, collections.UserList)):
             self.load_attr(value, "data")
             self.look_into(value.data)

@@ -102,6 +102,12 @@ class Varying:
         self._numbers.on_branch(None, lambda: bool(evaluate()), outcome)
         return outcome
 
+    def __copy__(self) -> Varying:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Varying:
+        return self
+
     def __hash__(self) -> int:
         return hash(self.concrete())
 
