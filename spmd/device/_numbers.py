@@ -111,7 +111,7 @@ class NumberNode:
         if self.evaluate is None or self.on_branch is None:
             raise needs_value(kind)
         value = self.evaluate()
-        self.on_branch(None if self.key is None else ("value", self.key), self.evaluate, value)
+        self.on_branch(None if self.key is None else ("value", self.key), self.evaluate, value)  # pyright: ignore[reportArgumentType]
         return value
 
     def guard_bool(self, file: str, line: int) -> bool:

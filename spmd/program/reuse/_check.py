@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ def require_same(name: str, old: Captured, new: Captured) -> None:
 
 
 def _difference(old: Captured, new: Captured) -> list[str] | None:
+    new = _in_order_of(old, new)
     then, now = str(old.jaxpr.jaxpr).splitlines(), str(new.jaxpr.jaxpr).splitlines()
     for a, b in zip(then, now, strict=False):
         if a != b:
@@ -50,6 +52,19 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
 
 def _owner(captured: Captured, buffer: Any) -> Any:
     return captured.slots.get(buffer, buffer)
+
+
+def _in_order_of(old: Captured, new: Captured) -> Captured:
+    """The new trace with its constants in the order of the old one's, where they are of the same buffers."""
+    place = {id(b): i for i, b in enumerate(new.const_buffers) if b is not None}
+    order = [place.get(id(b)) if b is not None else i for i, b in enumerate(old.const_buffers)]
+    if sorted(i for i in order if i is not None) != list(range(len(new.const_buffers))):
+        return new
+    wanted = [i for i in order if i is not None]
+    closed = new.jaxpr
+    jaxpr = closed.jaxpr.replace(constvars=[closed.jaxpr.constvars[i] for i in wanted])
+    reordered = closed.replace(jaxpr=jaxpr, consts=[closed.consts[i] for i in wanted])
+    return replace(new, jaxpr=reordered, const_buffers=[new.const_buffers[i] for i in wanted])
 
 
 def _is_float(value: Any) -> bool:
