@@ -27,7 +27,9 @@ from spmd.device._storage import buffer_of, is_device_tensor
 _FEW, _SMALL = 2**16, 8  # elements of all arguments up to which they are asked for as they are; size of a dim else
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 _IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ")
-_COUNTS = {"aten::histc", "aten::bincount"}  # integers are counted on accelerators; a size that follows from values is refused elsewhere
+# What accelerators do and the CPU does not: integers are counted (a size that follows from values is refused elsewhere), and the
+# statistics of a 16-bit batch norm are kept in float32
+_OTHER_ON_ACCELERATORS = {"aten::histc", "aten::bincount", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
 Dtypes = tuple[torch.dtype | None, ...] | None
 _LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
@@ -104,7 +106,7 @@ class Judge:
         Args:
             draws: the op draws random numbers, which is not to be seen in the user's stream.
         """
-        if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL or self.op._schema.name in _COUNTS:
+        if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL | _OTHER_ON_ACCELERATORS:
             return
         if self.op._schema.name == "aten::linear" and {h.dtype for h in _holes(self.args)} <= _MIXED:  # parameters are casts, inputs not
             return

@@ -79,6 +79,19 @@ def test_16_bit_batch_norm_keeps_float32_statistics() -> None:
     assert torch.equal(device.running_mean.cpu(), reference.running_mean)
 
 
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+def test_a_norm_in_16_bits_trains(kind: type[torch.nn.BatchNorm1d]) -> None:
+    grads = []
+    for device, dtype in (("jax", torch.bfloat16), ("cpu", torch.float32)):
+        layer = kind(4, affine=True).to(device, dtype)
+        x = normal(3, 4, 8).detach().bfloat16().to(device, dtype).requires_grad_()
+        layer(x).backward(normal(3, 4, 8, seed=1).detach().bfloat16().to(device, dtype))
+        assert x.grad is not None and x.grad.dtype == dtype and layer.weight.grad is not None
+        grads.append((x.grad.cpu().float(), layer.weight.grad.cpu().float()))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-6)  # a result is rounded to 8 bits
+
+
 @pytest.mark.parametrize("norm", ["layer_norm", "instance_norm", "rms_norm", "softmax", "batch_norm", "group_norm"])
 def test_second_derivatives_equal_cpu(norm: str) -> None:
     def penalty(x: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ NO_SECOND = ("silu_backward", "mish_backward", "ctc_loss", "_weight_norm")
 
 def second_orders(case: Case, device: str) -> dict[str, Any]:
     """By result and input: the gradient, whether it has a graph, and the gradients of its sum of squares and of its sum."""
-    args = with_dtypes(case, lambda i: torch.float32, device)
+    args = with_dtypes(case, lambda i: torch.float64, device)
     leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.requires_grad]
     found: dict[str, Any] = {}
     for k, out in enumerate(x for x in pytree.tree_leaves(case(*args)) if x.requires_grad):
@@ -155,7 +155,7 @@ def test_gradients_of_gradients_are_none_where_torchs_are(name: str) -> None:
         for a, b in zip(got[key], want[key], strict=True):
             assert (a is None) == (b is None), key
             if b is not None:
-                torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+                torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-9, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
 
 
 def test_second_gradient_of_weight_norm_is_that_of_its_definition() -> None:
@@ -195,7 +195,7 @@ def test_unused_inputs_raise_or_are_zeros_only_where_asked(device: str) -> None:
     x = torch.ones(1, 3, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     total = grad.square().sum()
-    with pytest.raises(RuntimeError, match="One of the differentiated Tensors appears to not have been used in the graph"):
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
         torch.autograd.grad(total, layer.bias, retain_graph=True)
     assert torch.autograd.grad(total, layer.bias, allow_unused=True, retain_graph=True) == (None,)
     (zeros,) = torch.autograd.grad(total, layer.bias, materialize_grads=True, retain_graph=True)

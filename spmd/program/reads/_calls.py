@@ -253,6 +253,7 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
 
 
 _GLOBAL_RANDOM = random.random.__self__
+_NUMPYS_GLOBAL: Any = np.random.rand.__self__  # type: ignore[attr-defined]
 
 
 def _container_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -288,9 +289,11 @@ def _container_method(recording: Recording, owner: Any, name: str, args: tuple[A
 
 def is_generator(value: Any) -> bool:
     """Whether `value` makes random numbers on the host, and can be asked for its state."""
+    if value is _GLOBAL_RANDOM or value is _NUMPYS_GLOBAL or value is torch.default_generator:  # `no_host_random` looks at these
+        return False
     if isinstance(value, torch.Generator):
         return value.device.type == "cpu"
-    is_pythons = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom) and value is not _GLOBAL_RANDOM
+    is_pythons = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
     return is_pythons or isinstance(value, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
 
 
