@@ -1,11 +1,12 @@
-"""What a call of a compiled step costs on the host, beside `jax.jit` called with the same flat arrays: 300 parameters.
+"""What a call of a compiled step costs on the host, beside `jax.jit` called with the same flat arrays.
 
     python benchmarks/host_time.py
-    python benchmarks/host_time.py --parameters 100 --calls 50 --json /tmp/host_time.json
+    python benchmarks/host_time.py --arrays 100 600 --guarded 0 --calls 50 --json /tmp/host_time.json
 
 Both run the same training step of a chain of small linear layers (SGD with momentum) in one process and take turns, so that a
-busy machine slows them alike. The clock is the CPU time of the calling thread until the call returns; the devices are idle
-when a call starts. JAX's contender gets its state as one flat list, donated, the way a hand-written loop holds it.
+busy machine slows them alike; ours also reads so many Python values (attributes, slots, entries of dicts, items of lists), each
+of which is compared before every call. The clock is the CPU time of the calling thread until the call returns; the devices are
+idle when a call starts. JAX's contender gets its state as one flat list, donated, the way a hand-written loop holds it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import rich
+import rich.table
 import torch
 import tyro
 from torch import nn
@@ -36,26 +39,57 @@ WIDTH, BATCH, LR, MOMENTUM = 8, 4, 0.1, 0.9
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    parameters: tensors that are trained; the state is twice as many arrays.
+    arrays: state arrays of the steps: parameters and momenta.
+    guarded: Python values that the steps read.
     calls: timed calls of each contender.
     json: where the results go.
     """
 
-    parameters: int = 300
-    calls: int = 300
+    arrays: tuple[int, ...] = (4, 100, 300, 600)
+    guarded: tuple[int, ...] = (0, 100, 1000, 3000)
+    calls: int = 200
     json: Path = ROOT / "benchmarks" / "results" / "host_time.json"
 
 
-def ours(parameters: int) -> tuple[Callable[[], Any], spmd.Step[Any, Any]]:
+class Slotted:
+    """Ten attributes in slots."""
+
+    __slots__ = tuple(f"a{i}" for i in range(10))
+
+
+def settings(count: int) -> list[Any]:
+    """Objects, slotted objects, dicts and lists in turn, of ten numbers each: `count` in all."""
+    made: list[Any] = []
+    for _ in range(count // 40):
+        plain, slotted = SimpleNamespace(), Slotted()
+        for i in range(10):
+            setattr(plain, f"a{i}", float(i))
+            setattr(slotted, f"a{i}", float(i))
+        made.extend((plain, slotted, {f"a{i}": float(i) for i in range(10)}, [float(i) for i in range(10)]))
+    return made
+
+
+def total(read: list[Any]) -> float:
+    """The sum of all numbers in `settings`."""
+    names, found = [f"a{i}" for i in range(10)], 0.0
+    for i in range(0, len(read), 4):
+        plain, slotted, entries, items = read[i : i + 4]
+        for k, name in enumerate(names):
+            found += getattr(plain, name) + getattr(slotted, name) + entries[name] + items[k]
+    return found
+
+
+def ours(parameters: int, guarded: int = 0) -> tuple[Callable[[], Any], spmd.Step[Any, Any]]:
     """A call of the compiled torch step, and the step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2))).to("jax")
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    read = settings(guarded)
 
     @spmd.compile
     def step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss = model(x).square().mean() * (1 + 1e-9 * total(read))
         loss.backward()
         optimizer.step()
         return loss
@@ -100,41 +134,46 @@ def seconds(call: Callable[[], Any]) -> float:
     return spent
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(arrays: int, guarded: int, num_calls: int) -> dict[str, Any]:
     """Medians of both contenders, and of the ratio within a round."""
-    torch_call, step = ours(options.parameters)
-    calls = {"ours": torch_call, "jax": by_hand(options.parameters)}
+    torch_call, step = ours(arrays // 2, guarded)
+    calls = {"ours": torch_call, "jax": by_hand(arrays // 2)}
     for call in calls.values():
         for _ in range(5):
             seconds(call)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(options.calls):
+    for i in range(num_calls):
         for name in list(calls) if i % 2 else reversed(calls):
             times[name].append(seconds(calls[name]))
     ratios = [a / b for a, b in zip(times["ours"], times["jax"], strict=True)]
+    assert step.num_executables == 1 and not step.retraces
     return {
-        "what": "CPU seconds of the calling thread for one call, devices idle; medians over the calls",
-        "parameters": options.parameters,
-        "arrays": 2 * options.parameters,
-        "calls": options.calls,
+        "arrays": arrays,
+        "guarded": guarded,
         "seconds": {name: statistics.median(values) for name, values in times.items()},
         "ratio": statistics.median(ratios),
-        "goal": 1.5,
-        "executables": step.num_executables,
-        "retraces": len(step.retraces),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "jax": jax.__version__},
     }
 
 
 def main(options: Options) -> None:
     mesh.virtual_devices(1)
-    results = measure(options)
+    table = rich.table.Table("arrays", "guarded values", "ours, us", "jax.jit, us", "ratio")
+    rows = [measure(arrays, guarded, options.calls) for arrays in options.arrays for guarded in options.guarded]
+    for row in rows:
+        times = row["seconds"]
+        table.add_row(
+            str(row["arrays"]), str(row["guarded"]), f"{times['ours'] * 1e6:.0f}", f"{times['jax'] * 1e6:.0f}", f"{row['ratio']:.2f}"
+        )
+    results = {
+        "what": "CPU seconds of the calling thread for one call, devices idle; medians over the calls",
+        "calls": options.calls,
+        "goal": 1.3,
+        "rows": rows,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "jax": jax.__version__},
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    times = results["seconds"]
-    rich.print(
-        f"{results['arrays']} arrays: ours {times['ours'] * 1e6:.0f} us, jax.jit {times['jax'] * 1e6:.0f} us, ratio {results['ratio']:.2f}"
-    )
+    rich.print(table)
 
 
 if __name__ == "__main__":

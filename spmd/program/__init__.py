@@ -1,1 +1,35 @@
-"""From a traced function to one compiled, donated, sharded program that runs again and again."""
+"""From a traced function to one compiled, donated, sharded program that runs again and again.
+
+Note [One call]
+    What happens between `train_step(x, y)` and its result; a test follows a call and compares.
+
+    find the program
+        _step.py Step.__call__                      one thread at a time; inside another trace it is a plain call
+        reuse/_signature.py signature               tensors by shape, dtype, sharding; the rest by value
+        reuse/_shelf.py Shelf.of                    the programs that were traced for this signature
+        reuse/_guards.py first_reason               per program: why it does not hold any more
+        reads/_guard.py ReadsGuard.__call__         what its trace read of Python is as it was
+
+    trace, if none holds
+        _step.py Step._traced                       again when a trace says that it needs another way, each way once
+        find/_discover.py reachable                 the modules, optimizers and tensors that the function can reach
+        optim/_preparation.py prepare_state         optimizer state exists before it is traced
+        trace/_capture.py capture                   one trace
+        trace/_arguments.py bind                    each argument a tensor whose value the trace gives
+        trace/_capture.py _Running.run              jax calls it with tracers: every buffer holds one now
+        reads/_swap.py swap                         code outside the libraries asks for its recorded form
+        reads/_recorder.py Recording.run            the user's function runs, reads and writes noted
+        reads/_recorder.py Recording.effects        what every call has to write in Python's objects
+        reads/_journal.py Journal.undo              Python's objects as they were
+        trace/_results.py Results.outputs           which results are values of the program, arguments, state, constants
+        trace/_gradients.py Gradients.collect       the gradients that the function left
+        trace/_capture.py Recorder.put_back         every buffer as it was
+        trace/_capture.py _Running.guards           what the trace baked in
+        _program.py Program._lower                  jax.jit with donation and shardings, compiled
+        reuse/_shelf.py Shelf.put                   kept
+
+    run
+        _program.py Program.__call__                state as it is today in, executable, new state out
+        _program.py Program._result                 results, then the writes to Python's objects
+        trace/_results.py made                      each result with the identity and the aliases it had
+"""

@@ -44,6 +44,7 @@ def test_every_write_is_seen(write: str, kind: Callable[[Any], dict[str, Any]]) 
 def test_an_attribute_that_is_set_is_seen() -> None:
     module = nn.Linear(2, 2)
     versions = DictVersions([module.__dict__, module._parameters])
+    assert not versions.are_known()
     versions.know()
     module.training = False
     assert not versions.are_known()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import types
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.program.reads._places import ABSENT, is_same, items_of
+from spmd.program.reads._places import ABSENT, content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
 
@@ -173,22 +172,6 @@ def _is_same_content(now: Any, before: Any) -> bool:
     if isinstance(now, np.ndarray):
         return isinstance(before, np.ndarray) and now.shape == before.shape and now.tobytes() == before.tobytes()
     return is_same(now, before)
-
-
-def content_of(cell: Any) -> Any:
-    """What a cell holds, or ABSENT."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
-
-
-def slot_value(instance: Any, descriptor: types.MemberDescriptorType) -> Any:
-    """What a slot holds, or ABSENT."""
-    try:
-        return descriptor.__get__(instance, type(instance))
-    except AttributeError:
-        return ABSENT
 
 
 def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:

@@ -315,8 +315,43 @@ class ContentPlace(Place):
         return f"the content of {self.title} changed"
 
 
-def reader_of(value: Any) -> Callable[[], Any] | None:
-    """What reads all of `value`, if it can change and is neither a dict nor a list."""
+class CellPlace(ContentPlace):
+    """The cell of a closure's variable."""
+
+    __slots__ = ()
+
+    def __init__(self, cell: types.CellType, name: str) -> None:
+        super().__init__(cell, name, lambda: content_of(cell), partial(setattr, cell, "cell_contents"))
+
+
+class SlotPlace(ContentPlace):
+    """An attribute that lies in a slot (`__slots__`) of an object."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, instance: Any, descriptor: types.MemberDescriptorType, title: str) -> None:
+        super().__init__(instance, title, lambda: slot_value(instance, descriptor), partial(descriptor.__set__, instance))
+        self.descriptor = descriptor
+
+
+class FunctionPlace(ContentPlace):
+    """What a call of a function depends on besides what it reads: its code and its defaults."""
+
+    __slots__ = ()
+
+    def __init__(self, fn: types.FunctionType, title: str) -> None:
+        super().__init__(fn, title, lambda: _definition(fn))
+
+
+def content_place(value: Any, title: str) -> ContentPlace | None:
+    """The place of all that `value` holds, if it can change and is neither a dict nor a list."""
+    if isinstance(value, types.FunctionType):
+        return FunctionPlace(value, title)
+    read = _reader_of(value)
+    return None if read is None else ContentPlace(value, title, read)
+
+
+def _reader_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, (set, frozenset)):
         return lambda: frozenset(value) if all(isinstance(v, PLAIN) for v in value) else tuple(sorted(map(id, value)))
     if isinstance(value, np.ndarray):
@@ -327,9 +362,23 @@ def reader_of(value: Any) -> Callable[[], Any] | None:
         return value.tobytes
     if isinstance(value, ContextVar):
         return lambda: value.get(ABSENT)
-    if isinstance(value, types.FunctionType):
-        return lambda: _definition(value)
     return None
+
+
+def content_of(cell: Any) -> Any:
+    """What a cell holds, or ABSENT."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def slot_value(instance: Any, descriptor: types.MemberDescriptorType) -> Any:
+    """What a slot holds, or ABSENT."""
+    try:
+        return descriptor.__get__(instance, type(instance))
+    except AttributeError:
+        return ABSENT
 
 
 def _definition(fn: types.FunctionType) -> tuple[Any, ...]:

@@ -13,7 +13,18 @@ import torch
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._places import ABSENT, PLAIN, ContentPlace, DictPlace, ListPlace, Place, host_bytes, items_of, reader_of, shown_key
+from spmd.program.reads._places import (
+    ABSENT,
+    PLAIN,
+    ContentPlace,
+    DictPlace,
+    ListPlace,
+    Place,
+    content_place,
+    host_bytes,
+    items_of,
+    shown_key,
+)
 
 
 class PlacesRead:
@@ -99,15 +110,17 @@ class PlacesRead:
 
     def _content(self, value: Any) -> bool:
         """Note all that an object holds which is neither a dict nor a list; False if there is nothing to read."""
-        read = reader_of(value)
-        if read is not None and id(value) not in self.places:
-            place = self.places[id(value)] = ContentPlace(value, self._title(value), read)
+        if id(value) in self.places and not isinstance(value, torch.Tensor):
+            return True
+        place = content_place(value, self._title(value))
+        if place is not None:
+            self.places[id(value)] = place
             before = self.journal.before(value)
             if before is not ABSENT:
                 place.content = before
             for part in place.values():
                 self._met(part, f"an item of {self._title(value)}")
-        return read is not None
+        return place is not None
 
     def _host_tensor(self, value: torch.Tensor) -> None:
         if value.device.type == "cpu" and type(value).__name__ != "HostArgument" and id(value) not in self.places:

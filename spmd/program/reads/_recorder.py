@@ -28,9 +28,9 @@ from spmd.device._storage import buffer_of, is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
 from spmd.program.reads._guard import ReadsGuard
-from spmd.program.reads._journal import Effect, content_of, slot_value
+from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._places import ABSENT, PLAIN, ContentPlace, Like, Place, shown_key
+from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Like, Place, SlotPlace, shown_key
 from spmd.program.reads._places_read import PlacesRead
 from spmd.program.reads._varying_index import fixed, index_of, is_varying, read_at
 
@@ -72,7 +72,7 @@ class Recording(PlacesRead):
             return
         self._seen[id(cell)] = cell
         if not self.journal.is_written(cell):
-            place = self.places[id(cell)] = ContentPlace(cell, name, lambda: content_of(cell), partial(setattr, cell, "cell_contents"))
+            place = self.places[id(cell)] = CellPlace(cell, name)
             self._met(place.content, name)
 
     def load_attr(self, instance: Any, name: str) -> None:
@@ -107,8 +107,7 @@ class Recording(PlacesRead):
         if isinstance(found, types.MemberDescriptorType):
             if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
                 title = f"{self._title(instance)}.{name}"
-                place = ContentPlace(instance, title, lambda: slot_value(instance, found), partial(found.__set__, instance))
-                self.places[hash((id(instance), name))] = place
+                place = self.places[hash((id(instance), name))] = SlotPlace(instance, found, title)
                 self._met(place.content, title)
         elif not hasattr(type(found), "__set__"):  # a property is Python: what it reads is recorded when it runs
             attributes = attributes_of(instance)

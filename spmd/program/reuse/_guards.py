@@ -145,7 +145,8 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     sizes = [len(s) for s in held]
     entries = [(s, k, v) for s in held for k, v in s.items() if (id(s), k) not in lifted]
     values = [v for s in held for v in s.values()]
-    versions = DictVersions([state, *held])
+    versions, same_groups = DictVersions([state, *held]), list(groups)
+    group_versions = DictVersions(same_groups)
     title = type(optimizer).__name__
     lists = [group["params"] for group in groups]
     parameters = list(chain.from_iterable(lists))
@@ -165,8 +166,13 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
             if not is_same and any(s.get(k) is not v for s, k, v in entries):
                 return f"an entry of {title}'s state was replaced"
             versions.know()
-        if optimizer.param_groups is not groups or static_settings(optimizer) != settings or not has_same_parameters():
-            return f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"
+        changed = f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"
+        if optimizer.param_groups is not groups or not has_same_parameters():
+            return changed
+        if not (all(map(is_, groups, same_groups)) and group_versions.are_known()):
+            if static_settings(optimizer) != settings:
+                return changed
+            group_versions.know()
         return None
 
     return check

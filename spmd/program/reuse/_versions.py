@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import ne
 from typing import Any, TypeVar
 
 from spmd.base._torch import dict_version as _version
@@ -11,23 +13,29 @@ T = TypeVar("T")
 
 
 class DictVersions:
-    """Remembers a state of some dicts. Writing the value that an entry already has may count as a change; nothing else is missed."""
+    """Remembers a state of some dicts. Writing the value that an entry already has may count as a change; nothing else is missed.
+
+    `know` and `changed` speak of the versions that `are_known` has just seen.
+    """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self._dicts = dicts
         self._known: list[int] | None = None
+        self._seen: list[int] | None = None
 
     def are_known(self) -> bool:
         """No dict was written to since `know`; False before it, and always with a torch that cannot tell."""
-        return self._known is not None and list(map(_version, self._dicts)) == self._known  # pyright: ignore[reportArgumentType]
+        if _version is None:
+            return False
+        self._seen = list(map(_version, self._dicts))
+        return self._seen == self._known
 
     def changed(self, parallel: Sequence[T]) -> list[T]:
         """Of a sequence parallel to the dicts, the items whose dict may have been written to since `know`; all of them before it."""
-        if self._known is None:
+        if self._known is None or self._seen is None:
             return list(parallel)
-        return [item for item, d, known in zip(parallel, self._dicts, self._known, strict=True) if _version(d) != known]  # pyright: ignore[reportOptionalCall]
+        return list(compress(parallel, map(ne, self._seen, self._known)))
 
     def know(self) -> None:
-        """The dicts as they are now are the ones to remember."""
-        if _version is not None:
-            self._known = list(map(_version, self._dicts))
+        """The dicts as they were seen are the ones to remember."""
+        self._known = self._seen
