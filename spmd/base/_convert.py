@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
@@ -63,6 +64,16 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
         return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]
     except KeyError:
         raise SpmdError(message(f"torch has no dtype for jax's {dtype}", fix="convert the array to a dtype that torch has")) from None
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """A jax array in another dtype, by numpy's rules.
+
+    Bools become floats by way of integers: XLA takes a product with a converted bool for a choice, and `inf * False` for 0.
+    """
+    if array.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
+        array = array.astype(np.int8)
+    return array.astype(dtype)
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:

@@ -41,12 +41,16 @@ try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch._C import DispatchKey as DispatchKey
     from torch._C import DispatchKeySet as DispatchKeySet
+    from torch._C import _after_autograd_keyset as after_autograd_keyset
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
     from torch._C import _current_graph_task_id as current_graph_task_id
     from torch._C import _DisableAutocast as DisableAutocast
     from torch._C import _dispatch_get_all_op_names as dispatch_get_all_op_names
     from torch._C import _dispatch_has_kernel_for_dispatch_key as dispatch_has_kernel_for_dispatch_key
+    from torch._C import _dispatch_keys as dispatch_keys
+    from torch._C import _dispatch_tls_local_exclude_set as excluded_dispatch_keys
+    from torch._C import _dispatch_tls_local_include_set as included_dispatch_keys
     from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
     from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
     from torch._C import _ImperativeEngine as ImperativeEngine

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from spmd.base import _counters
-from spmd.base._convert import exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
+from spmd.base._convert import cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._exact import exactly
-from spmd.base._jax import is_tracing
+from spmd.base._jax import is_tracing, known_value
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from spmd.base._torch import OpOverload, elementwise_dtypes
 from spmd.device import _generator
@@ -31,7 +31,7 @@ from spmd.device._numbers import carried, sample
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import Judge, asked
-from spmd.device._storage import load, once, store, told_by_program, wrap
+from spmd.device._storage import load, once, recording, store, told_by_program, wrap
 from spmd.device._turn import turn, was_taken
 from spmd.lowering._registry import Lowering
 
@@ -83,7 +83,7 @@ class Plan:
         """
         self.check(dynamic)
         values = [
-            value.astype(dtype) if dtype is not None and isinstance(value, jax.Array) and value.dtype != dtype else value
+            cast(value, dtype) if dtype is not None and isinstance(value, jax.Array) and value.dtype != dtype else value
             for value, dtype in zip(dynamic, self.compute, strict=True)
         ]
         args = [_filled(arg, values) for arg in self.template[0]]
@@ -197,7 +197,7 @@ class Adapter:
             note_operation(out)
         else:
             try:
-                out, updated = plan.run(dynamic, key) if needs_values else plan.traced(dynamic, key)
+                out, updated = _run_on_values(plan, dynamic, key) if needs_values else plan.traced(dynamic, key)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
                 if not needs_values:
                     raise
@@ -351,6 +351,19 @@ class Adapter:
         return wrap(out)
 
 
+def _run_on_values(plan: Plan, dynamic: list[Any], key: Any) -> Any:
+    """`plan.run` in a trace, of a rule that needs values: those that were computed from constants alone are there, as numpy arrays."""
+    recorder = recording.get()
+    if recorder is None:
+        return plan.run(dynamic, key)
+    known = [known_value(value, recorder.is_state) if isinstance(value, jax.Array) else value for value in dynamic]
+    if any(value is None for value in known):
+        there = [np.asarray(k) if isinstance(k, jax.Array) else k for k in known]
+        return plan.run([value if k is None else k for value, k in zip(dynamic, there, strict=True)], key)
+    with jax.ensure_compile_time_eval():
+        return plan.run([jnp.asarray(k) if isinstance(value, jax.Array) else k for value, k in zip(dynamic, known, strict=True)], key)
+
+
 def _check_count(lowering: Lowering, out: Any) -> None:
     """A rule that returns too few or too many results is our mistake; C++ would read past them."""
     returns = lowering.op._schema.returns
@@ -369,7 +382,7 @@ def _cast_scalar(value: Any, dtype: np.dtype[Any] | None) -> Any:
     """A 0-dim value in the dtype to compute in, converted once for all ops that ask for it."""
     if dtype is None or not isinstance(value, jax.Array) or value.shape or value.dtype == dtype:
         return value
-    return once(dtype, (value,), lambda: value.astype(dtype))
+    return once(dtype, (value,), lambda: cast(value, dtype))
 
 
 def _cast(value: Any, dtype: np.dtype[Any] | None) -> Any:
@@ -377,7 +390,7 @@ def _cast(value: Any, dtype: np.dtype[Any] | None) -> Any:
         return value
     if not isinstance(value, jax.Array):
         return jnp.asarray(value, dtype)
-    return value if value.dtype == dtype else value.astype(dtype)
+    return value if value.dtype == dtype else cast(value, dtype)
 
 
 def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:

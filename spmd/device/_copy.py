@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spmd.base import _counters
-from spmd.base._convert import exact_dtypes, host_array, host_tensor, to_numpy_dtype
+from spmd.base._convert import cast, exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import fetched, moved
@@ -280,7 +280,7 @@ def _converted(value: Any, dtype: Any) -> Any:
         return value
     if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         value = (value != 0) if dtype == np.bool_ else jnp.real(value)
-    return value.astype(dtype)
+    return cast(value, dtype)
 
 
 def like_placement(value: Any, dst: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import TraceError, UnsupportedOpError, called_at, message
 from spmd.base._jax import is_tracing
 from spmd.base._torch import OpOverload, decomposition_table, dispatch_has_kernel_for_dispatch_key
-from spmd.device import _aliases, _autocast, _copy, _experts, _fused_steps, _like, _pinned, _strided_linalg
+from spmd.device import _aliases, _autocast, _copy, _derivatives, _experts, _fused_steps, _like, _pinned, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap
@@ -151,6 +151,8 @@ def install() -> Installed:
         installed.install_functional(lowering)
     for op in lowerings():
         installed.install_variants(op)
+    for name, kernel in _derivatives.kernels().items():
+        installed.add(name, kernel, "AutogradPrivateUse1")
     for name, kernel in _autocast.kernels().items():
         installed.add(name, kernel, "AutocastPrivateUse1")
     for name, kernel in _pinned.kernels().items():

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from spmd.base._jax import is_tracer
 from spmd.lowering._registry import lower, scaled
@@ -32,10 +33,15 @@ def _places(indices: Any) -> tuple[Any, ...]:
         if index is None:
             places.append(slice(None))
         elif is_mask(index):
-            places.extend(jnp.nonzero(index))
+            places.extend(positions(index))
         else:
             places.append(index)
     return tuple(places)
+
+
+def positions(mask: Any) -> tuple[Any, ...]:
+    """Where a mask is true, one array per dim. In a trace it is a numpy array if its values are known."""
+    return np.nonzero(mask) if isinstance(mask, np.ndarray) else jnp.nonzero(mask)
 
 
 @lower("index.Tensor", "_unsafe_index.Tensor", data_dependent=_has_mask)
@@ -109,8 +115,9 @@ def nth_selected(mask: Any) -> Any:
 
 @lower("masked_select", data_dependent=True)
 def masked_select(self: Any, mask: Any) -> Any:
-    self, mask = jnp.broadcast_arrays(jnp.atleast_1d(self), mask)
-    return self[jnp.nonzero(mask)]
+    shape: Any = jnp.broadcast_shapes(jnp.atleast_1d(self).shape, mask.shape)
+    mask = (np if isinstance(mask, np.ndarray) else jnp).broadcast_to(mask, shape)
+    return jnp.broadcast_to(self, shape)[positions(mask)]
 
 
 def _has_boolean_mask(self: Any, mask: Any, source: Any) -> None:

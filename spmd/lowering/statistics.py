@@ -75,12 +75,8 @@ def mode(self: Any, dim: int = -1, keepdim: bool = False) -> Any:
 def _most_frequent(self: Any, dim: int) -> tuple[Any, Any]:
     values, order = _sorted(self, dim)
     place = lax.broadcasted_iota(jnp.int64, self.shape, dim)
-    is_first = jnp.concatenate(
-        [jnp.ones_like(lax.slice_in_dim(place, 0, 1, axis=dim), bool), jnp.diff(values, axis=dim) != 0]
-        if values.dtype != bool
-        else [jnp.ones_like(lax.slice_in_dim(place, 0, 1, axis=dim), bool), jnp.diff(values.astype(jnp.int8), axis=dim) != 0],
-        dim,
-    )
+    differs = lax.slice_in_dim(values, 1, None, axis=dim) != lax.slice_in_dim(values, 0, -1, axis=dim)
+    is_first = jnp.concatenate([jnp.ones_like(lax.slice_in_dim(place, 0, 1, axis=dim), bool), differs], dim)
     run_length = place - lax.cummax(jnp.where(is_first, place, 0), dim)
     best = jnp.argmax(run_length, dim, keepdims=True)
     return jnp.take_along_axis(values, best, dim), jnp.take_along_axis(order, best, dim)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import spmd  # noqa: F401  (registers the device)
+import spmd
 from spmd.device._adapter import Adapter, is_wrapped_number
 from spmd.lowering import lookup
 
@@ -67,3 +67,15 @@ def test_call_that_torch_refuses_makes_no_plan() -> None:
 )
 def test_tensor_is_no_wrapped_number(make: Any, expected: bool) -> None:
     assert is_wrapped_number(make()) == expected
+
+
+def test_a_product_with_a_bool_is_one_of_numbers() -> None:
+    """XLA takes it for a choice, which makes 0 of what the mask hides."""
+
+    def products(x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        return [x * mask, x * mask.float(), mask * x, x.double() * mask, x * (x > 100), (mask.to(x.dtype) * x).sum(), x / mask]
+
+    x, mask = torch.tensor([float("inf"), float("nan"), -2.0]), torch.zeros(3, dtype=torch.bool)
+    for run in (products, spmd.compile(products)):
+        for got, want in zip(run(x.to("jax"), mask.to("jax")), products(x, mask), strict=True):
+            torch.testing.assert_close(got.cpu(), want, equal_nan=True)
