@@ -30,8 +30,8 @@ import rich.table
 import tensorstore as ts
 import tyro
 
-import mesh
 import spmd
+from mesh import AcceleratorIdle, Mesh, virtual_devices
 from spmd.device._storage import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,11 +59,11 @@ def state(mib: int) -> dict[str, Any]:
     """Matrices of 16 MiB, split over both axes of the mesh."""
     import torch
 
-    grid = mesh.Mesh(range(8), (4, 2), ("data", "model"))
+    mesh = Mesh(range(8), (4, 2), ("data", "model"))
     found: dict[str, Any] = {}
     for number in range(max(1, mib // 16)):
         host = np.random.default_rng(number).standard_normal((WIDTH, WIDTH), dtype=np.float32)
-        found[f"layer.{number}"] = spmd.mark_sharding(torch.from_numpy(host).to("jax"), grid, ("data", "model"))
+        found[f"layer.{number}"] = spmd.mark_sharding(torch.from_numpy(host).to("jax"), mesh, ("data", "model"))
     return found
 
 
@@ -152,8 +152,8 @@ def status(name: str) -> int:
 
 def main(options: Options) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mesh.AcceleratorIdle)
-        mesh.virtual_devices(8)
+        warnings.simplefilter("ignore", AcceleratorIdle)
+        virtual_devices(8)
     arrays = state(options.mib)
     nbytes = sum(load(tensor).nbytes for tensor in arrays.values())
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

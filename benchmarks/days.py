@@ -25,8 +25,8 @@ import torch
 import tyro
 from torch import nn
 
-import mesh
 import spmd
+from mesh import Mesh, virtual_devices
 from spmd.device._storage import Buffer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,12 +68,12 @@ def _tensors_buffers() -> list[Any]:
 
 def run(options: Options) -> None:
     """The job."""
-    mesh.virtual_devices(options.devices)
-    grid = mesh.Mesh(range(options.devices), (options.devices,), ("data",))
+    virtual_devices(options.devices)
+    mesh = Mesh(range(options.devices), (options.devices,), ("data",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 8)).to("jax")
     for p in model.parameters():
-        spmd.mark_sharding(p, grid, (None,) * p.ndim)
+        spmd.mark_sharding(p, mesh, (None,) * p.ndim)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
@@ -91,7 +91,7 @@ def run(options: Options) -> None:
             return (model(x) - x).square().mean()
 
     def batch(rows: int) -> torch.Tensor:
-        return spmd.mark_sharding(torch.randn(rows, 8).to("jax"), grid, ("data", None))
+        return spmd.mark_sharding(torch.randn(rows, 8).to("jax"), mesh, ("data", None))
 
     held: dict[int, dict[str, float]] = {}
     start = time.perf_counter()

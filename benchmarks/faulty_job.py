@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import mesh
 import spmd
+from mesh import PREEMPTED, Host, Mesh, device_count, extended_timeout, init, report_saved, should_stop
 
 SPOILS = (
     "op",
@@ -71,14 +71,14 @@ def raise_on_signals() -> None:
 class Run:
     """Model, optimizer and data of one process."""
 
-    def __init__(self, args: argparse.Namespace, host: mesh.Host) -> None:
+    def __init__(self, args: argparse.Namespace, host: Host) -> None:
         self.args, self.host = args, host
         self.spoil = args.spoil if args.rank == host.index else None
         self.is_first = host.index == 0
         torch.manual_seed(1 if self.spoil == "seed" else 0)
-        count = mesh.device_count()
+        count = device_count()
         ids = [*range(count)][::-1] if self.spoil in ("mesh", "order") else [*range(count)]
-        self.grid = mesh.Mesh(ids, (count // 2, 2), ("data", "model"))
+        self.mesh = Mesh(ids, (count // 2, 2), ("data", "model"))
         width = 48 if self.spoil == "shape" else 32
         activation = torch.nn.ReLU() if self.spoil == "op" else torch.nn.GELU()
         self.model = torch.nn.Sequential(torch.nn.Linear(16, width), activation, torch.nn.Dropout(0.1), torch.nn.Linear(width, 16)).to(
@@ -88,7 +88,7 @@ class Run:
             self.model = self.model.double()
         self.marks = {"0.weight": (None, "model") if self.spoil == "spec" else ("model", None), "3.weight": (None, "model")}
         for name, spec in self.marks.items():
-            spmd.mark_sharding(self.model.get_parameter(name), self.grid, spec)
+            spmd.mark_sharding(self.model.get_parameter(name), self.mesh, spec)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
         self.scale = 2.0 if self.spoil == "constant" else 1.0
@@ -106,7 +106,7 @@ class Run:
         x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step % 2**32))
         x = x + 1 if self.spoil == "data" and step == self.args.at else x
         x = x.double() if self.spoil == "dtype" else x
-        return spmd.mark_sharding(x.to("jax"), self.grid, ("data", None))
+        return spmd.mark_sharding(x.to("jax"), self.mesh, ("data", None))
 
     def step(self, step: int) -> None:
         if step == self.args.at:
@@ -123,7 +123,7 @@ class Run:
     def evaluate(self) -> None:
         """The loss of some batches without dropout; nothing of the run depends on it."""
         self.model.eval()
-        with mesh.extended_timeout("evaluating"):
+        with extended_timeout("evaluating"):
             for number in range(5):
                 self.test_loss(self.batch(-1 - number)).item()
                 time.sleep(self.args.pause)
@@ -159,18 +159,18 @@ class Run:
         return {name: self.whole(tensor) for name, tensor in self.tensors().items()}
 
     def whole(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        copy = spmd.mark_sharding(tensor.detach().clone(), self.grid, (None,) * tensor.dim())
+        copy = spmd.mark_sharding(tensor.detach().clone(), self.mesh, (None,) * tensor.dim())
         return copy.cpu().numpy()
 
     def save(self, step: int) -> None:
-        with mesh.extended_timeout("saving"):
+        with extended_timeout("saving"):
             values = self.values()
             if self.is_first:
                 stream = torch.jax.get_rng_state().numpy()
                 schedule = np.frombuffer(json.dumps({"last_epoch": self.schedule.last_epoch}).encode(), np.uint8)
                 np.savez(self.args.out / "draft.npz", **values, step=np.array(step), stream=stream, schedule=schedule)
                 (self.args.out / "draft.npz").replace(self.args.out / "checkpoint.npz")
-            mesh.report_saved(step)
+            report_saved(step)
 
     def resume(self) -> int:
         path = self.args.out / "checkpoint.npz"
@@ -184,7 +184,7 @@ class Run:
             state[index] = {k.removeprefix(prefix): torch.from_numpy(held[k]).to("jax") for k in held if k.startswith(prefix)}
             for value in state[index].values():
                 if name in self.marks and value.shape == parameter.shape:
-                    spmd.mark_sharding(value, self.grid, self.marks[name])
+                    spmd.mark_sharding(value, self.mesh, self.marks[name])
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         step = int(held["step"])
         for _ in range(step):
@@ -195,14 +195,14 @@ class Run:
 
 def main() -> None:
     args = parsed()
-    host = mesh.init()
+    host = init()
     raise_on_signals()
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args, host)
     for step in range(run.resume(), args.steps):
-        if mesh.should_stop(step):
+        if should_stop(step):
             run.save(step)
-            sys.exit(mesh.PREEMPTED)
+            sys.exit(PREEMPTED)
         run.step(step)
         if (step + 1) % args.evaluate_every == 0:
             run.evaluate()

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-import mesh
 import spmd
 from benchmarks.layout_ops import OPS, Case, Draw
 from benchmarks.layout_steps import JOBS, optimizer
+from mesh import JobError, Mesh, MeshError
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 AXES = ("a", "b", "c")
@@ -24,27 +24,27 @@ STEP_EVERY = 6  # one trial in so many is a training step
 NUM_STEPS = 3
 # Of the largest number in a result, for one operation; and for what several steps of training add up to.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2}
-OURS = (spmd.SpmdError, mesh.MeshError, mesh.JobError)
+OURS = (spmd.SpmdError, MeshError, JobError)
 
 
 def trial(seed: int) -> dict[str, str]:
     """{"what": the trial in words, "result": "right", "refused: ..." in our words or as CPU torch does, "wrong: ...", "foreign: ..."}."""
     d = Draw(seed)
-    grid = _mesh(d)
+    mesh = _mesh(d)
     run = _step if seed % STEP_EVERY == 0 else _operation
     torch.manual_seed(seed)
-    return run(d, grid)
+    return run(d, mesh)
 
 
-def _mesh(d: Draw) -> mesh.Mesh:
+def _mesh(d: Draw) -> Mesh:
     shape = d.one(*MESHES)
-    return mesh.Mesh(range(8), shape, AXES[: len(shape)])
+    return Mesh(range(8), shape, AXES[: len(shape)])
 
 
-def any_spec(d: Draw, grid: mesh.Mesh, rank: int) -> tuple[Any, ...]:
+def any_spec(d: Draw, mesh: Mesh, rank: int) -> tuple[Any, ...]:
     """Each axis splits one dim or none."""
     entries: list[list[str]] = [[] for _ in range(rank)]
-    for axis in grid.axis_names:
+    for axis in mesh.axis_names:
         chosen = d.rng.randrange(-1, rank) if rank else -1
         if chosen >= 0:
             entries[chosen].append(str(axis))
@@ -57,26 +57,26 @@ class _Outcome:
     error: Exception | None
 
 
-def _operation(d: Draw, grid: mesh.Mesh) -> dict[str, str]:
+def _operation(d: Draw, mesh: Mesh) -> dict[str, str]:
     op = OPS[d.rng.choice(sorted(OPS))]
     d.dtype = getattr(torch, d.rng.choice(op.dtypes))
     case = op.make(d)
     compiled = op.is_compilable and d.one(True, False)
     with_gradient = op.has_gradient and d.dtype.is_floating_point and d.one(True, True, False)
-    specs = [any_spec(d, grid, t.dim()) if d.rng.random() < 0.8 else None for t in case.inputs]
+    specs = [any_spec(d, mesh, t.dim()) if d.rng.random() < 0.8 else None for t in case.inputs]
     shapes = " ".join(f"{tuple(t.shape)}:{'-' if s is None else s}" for t, s in zip(case.inputs, specs, strict=True))
     modes = f"{'compiled' if compiled else 'eager'}{' gradient' if with_gradient else ''}"
-    what = f"{op.name} {str(d.dtype)[6:]} {modes} {grid.mesh_shape} {shapes}"
+    what = f"{op.name} {str(d.dtype)[6:]} {modes} {mesh.mesh_shape} {shapes}"
     cotangents = d.rng.randrange(2**31)
     want = _outcome(case, case.inputs, with_gradient, False, cotangents)
-    with_layouts = [_laid(t.clone(), grid, s) for t, s in zip(case.inputs, specs, strict=True)]
+    with_layouts = [_laid(t.clone(), mesh, s) for t, s in zip(case.inputs, specs, strict=True)]
     got = _outcome(case, with_layouts, with_gradient, compiled, cotangents)
     return {"what": what, "result": _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))}
 
 
-def _laid(tensor: torch.Tensor, grid: mesh.Mesh, spec: Any) -> torch.Tensor:
+def _laid(tensor: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
     there = tensor.to("jax")
-    return there if spec is None else spmd.mark_sharding(there, grid, spec)
+    return there if spec is None else spmd.mark_sharding(there, mesh, spec)
 
 
 def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, compiled: bool, seed: int) -> _Outcome:
@@ -133,22 +133,22 @@ def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     return f"off by {off:.3g} where the largest is {largest:.3g}" if off > tolerance * max(1.0, largest) else ""
 
 
-def _step(d: Draw, grid: mesh.Mesh) -> dict[str, str]:
+def _step(d: Draw, mesh: Mesh) -> dict[str, str]:
     name, d.dtype = d.rng.choice(sorted(JOBS)), d.one(torch.float32, torch.float64)
     job = JOBS[name](d)
     model, rule, compiled = job.model.to(d.dtype), d.one("sgd", "adamw"), d.one(True, True, False)
     share = d.one(0.0, 0.5, 1.0)
-    parameters = {n: any_spec(d, grid, p.dim()) for n, p in model.named_parameters() if d.rng.random() < share}
-    batch = [any_spec(d, grid, t.dim()) for t in job.batch]
+    parameters = {n: any_spec(d, mesh, p.dim()) for n, p in model.named_parameters() if d.rng.random() < share}
+    batch = [any_spec(d, mesh, t.dim()) for t in job.batch]
     sizes = " ".join(f"{tuple(t.shape)}:{s}" for t, s in zip(job.batch, batch, strict=True))
     mode = "compiled" if compiled else "eager"
-    what = f"step {name} {rule} {str(d.dtype)[6:]} {mode} {grid.mesh_shape} {sizes} {parameters}"
+    what = f"step {name} {rule} {str(d.dtype)[6:]} {mode} {mesh.mesh_shape} {sizes} {parameters}"
     there = copy.deepcopy(model).to("jax")
     want = _trained(model, job, job.batch, rule, False)
     try:
         for key, spec in parameters.items():
-            spmd.mark_sharding(there.get_parameter(key), grid, spec)
-        given = [_laid(t, grid, s) for t, s in zip(job.batch, batch, strict=True)]
+            spmd.mark_sharding(there.get_parameter(key), mesh, spec)
+        given = [_laid(t, mesh, s) for t, s in zip(job.batch, batch, strict=True)]
     except Exception as error:
         return {"what": what, "result": _verdict(_Outcome([], error), want, 0.0)}
     got = _trained(there, job, given, rule, compiled)

@@ -24,8 +24,8 @@ import torch
 import tyro
 from torch import nn
 
-import mesh
 import spmd
+from mesh import Mesh, virtual_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ("eager", "compiled")
@@ -52,12 +52,12 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def eager_loop(grid: mesh.Mesh) -> Any:
+def eager_loop(mesh: Mesh) -> Any:
     """One call: a training step whose weight gradient is summed over all devices."""
     model = nn.Linear(64, 256, bias=False).to("jax")
-    spmd.mark_sharding(model.weight, grid, (None, None))
+    spmd.mark_sharding(model.weight, mesh, (None, None))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = spmd.mark_sharding(torch.ones(256, 64, device="jax"), grid, ("data", None))
+    x = spmd.mark_sharding(torch.ones(256, 64, device="jax"), mesh, ("data", None))
 
     def call() -> torch.Tensor:
         optimizer.zero_grad()
@@ -69,11 +69,11 @@ def eager_loop(grid: mesh.Mesh) -> Any:
     return call
 
 
-def compiled_loop(grid: mesh.Mesh) -> Any:
+def compiled_loop(mesh: Mesh) -> Any:
     """One call: an evaluation, compiled, that writes nothing."""
     model = nn.Linear(64, 256, bias=False).to("jax")
-    spmd.mark_sharding(model.weight, grid, (None, None))
-    x = spmd.mark_sharding(torch.ones(256, 64, device="jax"), grid, ("data", None))
+    spmd.mark_sharding(model.weight, mesh, (None, None))
+    x = spmd.mark_sharding(torch.ones(256, 64, device="jax"), mesh, ("data", None))
 
     @spmd.compile
     def evaluate(x: torch.Tensor) -> torch.Tensor:
@@ -85,10 +85,10 @@ def compiled_loop(grid: mesh.Mesh) -> Any:
 
 def run(options: Options) -> dict[str, Any]:
     """One row, in this process."""
-    mesh.virtual_devices(options.devices)
-    grid = mesh.Mesh(range(options.devices), (options.devices,), ("data",))
+    virtual_devices(options.devices)
+    mesh = Mesh(range(options.devices), (options.devices,), ("data",))
     make = {"eager": eager_loop, "compiled": compiled_loop}[str(options.row)]
-    calls = [make(grid) for _ in range(options.threads)]
+    calls = [make(mesh) for _ in range(options.threads)]
     results: list[tuple[float, float]] = []
 
     def loop(call: Any, count: int) -> None:

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mesh
 import spmd
+from mesh import Mesh, virtual_devices
 
-mesh.virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
-grid = mesh.Mesh(range(8), (4, 2), ("data", "model"))
+virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+mesh = Mesh(range(8), (4, 2), ("data", "model"))
 
 
 class MegatronMLP(nn.Module):
@@ -22,9 +22,9 @@ class MegatronMLP(nn.Module):
 
 torch.manual_seed(0)
 model = MegatronMLP(1024, 4096).to("jax")
-spmd.mark_sharding(model.up.weight, grid, ("model", None))  # Linear.weight is [out, in]: column parallel
-spmd.mark_sharding(model.up.bias, grid, ("model",))
-spmd.mark_sharding(model.down.weight, grid, (None, "model"))  # row parallel
+spmd.mark_sharding(model.up.weight, mesh, ("model", None))  # Linear.weight is [out, in]: column parallel
+spmd.mark_sharding(model.up.bias, mesh, ("model",))
+spmd.mark_sharding(model.down.weight, mesh, (None, "model"))  # row parallel
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -37,8 +37,8 @@ def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-x = spmd.mark_sharding(torch.randn(64, 1024).to("jax"), grid, ("data", None))
-y = spmd.mark_sharding(torch.randn(64, 1024).to("jax"), grid, ("data", None))
+x = spmd.mark_sharding(torch.randn(64, 1024).to("jax"), mesh, ("data", None))
+y = spmd.mark_sharding(torch.randn(64, 1024).to("jax"), mesh, ("data", None))
 for step in range(20):
     loss = train_step(x, y)  # updates model and optimizer in place; the loss stays on the devices until it is read
     if step % 5 == 4:

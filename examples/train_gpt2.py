@@ -26,8 +26,8 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import mesh
 import spmd
+from mesh import PREEMPTED, Host, Mesh, extended_timeout, init, should_stop, virtual_devices
 from spmd.demo import GPT, SHARDINGS, GPTConfig, standard_library
 
 WARM_UP_STEPS = 10
@@ -111,7 +111,7 @@ class Log:
                     self.board.add_scalar(name, value, step)
 
 
-def programs(model: nn.Module, optimizer: torch.optim.Optimizer, grid: mesh.Mesh) -> tuple[Any, Any, Any]:
+def programs(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> tuple[Any, Any, Any]:
     """The three functions that become programs. They know of nothing that changes from step to step but tensors."""
 
     def loss(x_BT: Tensor, y_BT: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def programs(model: nn.Module, optimizer: torch.optim.Optimizer, grid: mesh.Mesh
         return value
 
     def logits(tokens_BT: Tensor) -> Tensor:
-        return spmd.mark_sharding(model(tokens_BT)[0, -1], grid, (None,))  # whole on every host
+        return spmd.mark_sharding(model(tokens_BT)[0, -1], mesh, (None,))  # whole on every host
 
     return spmd.compile(train_step), spmd.compile(torch.no_grad()(loss)), spmd.compile(torch.no_grad()(logits))
 
@@ -133,26 +133,26 @@ def programs(model: nn.Module, optimizer: torch.optim.Optimizer, grid: mesh.Mesh
 class Run:
     """Model, optimizer, data and logs of a run."""
 
-    def __init__(self, args: Args, host: mesh.Host) -> None:
+    def __init__(self, args: Args, host: Host) -> None:
         self.args, self.is_first = args, host.index == 0
-        self.grid = mesh.Mesh.from_string(args.mesh)
+        self.mesh = Mesh.from_string(args.mesh)
         self.text = standard_library()
         torch.manual_seed(args.seed)
         self.model = GPT(GPTConfig(len(self.text.characters), args.seq, args.width, args.layers, args.heads, args.dropout)).to("jax")
         for name, parameter in self.model.named_parameters():
             for pattern, spec in SHARDINGS.items():
                 if fnmatch.fnmatchcase(name, pattern):
-                    spmd.mark_sharding(parameter, self.grid, self.known(spec))
+                    spmd.mark_sharding(parameter, self.mesh, self.known(spec))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
         self.batches = self.loader(self.text.train, shuffle=True)
         self.log = Log(args.out, self.is_first)
-        self.train_step, self.loss, self.logits = programs(self.model, self.optimizer, self.grid)
+        self.train_step, self.loss, self.logits = programs(self.model, self.optimizer, self.mesh)
         self.step = 0
 
     def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
         """The spec without the axes that this mesh has not."""
-        return tuple(axis if axis in self.grid.axis_names else None for axis in spec)
+        return tuple(axis if axis in self.mesh.axis_names else None for axis in spec)
 
     def factor(self, step: int) -> float:
         """Of the learning rate: a warm-up, then half a cosine to a twentieth."""
@@ -163,7 +163,7 @@ class Run:
         """Batches for the devices. Every process draws the same ones and sends its devices their part, so that the run is
         the same on any number of processes; a loader of heavy data would yield slices, with a DistributedSampler."""
         loader = DataLoader(Windows(text_N, self.args.seq), self.args.batch, shuffle, drop_last=True)
-        return spmd.shard_loader(loader, self.grid, self.known(("data", None)), feeds="batch")
+        return spmd.shard_loader(loader, self.mesh, self.known(("data", None)), feeds="batch")
 
     @property
     def state(self) -> dict[str, Any]:
@@ -198,17 +198,17 @@ class Run:
                     self.save()
                 if self.step == self.args.steps:
                     break
-                if mesh.should_stop(self.step):  # SIGTERM somewhere in the job; asked here, where no batch is taken and not used
+                if should_stop(self.step):  # SIGTERM somewhere in the job; asked here, where no batch is taken and not used
                     self.save()
                     spmd.checkpoint.join()
-                    return mesh.PREEMPTED
+                    return PREEMPTED
         spmd.checkpoint.join()
         return 0
 
     def evaluate(self) -> None:
         """Mean loss of held-out batches, without dropout."""
         self.model.eval()
-        with mesh.extended_timeout("evaluating"):
+        with extended_timeout("evaluating"):
             losses = [
                 self.loss(*batch) for batch, _ in zip(self.loader(self.text.held_out, False), range(EVALUATION_BATCHES), strict=False)
             ]
@@ -239,9 +239,9 @@ class Run:
 
 
 def main(args: Args) -> int:
-    host = mesh.init()
+    host = init()
     if args.devices:
-        mesh.virtual_devices(args.devices)
+        virtual_devices(args.devices)
     run = Run(args, host)
     run.resume()
     code = run.train()

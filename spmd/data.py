@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import torch
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, ShardingSpec, as_spec
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import SpmdError, message
 from spmd.checkpoint._coordination import Gang, current_gang
@@ -83,7 +83,7 @@ class ShardedLoader:
     per_process = True  # a checkpoint keeps each process's place
 
     def __init__(
-        self, loader: Iterable[Any], mesh: mesh_.Mesh, spec: Any, prefetch: int, ragged: str, feeds: str, check: bool, gang: Gang
+        self, loader: Iterable[Any], mesh: Mesh, spec: Any, prefetch: int, ragged: str, feeds: str, check: bool, gang: Gang
     ) -> None:
         self.epoch = self.batch = 0
         self._loader, self._mesh, self._spec, self._prefetch = loader, mesh, spec, prefetch
@@ -240,23 +240,23 @@ class ShardedLoader:
 
     def _part(self) -> list[Any]:
         """Which pieces along dim 0 this process's devices hold."""
-        sharding = mesh_.ShardingSpec(self._mesh, self._mask_spec()).to_jax()
+        sharding = ShardingSpec(self._mesh, self._mask_spec()).to_jax()
         pieces = self._mesh.size()  # divisible by whatever splits it
         return sorted(
             {(part[0].start, part[0].stop) for part in sharding.addressable_devices_indices_map((pieces,)).values() if part}, key=str
         )
 
-    def _mask_spec(self) -> mesh_.PartitionSpec:
+    def _mask_spec(self) -> PartitionSpec:
         """How dim 0 of a batch is split."""
         first = self._spec
         while isinstance(first, dict | list):
             first = next(iter(first.values() if isinstance(first, dict) else first))
-        entries = tuple(mesh_.as_spec(first)) if first is not None else ()
-        return mesh_.PartitionSpec(*(entries[:1] or (None,)))
+        entries = tuple(as_spec(first)) if first is not None else ()
+        return PartitionSpec(*(entries[:1] or (None,)))
 
     def _divisible(self, size: int) -> int:
         """The least number of elements on this process, not below `size`, that its devices share evenly."""
-        parts = max(1, len(self._part())) if self._feeds == "slice" else mesh_.ShardingSpec(self._mesh, self._mask_spec()).num_shards
+        parts = max(1, len(self._part())) if self._feeds == "slice" else ShardingSpec(self._mesh, self._mask_spec()).num_shards
         return -(-max(size, 1) // parts) * parts
 
     def _padding(self) -> Any:
@@ -280,9 +280,9 @@ class ShardedLoader:
             return kind(*items) if hasattr(value, "_fields") else kind(items)
         return value
 
-    def _array(self, host: np.ndarray[Any, Any], spec: mesh_.PartitionSpec) -> torch.Tensor:
+    def _array(self, host: np.ndarray[Any, Any], spec: PartitionSpec) -> torch.Tensor:
         """One array: each device gets its own piece, from the process that has it."""
-        placed = mesh_.ShardingSpec(self._mesh, spec)
+        placed = ShardingSpec(self._mesh, spec)
         if self._gang.size > 1 and self._feeds == "slice":
             with exact_dtypes():
                 tensor = wrap(jax.make_array_from_process_local_data(placed.to_jax(), host))
@@ -365,12 +365,12 @@ def _entry(spec: Any, key: Any, kind: type) -> Any:
     )
 
 
-def _fitted(spec: Any, ndim: int) -> mesh_.PartitionSpec:
+def _fitted(spec: Any, ndim: int) -> PartitionSpec:
     """The spec for an array of another rank: further dims are not split, Nones beyond the rank are dropped."""
-    entries = () if spec is None else tuple(mesh_.as_spec(spec))
+    entries = () if spec is None else tuple(as_spec(spec))
     if any(entry is not None for entry in entries[ndim:]) and ndim:
         raise SpmdError(message(f"an array of rank {ndim} cannot be laid out by {entries}", fix="give a dict or list of specs"))
-    return mesh_.PartitionSpec(*entries[:ndim], *[None] * (ndim - len(entries)))
+    return PartitionSpec(*entries[:ndim], *[None] * (ndim - len(entries)))
 
 
 __all__ = ["ShardedLoader", "shard_loader"]

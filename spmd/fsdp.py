@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, ShardingSpec, entry_axes, split_largest_dim, without_axes
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracing
@@ -87,8 +87,8 @@ def fully_shard(
         SpmdError: the mesh has no such axis, there is no such stage, the module is a unit already or inside one, or a placement
             cannot be.
     """
-    grid = as_mesh(mesh)
-    axes = _axes(grid, axis)
+    mesh = as_mesh(mesh)
+    axes = _axes(mesh, axis)
     if _UNIT in vars(module):
         raise SpmdError(
             message(f"{type(module).__name__} is a unit of fully_shard already", fix="call it once per module, inner ones first")
@@ -103,8 +103,8 @@ def fully_shard(
     ignored = {id(p) for p in ignored_params or ()}
     own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
     for parameter in own.values():
-        _lay_out(parameter, grid, axes, stage, shard_placement_fn)
-    unit = _Unit(grid, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
+        _lay_out(parameter, mesh, axes, stage, shard_placement_fn)
+    unit = _Unit(mesh, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
     vars(module)[_UNIT] = unit
     for inner in module.modules():
         if _UNIT not in vars(inner):
@@ -118,12 +118,12 @@ _UNIT = "_spmd_fsdp_unit"
 _INSIDE = "_spmd_fsdp_inside"
 
 
-def _axes(grid: mesh_.Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    axes = (fsdp_axis(grid),) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    axes = (fsdp_axis(mesh),) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
-        if name not in grid.axis_names:
-            shown = ", ".join(map(repr, grid.axis_names))
-            raise SpmdError(message(f"{grid} has no axis {name!r}", f"axes of the mesh: {shown}", fix=f"axis={grid.axis_names[0]!r}"))
+        if name not in mesh.axis_names:
+            shown = ", ".join(map(repr, mesh.axis_names))
+            raise SpmdError(message(f"{mesh} has no axis {name!r}", f"axes of the mesh: {shown}", fix=f"axis={mesh.axis_names[0]!r}"))
     return axes
 
 
@@ -147,30 +147,30 @@ def _slot_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _lay_out(
-    parameter: nn.Parameter, grid: mesh_.Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None
+    parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None
 ) -> None:
     """Mark one parameter, or for stages 1 and 2 only where its gradient and state go."""
     shape = tuple(parameter.shape)
     marked = annotation_of(parameter)
-    before = mesh_.PartitionSpec(*(None,) * len(shape)) if marked is None else marked.partition_spec
+    before = PartitionSpec(*(None,) * len(shape)) if marked is None else marked.partition_spec
     placement = None if choose is None else choose(parameter)
     if placement is None:
-        spec = mesh_.split_largest_dim(before, shape, grid, axes)
+        spec = split_largest_dim(before, shape, mesh, axes)
     else:
         entries: list[Any] = list(before)
-        entries[placement.dim] = (*mesh_.entry_axes(entries[placement.dim]), *axes)
-        spec = mesh_.PartitionSpec(*entries)
-        checked_spec(parameter, grid, spec, devices=("jax", "cpu", "meta"))
-    mark_sharding(parameter, grid, spec if stage == 3 else before)
+        entries[placement.dim] = (*entry_axes(entries[placement.dim]), *axes)
+        spec = PartitionSpec(*entries)
+        checked_spec(parameter, mesh, spec, devices=("jax", "cpu", "meta"))
+    mark_sharding(parameter, mesh, spec if stage == 3 else before)
     if stage < 3:
-        set_state_sharding(parameter, mesh_.ShardingSpec(grid, spec))
+        set_state_sharding(parameter, ShardingSpec(mesh, spec))
 
 
 @dataclass(frozen=True)
 class _Unit:
     """What one call of `fully_shard` settled; its methods are the module's hooks. The state of a running forward is in `calls`."""
 
-    mesh: mesh_.Mesh
+    mesh: Mesh
     axes: tuple[str, ...]
     stage: Stage
     reshard: bool
@@ -339,14 +339,14 @@ def _gathered(value: Any, parameter: torch.Tensor, unit: _Unit) -> Any:
     return placed(value, _without(annotation, unit.axes))
 
 
-def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> mesh_.ShardingSpec | None:
+def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:
     """Where the sum of the gradients over the devices goes."""
     return annotation_of(parameter) if unit.stage != 2 else state_sharding_of(parameter)
 
 
 @functools.cache
-def _without(sharding: mesh_.ShardingSpec, axes: tuple[str, ...]) -> mesh_.ShardingSpec:
-    return mesh_.ShardingSpec(sharding.mesh, mesh_.without_axes(sharding.partition_spec, axes))
+def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
+    return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
 __all__ = ["MixedPrecision", "fully_shard"]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, is_tracing
@@ -48,13 +48,13 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
         SpmdError: on a call: another number of arguments or results, a dim that its axes do not divide, a tensor that was
             not passed.
     """
-    grid = as_mesh(mesh)
-    inputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in in_specs)
-    is_many = bool(out_specs) and all(isinstance(s, tuple | list | mesh_.PartitionSpec | jax.sharding.PartitionSpec) for s in out_specs)
-    many = is_many and not isinstance(out_specs, mesh_.PartitionSpec | jax.sharding.PartitionSpec) and not _is_one_spec(out_specs, grid)
+    mesh = as_mesh(mesh)
+    inputs = tuple(ShardingSpec(mesh, spec) for spec in in_specs)
+    is_many = bool(out_specs) and all(isinstance(s, tuple | list | PartitionSpec | jax.sharding.PartitionSpec) for s in out_specs)
+    many = is_many and not isinstance(out_specs, PartitionSpec | jax.sharding.PartitionSpec) and not _is_one_spec(out_specs, mesh)
     listed: tuple[Any, ...] = tuple(out_specs)
-    outputs = tuple(mesh_.ShardingSpec(grid, spec) for spec in listed) if many else (mesh_.ShardingSpec(grid, out_specs),)
-    region = _Region(fn, grid, inputs, outputs)
+    outputs = tuple(ShardingSpec(mesh, spec) for spec in listed) if many else (ShardingSpec(mesh, out_specs),)
+    region = _Region(fn, mesh, inputs, outputs)
 
     @functools.wraps(fn)
     def mapped(*args: torch.Tensor) -> Any:
@@ -66,19 +66,17 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
     return mapped
 
 
-def _is_one_spec(out_specs: Any, grid: mesh_.Mesh) -> bool:
+def _is_one_spec(out_specs: Any, mesh: Mesh) -> bool:
     """Whether a tuple of tuples is one spec whose dims are split over several axes each, e.g. (("data", "model"),)."""
     flat = [axis for entry in out_specs for axis in (entry if isinstance(entry, tuple) else ())]
-    return all(isinstance(e, tuple) and len(e) > 1 and all(axis in grid.axis_names for axis in e) for e in out_specs) and bool(flat)
+    return all(isinstance(e, tuple) and len(e) > 1 and all(axis in mesh.axis_names for axis in e) for e in out_specs) and bool(flat)
 
 
 class _Region:
     """One mapped function."""
 
-    def __init__(
-        self, fn: Callable[..., Any], grid: mesh_.Mesh, inputs: tuple[mesh_.ShardingSpec, ...], outputs: tuple[mesh_.ShardingSpec, ...]
-    ) -> None:
-        self.fn, self.grid, self.inputs, self.outputs = fn, grid, inputs, outputs
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, inputs: tuple[ShardingSpec, ...], outputs: tuple[ShardingSpec, ...]) -> None:
+        self.fn, self.mesh, self.inputs, self.outputs = fn, mesh, inputs, outputs
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.compiled: dict[Any, Callable[..., Any]] = {}
 
@@ -102,12 +100,12 @@ class _Region:
             sharding.validate(tuple(arg.shape), f"argument {position} of {self.name}")
             self._require_even(tuple(arg.shape), sharding, f"argument {position} of {self.name}")
 
-    def _require_even(self, shape: tuple[int, ...], sharding: mesh_.ShardingSpec, name: str) -> None:
+    def _require_even(self, shape: tuple[int, ...], sharding: ShardingSpec, name: str) -> None:
         """A region sees pieces of one size: what padding would mean in it, nobody said."""
         padded = sharding.padded_shape(shape)
         dim = next((i for i, (n, m) in enumerate(zip(shape, padded, strict=True)) if n != m), None)
         if dim is not None:
-            raise mesh_.SpecError(
+            raise SpecError(
                 message(
                     f"{name} of shape {shape} cannot be cut into equal pieces by {tuple(sharding.partition_spec)}",
                     f"dim {dim} has {shape[dim]} elements, its axes make {math.prod(self._sizes(sharding, dim))} pieces of it",
@@ -115,15 +113,15 @@ class _Region:
                 )
             )
 
-    def _sizes(self, sharding: mesh_.ShardingSpec, dim: int) -> list[int]:
+    def _sizes(self, sharding: ShardingSpec, dim: int) -> list[int]:
         entry = sharding.partition_spec[dim]
-        return [self.grid.to_jax().shape[axis] for axis in (entry if isinstance(entry, tuple) else (entry,))]
+        return [self.mesh.to_jax().shape[axis] for axis in (entry if isinstance(entry, tuple) else (entry,))]
 
     def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The region on whole arrays. Eagerly it is traced on every call and compiled once per program that this gives."""
         run = jax.shard_map(
             self._on_pieces,
-            mesh=self.grid.to_jax(),
+            mesh=self.mesh.to_jax(),
             in_specs=tuple(s.partition_spec.to_jax() for s in self.inputs),
             out_specs=tuple(s.partition_spec.to_jax() for s in self.outputs),
             check_vma=False,
@@ -141,7 +139,7 @@ class _Region:
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
         """Called by jax once per trace, with tracers for one device's pieces."""
         outer: Any = recording.get()
-        token = recording.set(_Inside(outer, self.name, tuple(map(str, self.grid.axis_names))))
+        token = recording.set(_Inside(outer, self.name, tuple(map(str, self.mesh.axis_names))))
         num_flags = 0 if outer is None else len(outer.finite)
         try:
             with exact_dtypes(), torch.no_grad():

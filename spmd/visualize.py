@@ -15,7 +15,7 @@ import jax
 import torch
 from torch import nn
 
-import mesh as mesh_
+from mesh import Mesh, Placement, RulesReport, ShardingSpec
 from spmd.base._errors import SpmdError, message
 from spmd.device._layout import annotation_of
 from spmd.draw._picture import Picture
@@ -26,7 +26,7 @@ from spmd.sharding._names import name_of
 from spmd.sharding._tensor import sharding_of
 
 
-def visualize(thing: Any) -> Picture | mesh_.RulesReport:
+def visualize(thing: Any) -> Picture | RulesReport:
     """A picture of where something lies.
 
     Args:
@@ -43,11 +43,11 @@ def visualize(thing: Any) -> Picture | mesh_.RulesReport:
         return visualize_sharding(thing)
     if isinstance(thing, nn.Module):
         return module_report(thing)
-    if isinstance(thing, mesh_.RulesReport):
+    if isinstance(thing, RulesReport):
         return thing
-    if isinstance(thing, mesh_.ShardingSpec):
+    if isinstance(thing, ShardingSpec):
         return Picture(Tiling.of_spec(thing, None, str(thing)))
-    if isinstance(thing, mesh_.Mesh):
+    if isinstance(thing, Mesh):
         return Picture(Tiling.of_mesh(thing), f"{thing.size()} devices")
     if isinstance(thing, jax.sharding.Mesh) or type(thing).__name__ == "DeviceMesh":
         return visualize(as_mesh(thing))
@@ -69,7 +69,7 @@ def visualize_sharding(sharding: str, num_devices: int | None = None) -> Picture
     return Picture(tiling, f"{math.prod(tiling.tiles)} tiles, each on {tiling.copies} device{'s' * (tiling.copies > 1)}")
 
 
-def module_report(module: nn.Module) -> mesh_.RulesReport:
+def module_report(module: nn.Module) -> RulesReport:
     """Where the parameters and buffers of a module lie, as a report; unmarked ones count as whole on every device.
 
     Raises:
@@ -81,14 +81,14 @@ def module_report(module: nn.Module) -> mesh_.RulesReport:
     if len(meshes) != 1:
         what = "lies on no mesh" if not meshes else f"lies on {len(meshes)} meshes: {', '.join(map(str, meshes))}"
         raise SpmdError(message(f"{type(module).__name__} {what}", fix="mark it first: spmd.shard_module(model, mesh, rules)"))
-    found: list[mesh_.Placement] = []
+    found: list[Placement] = []
     for name, sized in sized_tensors(module).items():
         mark = marks[name]
-        sharding = mark or mesh_.ShardingSpec(meshes[0], (None,) * len(sized.shape))
+        sharding = mark or ShardingSpec(meshes[0], (None,) * len(sized.shape))
         piece = math.prod(sharding.shard_shape(sized.shape)) * sized.itemsize
         word = "unmarked" if mark is None else "marked"
-        found.append(mesh_.Placement(name, sized.shape, sharding, word, math.prod(sized.shape) * sized.itemsize, piece))
-    return mesh_.RulesReport(meshes[0], tuple(found))
+        found.append(Placement(name, sized.shape, sharding, word, math.prod(sized.shape) * sized.itemsize, piece))
+    return RulesReport(meshes[0], tuple(found))
 
 
 def _tensor_picture(tensor: torch.Tensor) -> Picture:

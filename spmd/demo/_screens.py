@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-import mesh
+from mesh import Mesh, ShardingSpec
 from spmd import XLAShardedTensor
 
 _BRAILLE = 0x2800
@@ -31,12 +31,12 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def sharding_table(model: nn.Module, grid: mesh.Mesh) -> Table:
+def sharding_table(model: nn.Module, mesh: Mesh) -> Table:
     """Every parameter with its spec and what one device holds of it; the layers of a stack share a row."""
-    groups: dict[tuple[str, tuple[int, ...], mesh.ShardingSpec], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, tuple[int, ...], ShardingSpec], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         spec = parameter.partition_spec if isinstance(parameter, XLAShardedTensor) else None
-        sharding = mesh.ShardingSpec(grid, (None,) * parameter.dim() if spec is None else spec)
+        sharding = ShardingSpec(mesh, (None,) * parameter.dim() if spec is None else spec)
         groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), sharding), []).append(parameter)
     rows: list[tuple[str, ...]] = []
     whole = local = 0

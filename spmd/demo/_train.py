@@ -26,6 +26,7 @@ from torch import Tensor
 
 import mesh
 import spmd
+from mesh import Mesh, MeshError, virtual_devices
 from spmd.demo import _reader, _screens, _text
 from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
 
@@ -76,7 +77,7 @@ def main(args: DemoArgs) -> int:
     console = Console(highlight=False)
     try:
         return Demo(args, console).run()
-    except (mesh.MeshError, spmd.SpmdError) as error:
+    except (MeshError, spmd.SpmdError) as error:
         console.print(f"{error}", style="red", markup=False)
         return 2
 
@@ -96,8 +97,8 @@ class Demo:
         self.start = time.perf_counter()
         self.args, self.console = args, console
         if args.devices:
-            mesh.virtual_devices(args.devices)
-        self.grid = mesh.Mesh.from_string(args.mesh)
+            virtual_devices(args.devices)
+        self.mesh = Mesh.from_string(args.mesh)
         self.text = _text.standard_library()
         self.host_rng = torch.Generator().manual_seed(args.seed)
         torch.manual_seed(args.seed)
@@ -106,7 +107,7 @@ class Demo:
         for name, parameter in self.model.named_parameters():
             for pattern, spec in SHARDINGS.items():
                 if fnmatch.fnmatchcase(name, pattern):
-                    spmd.mark_sharding(parameter, self.grid, self.known(spec))
+                    spmd.mark_sharding(parameter, self.mesh, self.known(spec))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
         self.train_step = spmd.compile(self._train_step)
@@ -137,13 +138,13 @@ class Demo:
 
     def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
         """The spec without the axes that this mesh has not."""
-        return tuple(axis if axis in self.grid.axis_names else None for axis in spec)
+        return tuple(axis if axis in self.mesh.axis_names else None for axis in spec)
 
     def batch(self, text_N: Tensor) -> tuple[Tensor, Tensor]:
         """A batch drawn on the host, each device's part of it sent to that device."""
         x_BT, y_BT = _text.batch(text_N, self.args.batch, self.args.seq, self.host_rng)
         spec = self.known(("data", None))
-        return spmd.mark_sharding(x_BT.to("jax"), self.grid, spec), spmd.mark_sharding(y_BT.to("jax"), self.grid, spec)
+        return spmd.mark_sharding(x_BT.to("jax"), self.mesh, spec), spmd.mark_sharding(y_BT.to("jax"), self.mesh, spec)
 
     def run(self) -> int:
         """Everything, in order."""
@@ -167,13 +168,13 @@ class Demo:
         rows = [
             ("versions", f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}"),
             ("devices", f"{len(devices)} × {devices[0].device_kind}{' (virtual)' if self.args.devices else ''}"),
-            ("mesh", " × ".join(f"[cyan]{name}[/] {axis_size}" for name, axis_size in self.grid.shape().items())),
+            ("mesh", " × ".join(f"[cyan]{name}[/] {axis_size}" for name, axis_size in self.mesh.shape().items())),
             ("text", f"{text.num_files} files of Python's standard library, {len(text.train) + len(text.held_out):,} characters"),
             ("model", f"GPT-2, {self.args.layers} layers, width {self.args.width}, {parameters:,} parameters"),
             ("batch", f"{self.args.batch} × {self.args.seq} characters of {len(text.characters)} kinds"),
         ]
         self.console.print(Panel(_screens.facts(rows), title="[bold]spmd demo[/]", box=rich.box.ROUNDED, expand=False))
-        self.console.print(_screens.sharding_table(self.model, self.grid))
+        self.console.print(_screens.sharding_table(self.model, self.mesh))
 
     def train(self) -> _Losses:
         """The training loop, with a progress bar around it."""

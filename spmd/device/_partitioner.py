@@ -51,17 +51,17 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
     if not convolutions and not transforms:
         return False
     with module.context, ir.Location.unknown():
-        grid = _largest_mesh(module)
-        if grid is None:
+        mesh = _largest_mesh(module)
+        if mesh is None:
             return True
-        said = _said_by_propagation(module, grid) if convolutions else []
+        said = _said_by_propagation(module, mesh) if convolutions else []
         for operation, splits in zip(convolutions, said, strict=True):
-            left, right, out = _layouts(operation, *splits, grid)
+            left, right, out = _layouts(operation, *splits, mesh)
             _constrain(operation, 0, left)
             _constrain(operation, 1, right)
             _constrain_result(operation, out)
         for operation in transforms:
-            _keep_transform_whole(grid, operation, platform == "cpu")
+            _keep_transform_whole(mesh, operation, platform == "cpu")
     return True
 
 
@@ -149,7 +149,7 @@ def _operations(module: Any, name: str) -> list[Any]:
 def _largest_mesh(module: Any) -> _Mesh | None:
     """The mesh of most devices; None if the program has none of several."""
     found = [_Mesh(op.attributes["sym_name"].value, _axes(op)) for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    largest = max(found, key=lambda grid: grid.num_devices, default=None)
+    largest = max(found, key=lambda mesh: mesh.num_devices, default=None)
     return largest if largest is not None and largest.num_devices > 1 else None
 
 
@@ -192,7 +192,7 @@ class _Mesh:
         return ir.Attribute.parse(f'#sdy.sharding<@"{self.name}", [{", ".join(entries)}]>')
 
 
-def _layouts(operation: Any, of_left: _Split, of_right: _Split, grid: _Mesh) -> tuple[Any, Any, Any]:
+def _layouts(operation: Any, of_left: _Split, of_right: _Split, mesh: _Mesh) -> tuple[Any, Any, Any]:
     """Of a convolution's left operand, right operand and result.
 
     Args:
@@ -204,27 +204,27 @@ def _layouts(operation: Any, of_left: _Split, of_right: _Split, grid: _Mesh) -> 
     summed = {numbers.input_feature_dimension: numbers.kernel_input_feature_dimension}
     if batch_groups > 1:
         split = of_left[numbers.input_feature_dimension]
-        axes = [*split, *(axis for axis in grid.axes if axis not in split)] if split else []
+        axes = [*split, *(axis for axis in mesh.axes if axis not in split)] if split else []
         on_left, on_right = ({dim: axes} for dim in next(iter(summed.items())))
-        return grid.split(left, on_left), grid.split(right, on_right), grid.split(out, {})
+        return mesh.split(left, on_left), mesh.split(right, on_right), mesh.split(out, {})
     if groups > 1:
         kept = [set(range(value.type.rank)) for value in (left, out)]
         kept[0].remove(numbers.input_batch_dimension)
         kept[1].remove(numbers.output_batch_dimension)
-        return grid.whole(left, kept[0]), grid.split(right, {}), grid.whole(out, kept[1])
+        return mesh.whole(left, kept[0]), mesh.split(right, {}), mesh.whole(out, kept[1])
     space = numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions
     if any(of_left[dim] for dim in space[0]) and _is_plain(operation):
         summed |= dict(zip(space[0], space[1], strict=True))
         on_left, on_right = _chosen(of_left, summed), _chosen(of_right, summed.values())
-        is_same = grid.is_used_up(on_left.values()) and list(on_left.values()) == list(on_right.values())
-        if is_same and grid.divides(left, on_left, space[0]) and grid.divides(right, on_right, space[1]):
-            return grid.split(left, on_left), grid.split(right, on_right), grid.split(out, {})
+        is_same = mesh.is_used_up(on_left.values()) and list(on_left.values()) == list(on_right.values())
+        if is_same and mesh.divides(left, on_left, space[0]) and mesh.divides(right, on_right, space[1]):
+            return mesh.split(left, on_left), mesh.split(right, on_right), mesh.split(out, {})
         images = {numbers.input_batch_dimension: numbers.output_batch_dimension, **dict(zip(space[0], space[2], strict=True))}
         on_left, on_out = _chosen(of_left, images), {there: of_left[here] for here, there in images.items()}
-        are_images = grid.is_used_up(on_left.values()) and not any(of_right[dim] for dim in space[1])
-        if are_images and grid.divides(left, on_left, space[0]) and grid.divides(out, on_out, space[2]):
-            return grid.split(left, on_left), grid.split(right, {}), grid.split(out, on_out)
-    layouts = [grid.whole(value, dims) for value, dims in zip((left, right, out), space, strict=True)]
+        are_images = mesh.is_used_up(on_left.values()) and not any(of_right[dim] for dim in space[1])
+        if are_images and mesh.divides(left, on_left, space[0]) and mesh.divides(out, on_out, space[2]):
+            return mesh.split(left, on_left), mesh.split(right, {}), mesh.split(out, on_out)
+    layouts = [mesh.whole(value, dims) for value, dims in zip((left, right, out), space, strict=True)]
     return layouts[0], layouts[1], layouts[2]
 
 
@@ -251,12 +251,12 @@ def _constrain_result(operation: Any, sharding: Any) -> None:
     result.replace_all_uses_except(constraint.result, constraint.operation)
 
 
-def _keep_transform_whole(grid: _Mesh, operation: Any, is_on_cpu: bool) -> None:
+def _keep_transform_whole(mesh: _Mesh, operation: Any, is_on_cpu: bool) -> None:
     count = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
     shapes = [ir.RankedTensorType(value.type).shape for value in (operation.operands[0], operation.results[0])]
     dims = range(len(shapes[0]) - count, len(shapes[0]))
-    _constrain(operation, 0, grid.whole(operation.operands[0], dims))
-    _constrain_result(operation, grid.whole(operation.results[0], dims))
+    _constrain(operation, 0, mesh.whole(operation.operands[0], dims))
+    _constrain_result(operation, mesh.whole(operation.results[0], dims))
     if is_on_cpu:
         with ir.InsertionPoint(operation):
             operation.operands[0] = _row_major(operation.operands[0]).results[0]
@@ -276,7 +276,7 @@ def _row_major(value: Any) -> Any:
     return call
 
 
-def _said_by_propagation(module: Any, grid: _Mesh) -> list[tuple[_Split, _Split]]:
+def _said_by_propagation(module: Any, mesh: _Mesh) -> list[tuple[_Split, _Split]]:
     """How the operands of each convolution are split; not at all where propagation says nothing, or several things."""
     copy = module.operation.clone()
     operands: list[tuple[int, int]] = []
@@ -288,7 +288,7 @@ def _said_by_propagation(module: Any, grid: _Mesh) -> list[tuple[_Split, _Split]
     said: dict[int, set[_Split]] = {}
     for operation in _operations(copy, "stablehlo.custom_call"):
         if operation.attributes["call_target_name"].value == _ASKED:
-            said.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, grid))
+            said.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, mesh))
     found = [said.get(number, set()) for number, _ in operands]
     splits = [next(iter(answers)) if len(answers) == 1 else ((),) * rank for answers, (_, rank) in zip(found, operands, strict=True)]
     return list(zip(splits[::2], splits[1::2], strict=True))
@@ -307,13 +307,13 @@ def _ask(operation: Any, position: int, number: int) -> None:
     operation.operands[position] = call.results[0]
 
 
-def _split_of_result(operation: Any, grid: _Mesh) -> _Split:
+def _split_of_result(operation: Any, mesh: _Mesh) -> _Split:
     """The axes of each dim; none of a dim that an axis splits in part, or where the mesh is another one."""
     rank = ir.RankedTensorType(operation.results[0].type).rank
     if "sdy.sharding" not in operation.attributes:
         return ((),) * rank
     sharding = sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings[0])
-    if ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value != grid.name:
+    if ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value != mesh.name:
         return ((),) * rank
     dims = [[sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
     return tuple(() if any(axis.sub_axis_info is not None for axis in axes) else tuple(axis.name for axis in axes) for axes in dims)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-import mesh as mesh_
+from mesh import Mesh, ShardingSpec, device_count, entry_axes
 from spmd.base._errors import SpmdError, message
 
 _DEVICES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\s*(.*?)\}")
@@ -54,10 +54,10 @@ class Tiling:
         return f"{min(tile * piece, self.sizes[dim])}:{min((tile + 1) * piece, self.sizes[dim])}"
 
     @classmethod
-    def of_spec(cls, sharding: mesh_.ShardingSpec, shape: tuple[int, ...] | None, title: str = "") -> Tiling:
+    def of_spec(cls, sharding: ShardingSpec, shape: tuple[int, ...] | None, title: str = "") -> Tiling:
         """The tiles of a tensor of `shape`, or of any tensor of the spec's rank."""
         ids, names = sharding.mesh.get_logical_mesh(), list(sharding.mesh.axis_names)
-        per_dim = [[names.index(str(axis)) for axis in mesh_.entry_axes(entry)] for entry in sharding.partition_spec]
+        per_dim = [[names.index(str(axis)) for axis in entry_axes(entry)] for entry in sharding.partition_spec]
         used = [axis for axes in per_dim for axis in axes]
         rest = [axis for axis in range(ids.ndim) if axis not in used]
         tiles = tuple(math.prod(ids.shape[axis] for axis in axes) for axes in per_dim)
@@ -65,7 +65,7 @@ class Tiling:
         return cls(title or str(sharding.partition_spec), words, shape, ids.transpose(used + rest).reshape(*tiles, -1))
 
     @classmethod
-    def of_mesh(cls, mesh: mesh_.Mesh) -> Tiling:
+    def of_mesh(cls, mesh: Mesh) -> Tiling:
         """The devices of a mesh, one tile each."""
         return cls(str(mesh), tuple(mesh.axis_names), None, mesh.get_logical_mesh()[..., None])
 
@@ -81,7 +81,7 @@ class Tiling:
         """
         stripped = text.strip()
         if stripped in ("{replicated}", "{manual}", ""):
-            count = mesh_.device_count() if num_devices is None else num_devices
+            count = device_count() if num_devices is None else num_devices
             word = {"{manual}": "manual: each device has its own"}.get(stripped, "whole")
             return cls(stripped or "{replicated}", (word,), None, np.arange(count)[None])
         maximal = re.fullmatch(r"\{maximal device=(\d+)\}", stripped)
@@ -105,8 +105,8 @@ class Tiling:
         return cls(stripped, tuple(f"dim {dim}" for dim in range(len(own))), None, ids.reshape(*own, -1))
 
 
-def _over(sharding: mesh_.ShardingSpec, dim: int) -> str:
-    axes = mesh_.entry_axes(sharding.partition_spec[dim])
+def _over(sharding: ShardingSpec, dim: int) -> str:
+    axes = entry_axes(sharding.partition_spec[dim])
     return f" over {' and '.join(map(str, axes))}" if axes else ""
 
 

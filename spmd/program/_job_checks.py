@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-import mesh
+from mesh import Mesh, extended_timeout
 from mesh.job import _agreement, _join
 from spmd.base._errors import SpmdError, message
 from spmd.device._random_stream import default_stream
@@ -35,7 +35,7 @@ _SHOWN = 160
 
 def compiling() -> AbstractContextManager[None]:
     """While active, the watchdog waits as long as a compilation may take."""
-    return nullcontext() if _join.job() is None else mesh.extended_timeout("compiling")
+    return nullcontext() if _join.job() is None else extended_timeout("compiling")
 
 
 class Watched:
@@ -44,18 +44,18 @@ class Watched:
     def __init__(self, job: _join.Job) -> None:
         self._job = job
 
-    def require_same(self, name: str, lowered: Any, grid: mesh.Mesh | None, state: list[Buffer], args: list[Buffer]) -> None:
+    def require_same(self, name: str, lowered: Any, mesh: Mesh | None, state: list[Buffer], args: list[Buffer]) -> None:
         """Compare the program with the other processes', before anything of it runs.
 
         Raises:
-            mesh.JobError: a process differs; the message names it and the item.
+            JobError: a process differs; the message names it and the item.
             SpmdError: the program holds a collective that is known to compute wrong numbers here.
         """
         text = lowered.as_text()
         items = {
             "function": name,
             "flags": _short({**_join.program_environment(), **{s: str(jax.config.values.get(s)) for s in _SETTINGS}}),
-            "mesh": "none" if grid is None else grid.to_string(),
+            "mesh": "none" if mesh is None else mesh.to_string(),
             "arguments": _short([_layout(b) for b in args]),
             "state": _short([_layout(b) for b in state]),
             "seed": f"torch {torch.initial_seed()}, device {default_stream.seed}, {default_stream.draws} draws",
@@ -70,7 +70,7 @@ class Watched:
         """A call begins, with these numbers of the optimizers, device tensors and CPU tensors.
 
         Raises:
-            mesh.JobError: the processes fed different data one step ago.
+            JobError: the processes fed different data one step ago.
         """
         job = self._job
         job.watchdog.enter()

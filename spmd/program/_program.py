@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
-import mesh
+from mesh import Mesh, topology_options
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
@@ -154,7 +154,7 @@ class Program:
                 avoid_faults(lowered, self.platform)
             if self.watched is not None:
                 self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
-            self.compiled = lowered.compile(mesh.topology_options() if self.is_ahead else None)
+            self.compiled = lowered.compile(topology_options() if self.is_ahead else None)
             if self.watched is not None and self.is_paced:
                 require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
@@ -416,9 +416,9 @@ class Program:
 _EMPTY = Buffer(None, ())
 
 
-def _lies_on(value: Any, grid: mesh.Mesh) -> bool:
+def _lies_on(value: Any, mesh: Mesh) -> bool:
     sharding = value.sharding
-    return isinstance(sharding, NamedSharding) and sharding.mesh.size == grid.size() and not sharding.mesh.empty
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
 
 
 __all__ = ["Program", "Timings"]

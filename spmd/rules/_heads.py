@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-import mesh as mesh_
+from mesh import Finding, Placement, RulesReport
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
@@ -24,11 +24,11 @@ _PACKED = re.compile(r"(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj|in_proj
 _PACKED_TWO = re.compile(r"(gate_up_proj)(\.weight|\.bias)?$")
 
 
-def head_findings(model: nn.Module, report: mesh_.RulesReport) -> list[mesh_.Finding]:
+def head_findings(model: nn.Module, report: RulesReport) -> list[Finding]:
     """Findings about heads and packed dims for the placements of a model, each once for the layers of a stack."""
-    found: dict[tuple[str, str], mesh_.Finding] = {}
+    found: dict[tuple[str, str], Finding] = {}
 
-    def note(name: str, findings: Iterator[mesh_.Finding]) -> None:
+    def note(name: str, findings: Iterator[Finding]) -> None:
         for finding in findings:  # once for all layers of a stack, and for the weight alone where the bias has the same
             found.setdefault((finding.kind, re.sub(r"\d+|\.bias$|\.weight$", "*", name)), finding)
 
@@ -75,7 +75,7 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int:
     return 0
 
 
-def _projection(placement: mesh_.Placement, heads: int, kv_heads: int, head_dim: int) -> Iterator[mesh_.Finding]:
+def _projection(placement: Placement, heads: int, kv_heads: int, head_dim: int) -> Iterator[Finding]:
     """One parameter of an attention module: do its pieces end between heads?"""
     packed_size = (heads + 2 * kv_heads) * head_dim
     is_packed = _PACKED.search(placement.name) is not None
@@ -89,31 +89,31 @@ def _projection(placement: mesh_.Placement, heads: int, kv_heads: int, head_dim:
             yield _uneven(placement, dim, f"{count} heads of {head_dim}", shards, count)
 
 
-def _packed(placement: mesh_.Placement, parts: int, names: str) -> Iterator[mesh_.Finding]:
+def _packed(placement: Placement, parts: int, names: str) -> Iterator[Finding]:
     for dim, (size, shards) in enumerate(_split_dims(placement)):
         if shards == 1 or size % parts:
             continue
         if (size // parts) % shards:
             what = f"{placement.name!r}: dim {dim} packs {names}, {size // parts} each, which {shards} shards do not divide"
-            yield mesh_.Finding("packed", what, f"split over an axis whose size divides {size // parts}, or replicate it")
+            yield Finding("packed", what, f"split over an axis whose size divides {size // parts}, or replicate it")
         else:
             what = (
                 f"{placement.name!r}: dim {dim} packs {names}; split in {shards}, a device's piece crosses them, unless heads lie outermost"
             )
-            yield mesh_.Finding("packed", what, "expect a reshuffle of activations, or use separate weights", is_error=False)
+            yield Finding("packed", what, "expect a reshuffle of activations, or use separate weights", is_error=False)
 
 
-def _uneven(placement: mesh_.Placement, dim: int, what: str, shards: int, count: int) -> mesh_.Finding:
+def _uneven(placement: Placement, dim: int, what: str, shards: int, count: int) -> Finding:
     text = f"{placement.name!r}: dim {dim} holds {what}, its axes make {shards} shards, so a head lies on several devices"
-    return mesh_.Finding("heads", text, f"split it over an axis whose size divides {count}, or replicate it")
+    return Finding("heads", text, f"split it over an axis whose size divides {count}, or replicate it")
 
 
-def _split_dims(placement: mesh_.Placement) -> list[tuple[int, int]]:
+def _split_dims(placement: Placement) -> list[tuple[int, int]]:
     """(size, number of shards) of each dim."""
     return [(size, size // piece if piece else 1) for size, piece in zip(placement.shape, _piece(placement), strict=True)]
 
 
-def _piece(placement: mesh_.Placement) -> tuple[int, ...]:
+def _piece(placement: Placement) -> tuple[int, ...]:
     return placement.sharding.shard_shape(placement.shape)
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, Rule, Rules, ShardingSpec
 from spmd.base._errors import SpmdError, message
 from spmd.sharding._constraint import constrain
 
@@ -48,7 +48,7 @@ class Plan:
         borders: module and what happens to values at its border.
     """
 
-    rules: mesh_.Rules
+    rules: Rules
     borders: tuple[tuple[nn.Module, Border], ...] = ()
 
 
@@ -62,7 +62,7 @@ class Border:
         outputs: of the outputs in order.
     """
 
-    mesh: mesh_.Mesh
+    mesh: Mesh
     axis: str
     inputs: tuple[Placement | None, ...] = ()
     keywords: tuple[tuple[str, Placement | None], ...] = ()
@@ -93,10 +93,10 @@ class Border:
     def _value(self, value: Any, layout: Placement | None) -> Any:
         if layout is None or not isinstance(value, torch.Tensor) or value.device.type != "jax" or not value.dim():
             return value
-        spec = mesh_.ShardingSpec(self.mesh, self.spec(layout, tuple(value.shape)))
+        spec = ShardingSpec(self.mesh, self.spec(layout, tuple(value.shape)))
         return constrain(value, spec, spec if value.is_floating_point() else None)
 
-    def spec(self, layout: Placement, shape: tuple[int, ...]) -> mesh_.PartitionSpec:
+    def spec(self, layout: Placement, shape: tuple[int, ...]) -> PartitionSpec:
         """The plan's axis where the layout says, the mesh's other axes on dim 0 (the batch) as far as they divide it."""
         entries: list[Any] = [[] for _ in shape]
         size = shape[0]
@@ -106,10 +106,10 @@ class Border:
                 entries[0].append(axis)
         if isinstance(layout, Shard):
             entries[layout.dim].append(self.axis)
-        return mesh_.PartitionSpec(*(tuple(axes) if axes else None for axes in entries))
+        return PartitionSpec(*(tuple(axes) if axes else None for axes in entries))
 
 
-def dtensor_plan(model: nn.Module, mesh: mesh_.Mesh, plan: Mapping[str, ParallelStyle], axis: str) -> Plan:
+def dtensor_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle], axis: str) -> Plan:
     """A plan for `parallelize_module`, over one axis of the mesh.
 
     Raises:
@@ -118,7 +118,7 @@ def dtensor_plan(model: nn.Module, mesh: mesh_.Mesh, plan: Mapping[str, Parallel
     rules: list[Any] = []
     borders: list[tuple[nn.Module, Border]] = []
     for key, style in plan.items():
-        anchored = mesh_.Rule(f"^{key}", None)
+        anchored = Rule(f"^{key}", None)
         modules = [(name, module) for name, module in model.named_modules() if name == key or anchored.matches(name)]
         kind = _STYLES.get(type(style))
         if kind is None:
@@ -128,7 +128,7 @@ def dtensor_plan(model: nn.Module, mesh: mesh_.Mesh, plan: Mapping[str, Parallel
         borders.extend((module, border) for _, module in modules if border.inputs or border.keywords or border.outputs)
         if held is not None or not modules:
             rules.extend(_parameter_rules(f"^{key}" if key else "^", [m for _, m in modules], held or _WHOLE, axis))
-    return Plan(mesh_.Rules(*rules), tuple(borders))
+    return Plan(Rules(*rules), tuple(borders))
 
 
 def hugging_face_plan(model: nn.Module, plan: Mapping[str, str], axis: str) -> Plan:
@@ -142,13 +142,13 @@ def hugging_face_plan(model: nn.Module, plan: Mapping[str, str], axis: str) -> P
     for key, style in plan.items():
         if style not in HUGGING_FACE:
             raise SpmdError(message(f"{key!r} has style {style!r}", f"known: {', '.join(HUGGING_FACE)}", fix="write a rule for it"))
-        rule = mesh_.Rule(key, None)
+        rule = Rule(key, None)
         held = [module for name, module in modules.items() if name and rule.matches(name)]
         if not held and any(rule.matches(name) for name in parameters):
             rules.append((key, BySide(HUGGING_FACE[style], axis, transposed=False)))
         elif held or key in ("lm_head", "score"):  # plans of a family name heads that a model may lack
             rules.extend(_parameter_rules(key, held, HUGGING_FACE[style], axis))
-    return Plan(mesh_.Rules(*rules))
+    return Plan(Rules(*rules))
 
 
 def automatic_plan(model: nn.Module) -> dict[str, str]:
@@ -178,7 +178,7 @@ def _parameter_rules(key: str, modules: list[nn.Module], side: str, axis: str) -
     if not modules:
         return [(f"{key}{separator}weight", BySide(side, axis, transposed=False))]
     if side == _WHOLE:
-        return [mesh_.Rule(f"{key}{separator}**", None, is_optional=True)]
+        return [Rule(f"{key}{separator}**", None, is_optional=True)]
     transposed = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) or type(m).__name__ == "Conv1D" for m in modules)
     names = dict.fromkeys(name for module in modules for name, _ in module.named_parameters(recurse=False))
     return [(f"{key}{separator}{name}", BySide(side, axis, transposed)) for name in names]
@@ -195,12 +195,12 @@ class BySide:
     axis: str
     transposed: bool
 
-    def __call__(self, name: str, shape: tuple[int, ...], mesh: mesh_.Mesh) -> mesh_.PartitionSpec | None:
+    def __call__(self, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec | None:
         if self.side == _WHOLE or (self.side == _ROW and len(shape) < 2):
             return None
         outputs_last = self.transposed or len(shape) < 2
         dim = len(shape) - 1 if (self.side == _COLUMN) == outputs_last else len(shape) - 2
-        return mesh_.PartitionSpec(*(self.axis if d == dim else None for d in range(len(shape))))
+        return PartitionSpec(*(self.axis if d == dim else None for d in range(len(shape))))
 
     def __str__(self) -> str:
         return f"{self.side} over {self.axis!r}"
@@ -218,39 +218,39 @@ def _redistributed(given: Any, wanted: Any) -> tuple[Placement | None, ...]:
     return changed if any(layout is not None for layout in changed) else ()
 
 
-def _column_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+def _column_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
     outputs = () if style.output_layouts == (Shard(-1),) else _layouts(style.output_layouts)
     return _COLUMN, Border(mesh, axis, _redistributed(style.input_layouts, (Replicate(),)), (), outputs)
 
 
-def _row_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+def _row_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
     is_tokens = style.input_layouts == (Replicate(),)  # an embedding's ids, or an input to split: the weight says so
     inputs = () if is_tokens else _redistributed(style.input_layouts, (Shard(-1),))
     return _ROW, Border(mesh, axis, inputs, (), _layouts(style.output_layouts))
 
 
-def _sequence_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+def _sequence_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
     return _WHOLE, Border(mesh, axis, style.sequence_sharding, (), style.sequence_sharding)
 
 
-def _input_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+def _input_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
     inputs = () if style.input_layouts is None else _redistributed(style.input_layouts, style.desired_input_layouts)
     given, wanted = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
     return None, Border(mesh, axis, inputs, tuple((k, wanted[k]) for k in given if given[k] != wanted[k]))
 
 
-def _output_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+def _output_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
     return None, Border(mesh, axis, outputs=_redistributed(style.output_layouts, style.desired_output_layouts))
 
 
-def _both_style(style: Any, mesh: mesh_.Mesh, axis: str) -> tuple[str | None, Border]:
+def _both_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
     _, entering = _input_style(style.prepare_module_input, mesh, axis)
     _, leaving = _output_style(style.prepare_module_output, mesh, axis)
     return None, Border(mesh, axis, entering.inputs, entering.keywords, leaving.outputs)
 
 
 _STYLES = cast(
-    "dict[type[ParallelStyle], Callable[[Any, mesh_.Mesh, str], tuple[str | None, Border]]]",
+    "dict[type[ParallelStyle], Callable[[Any, Mesh, str], tuple[str | None, Border]]]",
     {
         ColwiseParallel: _column_style,
         RowwiseParallel: _row_style,

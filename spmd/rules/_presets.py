@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-import mesh as mesh_
+from mesh import Mesh, Rules
 from spmd.base._errors import SpmdError, message
 
 MODEL_AXES = ("model", "tensor", "tp")
@@ -36,12 +36,12 @@ class Family:
     pattern: str
     lines: Callable[[str, Sequence[str]], Lines]
 
-    def rules(self, axis: str, names: Sequence[str]) -> mesh_.Rules:
+    def rules(self, axis: str, names: Sequence[str]) -> Rules:
         """The rules; one that fits no name of this model is no mistake."""
-        return mesh_.Rules(*(replace(rule, is_optional=True) for rule in mesh_.Rules(*self.lines(axis, names))))
+        return Rules(*(replace(rule, is_optional=True) for rule in Rules(*self.lines(axis, names))))
 
 
-Preset: TypeAlias = Callable[[nn.Module, mesh_.Mesh], Any]
+Preset: TypeAlias = Callable[[nn.Module, Mesh], Any]
 
 _own: dict[str, Preset] = {}
 
@@ -65,7 +65,7 @@ def register_preset(name: str) -> Callable[[Preset], Preset]:
     return register
 
 
-def preset(name: str, model: nn.Module, mesh: mesh_.Mesh, axis: str | None = None) -> mesh_.Rules:
+def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> Rules:
     """The rules that a string names.
 
     Args:
@@ -80,10 +80,10 @@ def preset(name: str, model: nn.Module, mesh: mesh_.Mesh, axis: str | None = Non
     if not wanted or wanted - {"megatron", "fsdp", *own} or len(wanted - {"fsdp"}) > 1:
         known = ["megatron", "fsdp", "fsdp+megatron", "auto", *_own]
         raise SpmdError(message(f"{name!r} names no rules", f"known: {', '.join(map(repr, known))}", fix="write one of these"))
-    rules = mesh_.Rules()
+    rules = Rules()
     if own:
         made = _own[own[0]](model, mesh)
-        rules = made if isinstance(made, mesh_.Rules) else mesh_.Rules(*made)
+        rules = made if isinstance(made, Rules) else Rules(*made)
     if "megatron" in wanted:
         rules = family_of(model).rules(axis or megatron_axis(mesh), _names(model))
     return rules.split_further(fsdp_axis(mesh), frozenset(_names(model))) if "fsdp" in wanted else rules
@@ -112,17 +112,17 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def megatron_axis(mesh: mesh_.Mesh) -> str:
+def megatron_axis(mesh: Mesh) -> str:
     """The axis for tensor parallelism: the one so named, or the mesh's only one."""
     return _axis(mesh, MODEL_AXES, "tensor parallelism")
 
 
-def fsdp_axis(mesh: mesh_.Mesh) -> str:
+def fsdp_axis(mesh: Mesh) -> str:
     """The axis over which FSDP splits: the one so named, or the mesh's only one."""
     return _axis(mesh, FSDP_AXES, "FSDP")
 
 
-def _axis(mesh: mesh_.Mesh, names: Sequence[str], purpose: str) -> str:
+def _axis(mesh: Mesh, names: Sequence[str], purpose: str) -> str:
     if len(mesh.axis_names) == 1:
         return mesh.axis_names[0]
     for name in names:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-import mesh as mesh_
+from mesh import LARGE_BYTES, Mesh, Rule, Rules, RulesReport, Sized, SpecFunction, rules_report
 from spmd.base._errors import SpmdError, message
 from spmd.rules._heads import head_findings
 from spmd.rules._parallel_plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
@@ -17,7 +17,7 @@ from spmd.sharding._annotate import as_mesh, mark_sharding
 from spmd.sharding._dtensor_placements import is_placements, spec_of_placements
 
 ParameterFunction: TypeAlias = Callable[[str, torch.Tensor], Any]
-RulesLike: TypeAlias = mesh_.Rules | Sequence[tuple[Any, Any]] | Mapping[Any, Any] | ParameterFunction | str
+RulesLike: TypeAlias = Rules | Sequence[tuple[Any, Any]] | Mapping[Any, Any] | ParameterFunction | str
 
 
 def shard_module(
@@ -27,8 +27,8 @@ def shard_module(
     *,
     strict: bool = True,
     axis: str | None = None,
-    large_bytes: int = mesh_.LARGE_BYTES,
-) -> mesh_.RulesReport:
+    large_bytes: int = LARGE_BYTES,
+) -> RulesReport:
     """Mark every parameter and buffer of `model` by rules; what no rule names is replicated.
 
     Args:
@@ -54,7 +54,7 @@ def shard_module(
     """
     mesh = as_mesh(mesh)
     plan = rules_for(model, mesh, rules, axis)
-    report = mesh_.rules_report(sized_tensors(model), mesh, plan.rules, large_bytes)
+    report = rules_report(sized_tensors(model), mesh, plan.rules, large_bytes)
     report = report.with_findings(head_findings(model, report))
     if strict:
         report.raise_errors()
@@ -66,20 +66,20 @@ def shard_module(
     return report
 
 
-def rules_for(model: nn.Module, mesh: mesh_.Mesh, rules: RulesLike, axis: str | None = None) -> Plan:
+def rules_for(model: nn.Module, mesh: Mesh, rules: RulesLike, axis: str | None = None) -> Plan:
     """What a user may pass as `rules`, as `mesh.Rules` and layouts at module borders."""
     if isinstance(rules, str):
         if rules != "auto":
             return Plan(preset(rules, model, mesh, axis))
         rules = automatic_plan(model)
-    if isinstance(rules, mesh_.Rules):
+    if isinstance(rules, Rules):
         return Plan(rules)
     if isinstance(rules, Mapping):
         return _from_mapping(model, mesh, rules, axis)
     if callable(rules):
-        return Plan(mesh_.Rules(mesh_.Rule("**", _of_parameter(rules, dict(named_tensors(model)), mesh), is_optional=True)))
+        return Plan(Rules(Rule("**", _of_parameter(rules, dict(named_tensors(model)), mesh), is_optional=True)))
     if isinstance(rules, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return Plan(mesh_.Rules(*(_with_placements(pair) for pair in rules)))
+        return Plan(Rules(*(_with_placements(pair) for pair in rules)))
     raise SpmdError(
         message(
             f"rules of type {type(rules).__name__} are not understood",
@@ -88,7 +88,7 @@ def rules_for(model: nn.Module, mesh: mesh_.Mesh, rules: RulesLike, axis: str | 
     )
 
 
-def _from_mapping(model: nn.Module, mesh: mesh_.Mesh, rules: Mapping[Any, Any], axis: str | None) -> Plan:
+def _from_mapping(model: nn.Module, mesh: Mesh, rules: Mapping[Any, Any], axis: str | None) -> Plan:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     styles = {key: value for key, value in rules.items() if isinstance(value, ParallelStyle)}
@@ -99,7 +99,7 @@ def _from_mapping(model: nn.Module, mesh: mesh_.Mesh, rules: Mapping[Any, Any], 
         return dtensor_plan(model, mesh, styles, axis or megatron_axis(mesh))
     if names:
         return hugging_face_plan(model, names, axis or megatron_axis(mesh))
-    return Plan(mesh_.Rules(*(_with_placements(pair) for pair in rules.items())))
+    return Plan(Rules(*(_with_placements(pair) for pair in rules.items())))
 
 
 def _with_placements(pair: Any) -> Any:
@@ -110,8 +110,8 @@ def _with_placements(pair: Any) -> Any:
     return pair
 
 
-def _of_parameter(function: ParameterFunction, tensors: dict[str, torch.Tensor], mesh: mesh_.Mesh) -> mesh_.SpecFunction:
-    def spec(name: str, shape: tuple[int, ...], mesh: mesh_.Mesh) -> Any:
+def _of_parameter(function: ParameterFunction, tensors: dict[str, torch.Tensor], mesh: Mesh) -> SpecFunction:
+    def spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> Any:
         found = function(name, tensors[name])
         return spec_of_placements(found, len(shape), mesh.axis_names) if is_placements(found) else found
 
@@ -123,16 +123,14 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def sized_tensors(model: nn.Module) -> dict[str, mesh_.Sized]:
+def sized_tensors(model: nn.Module) -> dict[str, Sized]:
     """Names, shapes and element sizes of a model's parameters and buffers, tied names together."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(id(tensor), []).append(name)
     buffers = {id(tensor) for tensor in model.buffers()}
     return {
-        name: mesh_.Sized(
-            tuple(tensor.shape), tensor.element_size(), tuple(n for n in aliases[id(tensor)] if n != name), id(tensor) in buffers
-        )
+        name: Sized(tuple(tensor.shape), tensor.element_size(), tuple(n for n in aliases[id(tensor)] if n != name), id(tensor) in buffers)
         for name, tensor in named_tensors(model)
     }
 

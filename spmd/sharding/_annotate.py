@@ -13,7 +13,7 @@ import jax
 import torch
 from packaging.version import Version
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, SpecLike
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer
@@ -29,7 +29,7 @@ IN_GRAPHS = Version(torch.__version__) >= Version("2.12.0.dev0")
 
 
 def mark_sharding(
-    tensor: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike, *, uneven: Literal["pad", "error"] = "pad"
+    tensor: torch.Tensor, mesh: Any, partition_spec: SpecLike, *, uneven: Literal["pad", "error"] = "pad"
 ) -> XLAShardedTensor:
     """Lay `tensor` out over `mesh`, in place, and return it.
 
@@ -89,8 +89,8 @@ def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Lite
     if not IN_GRAPHS:
         graph_break(msg="spmd.mark_sharding: a graph of torch 2.11 holds no mesh; fix: pip install 'torch>=2.12'")
         return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
-    if isinstance(mesh, mesh_.Mesh) and isinstance(partition_spec, mesh_.PartitionSpec | tuple | list):
-        return torch.ops.spmd.mark_sharding_(tensor, mesh_.ShardingSpec(mesh, partition_spec), uneven)
+    if isinstance(mesh, Mesh) and isinstance(partition_spec, PartitionSpec | tuple | list):
+        return torch.ops.spmd.mark_sharding_(tensor, ShardingSpec(mesh, partition_spec), uneven)
     graph_break(
         msg="spmd.mark_sharding: a graph holds no mesh and no spec of jax's or DTensor's; "
         "fix: before the compiled function, m = mesh.Mesh.from_jax(jax_mesh); specs are tuples"
@@ -120,7 +120,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     if spec is not None and recording.get() is None and not is_tracer(buffer.value):
         buffer.annotation = None
         if buffer.value is not None:
-            buffer.place(mesh_.ShardingSpec(spec.mesh, (None,) * len(buffer.shape)).to_jax())
+            buffer.place(ShardingSpec(spec.mesh, (None,) * len(buffer.shape)).to_jax())
     return become_plain(t)
 
 
@@ -134,15 +134,15 @@ def wrap_if_sharded(x: Any) -> Any:
     return x.as_subclass(XLAShardedTensor) if buffer.annotation is not None or in_pieces else x
 
 
-def as_mesh(mesh: Any) -> mesh_.Mesh:
+def as_mesh(mesh: Any) -> Mesh:
     """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh` (ranks are device positions)."""
-    if isinstance(mesh, mesh_.Mesh):
+    if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
-        return mesh_.Mesh.from_jax(mesh)
+        return Mesh.from_jax(mesh)
     if type(mesh).__name__ == "DeviceMesh":
         names = mesh.mesh_dim_names
-        return mesh_.Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), tuple(names) if names else None)
+        return Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), tuple(names) if names else None)
     raise SpmdError(
         message(
             f"mark_sharding needs a mesh, got {type(mesh).__name__}",
@@ -153,11 +153,11 @@ def as_mesh(mesh: Any) -> mesh_.Mesh:
 
 def checked_spec(
     tensor: torch.Tensor,
-    grid: mesh_.Mesh,
-    partition_spec: mesh_.SpecLike,
+    mesh: Mesh,
+    partition_spec: SpecLike,
     uneven: Literal["pad", "error"] = "pad",
     devices: tuple[str, ...] = ("jax",),
-) -> mesh_.ShardingSpec:
+) -> ShardingSpec:
     """The layout that `tensor` is to get.
 
     Raises:
@@ -173,16 +173,16 @@ def checked_spec(
             )
         )
     try:
-        spec = mesh_.ShardingSpec(grid, partition_spec)
+        spec = ShardingSpec(mesh, partition_spec)
         spec.validate(tuple(tensor.shape), uneven=uneven)
         return spec
-    except mesh_.SpecError as error:
+    except SpecError as error:
         name = name_of(tensor)
         try:
-            mesh_.ShardingSpec(grid, partition_spec).validate(tuple(tensor.shape), name, uneven)
-        except mesh_.SpecError as named:
+            ShardingSpec(mesh, partition_spec).validate(tuple(tensor.shape), name, uneven)
+        except SpecError as named:
             text = str(named) if name in str(named) else f"{name} cannot be sharded by {partition_spec!r}: {named}"
-            raise mesh_.SpecError(text) from error
+            raise SpecError(text) from error
         raise
 
 

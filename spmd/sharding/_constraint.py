@@ -11,19 +11,19 @@ from typing import Any
 import jax
 import torch
 
-import mesh as mesh_
+from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import is_tracer
 from spmd.device._storage import buffer_of, load, recording, wrap
 from spmd.sharding._tensor import XLAShardedTensor, become_sharded
 
 
-def constrain(tensor: torch.Tensor, value: mesh_.ShardingSpec, gradient: mesh_.ShardingSpec | None) -> XLAShardedTensor:
+def constrain(tensor: torch.Tensor, value: ShardingSpec, gradient: ShardingSpec | None) -> XLAShardedTensor:
     """A new tensor with the values of `tensor`, laid out by `value`; its gradient by `gradient` (None: as it comes)."""
     return become_sharded(_Constrained.apply(tensor, value, gradient))  # pyright: ignore[reportArgumentType]
 
 
-def placed(array: Any, sharding: mesh_.ShardingSpec | None) -> Any:
+def placed(array: Any, sharding: ShardingSpec | None) -> Any:
     """An array or tracer laid out by `sharding`."""
     if sharding is None:
         return array
@@ -38,7 +38,7 @@ class _Constrained(torch.autograd.Function):
     """Identity with a layout on the way there and one on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, value: mesh_.ShardingSpec, gradient: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, value: ShardingSpec, gradient: Any) -> torch.Tensor:
         ctx.gradient = gradient
         if recording.get() is not None or is_tracer(buffer_of(tensor).value):
             return wrap(placed(load(tensor), value))

@@ -10,11 +10,11 @@ from typing import Any, TypeGuard
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-import mesh as mesh_
+from mesh import PartitionSpec, ShardingSpec, SpecError, entry_axes
 from spmd.base._errors import message
 
 
-class PlacementError(mesh_.SpecError):
+class PlacementError(SpecError):
     """Placements that lay out no tensor of this rank over this mesh."""
 
 
@@ -33,7 +33,7 @@ def is_placements(value: Any) -> TypeGuard[Sequence[Placement]]:
 
 def spec_of_placements(
     placements: Sequence[Placement], rank: int, axis_names: Sequence[str], name: Callable[[], str] = lambda: "the tensor"
-) -> mesh_.PartitionSpec:
+) -> PartitionSpec:
     """The spec that lays a tensor of `rank` dims out as the placements do.
 
     Several axes on one dim split it in mesh order, the first slowest, as DTensor does.
@@ -67,12 +67,12 @@ def spec_of_placements(
             axes[placement.dim].append(axis)
         elif not isinstance(placement, Replicate):
             raise PlacementError(message(f"{placement} on axis {axis!r} has no spec", fix="use Shard(dim) or Replicate()"))
-    return mesh_.PartitionSpec(*(tuple(names) if len(names) > 1 else names[0] if names else None for names in axes))
+    return PartitionSpec(*(tuple(names) if len(names) > 1 else names[0] if names else None for names in axes))
 
 
-def placements_of(spec: mesh_.ShardingSpec) -> tuple[Placement, ...]:
+def placements_of(spec: ShardingSpec) -> tuple[Placement, ...]:
     """The placements that mean the same as `spec`, one per mesh axis."""
-    dim_of = {axis: dim for dim, entry in enumerate(spec.partition_spec) for axis in mesh_.entry_axes(entry)}
+    dim_of = {axis: dim for dim, entry in enumerate(spec.partition_spec) for axis in entry_axes(entry)}
     return tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in spec.mesh.axis_names)
 
 

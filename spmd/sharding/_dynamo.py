@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, ShardingSpec
 from spmd.base._torch import FakeTensor, FunctionalTensor, register_opaque_type
 from spmd.sharding._annotate import IN_GRAPHS, checked_spec, mark_sharding
 from spmd.sharding._constraint import constrain
 
-_NAMES = {kind.__name__: kind for kind in (mesh_.Mesh, mesh_.PartitionSpec, mesh_.ShardingSpec)}
+_NAMES = {kind.__name__: kind for kind in (Mesh, PartitionSpec, ShardingSpec)}
 _library: list[torch.library.Library] = []  # kept: its operators live as long as it does
 
 
@@ -31,7 +31,7 @@ def register() -> None:
         register_opaque_type(kind, typ="value")
     library = torch.library.Library("spmd", "DEF")
     _library.append(library)
-    spec = f"{mesh_.ShardingSpec.__module__}.{mesh_.ShardingSpec.__qualname__}"
+    spec = f"{ShardingSpec.__module__}.{ShardingSpec.__qualname__}"
     library.define(f"mark_sharding_(Tensor(a!) tensor, {spec} spec, str uneven) -> Tensor(a!)")
     library.impl("mark_sharding_", _mark_sharding, "CompositeImplicitAutograd")
     library.define(f"laid_out(Tensor tensor, {spec} spec) -> Tensor")
@@ -39,7 +39,7 @@ def register() -> None:
     library.impl("laid_out", lambda tensor, spec: torch.empty_like(tensor, memory_format=torch.contiguous_format), "Meta")
 
 
-def _mark_sharding(tensor: torch.Tensor, spec: mesh_.ShardingSpec, uneven: Any) -> torch.Tensor:
+def _mark_sharding(tensor: torch.Tensor, spec: ShardingSpec, uneven: Any) -> torch.Tensor:
     """The operator at its three times: captured by Dynamo, run, traced by AOTAutograd."""
     if isinstance(tensor, FakeTensor):
         checked_spec(tensor, spec.mesh, spec.partition_spec, uneven, devices=("jax", "cpu", "meta"))
@@ -57,9 +57,9 @@ def _mark_sharding(tensor: torch.Tensor, spec: mesh_.ShardingSpec, uneven: Any) 
 
 # How a constant is written in a graph's code.
 _TEXTS: dict[Any, Callable[[Any], str]] = {
-    mesh_.Mesh: lambda mesh: f"Mesh.from_string({mesh.to_string()!r})",
-    mesh_.PartitionSpec: repr,
-    mesh_.ShardingSpec: lambda spec: f"ShardingSpec(Mesh.from_string({spec.mesh.to_string()!r}), {spec.partition_spec!r})",
+    Mesh: lambda mesh: f"Mesh.from_string({mesh.to_string()!r})",
+    PartitionSpec: repr,
+    ShardingSpec: lambda spec: f"ShardingSpec(Mesh.from_string({spec.mesh.to_string()!r}), {spec.partition_spec!r})",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jax.sharding import NamedSharding
 
-import mesh as mesh_
+from mesh import Mesh, PartitionSpec, ShardingSpec, ShardingType
 from spmd.base._jax import is_tracer
 from spmd.device._arrays import is_readable
 from spmd.device._layout import annotation_of, hand_over
@@ -52,29 +52,29 @@ class XLAShardedTensor(torch.Tensor):
         return made if mesh_shape is None else cls._lay_out(made, mesh_shape, partition_spec)
 
     @property
-    def sharding_spec(self) -> mesh_.ShardingSpec | None:
+    def sharding_spec(self) -> ShardingSpec | None:
         """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
         return sharding_of(self)
 
     @property
-    def mesh(self) -> mesh_.Mesh | None:
+    def mesh(self) -> Mesh | None:
         """The mesh it is laid out over."""
         spec = self.sharding_spec
         return None if spec is None else spec.mesh
 
     @property
-    def partition_spec(self) -> mesh_.PartitionSpec | None:
+    def partition_spec(self) -> PartitionSpec | None:
         """One entry per dim: the mesh axis or axes that split it, or None."""
         spec = self.sharding_spec
         return None if spec is None else spec.partition_spec
 
     @property
-    def sharding_type(self) -> mesh_.ShardingType:
+    def sharding_type(self) -> ShardingType:
         """Replicated, tiled over all devices, tiled over some axes, ..."""
         spec = self.sharding_spec
         if spec is None:
-            return mesh_.ShardingType.UNKNOWN
-        return mesh_.ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
+            return ShardingType.UNKNOWN
+        return ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
 
     @property
     def global_tensor(self) -> torch.Tensor:
@@ -181,7 +181,7 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ign
         return plain.__reduce_ex__(protocol)
 
 
-def sharding_of(tensor: torch.Tensor) -> mesh_.ShardingSpec | None:
+def sharding_of(tensor: torch.Tensor) -> ShardingSpec | None:
     """How a tensor lies: its annotation, else what its value's own layout says, else None; off the device what it remembers."""
     if tensor.device.type != "jax":
         return annotation_of(tensor)
@@ -191,10 +191,10 @@ def sharding_of(tensor: torch.Tensor) -> mesh_.ShardingSpec | None:
     value = load(tensor)
     if is_tracer(value) or not isinstance(value.sharding, NamedSharding):
         return None
-    return mesh_.ShardingSpec.from_jax(value.sharding, tensor.dim())
+    return ShardingSpec.from_jax(value.sharding, tensor.dim())
 
 
-def _laid_out_like(grad: torch.Tensor, annotation: mesh_.ShardingSpec | None) -> torch.Tensor:
+def _laid_out_like(grad: torch.Tensor, annotation: ShardingSpec | None) -> torch.Tensor:
     buffer = buffer_of(grad) if grad.device.type == "jax" else None
     if annotation is None or buffer is None or buffer.annotation is not None or buffer.dropped is not None:
         return grad

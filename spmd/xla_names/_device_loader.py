@@ -17,7 +17,7 @@ from typing import Any, cast
 import jax
 import torch
 
-import mesh as mesh_
+from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import ShardError, SpmdError, message
 from spmd.base._torch import pytree
@@ -25,7 +25,7 @@ from spmd.device._storage import buffer_of, wrap
 from spmd.sharding._annotate import mark_sharding
 from spmd.sharding._tensor import become_sharded
 
-InputSharding = mesh_.ShardingSpec | Mapping[str, "mesh_.ShardingSpec | None"]
+InputSharding = ShardingSpec | Mapping[str, "ShardingSpec | None"]
 
 
 class MpDeviceLoader:
@@ -97,7 +97,7 @@ def _mapped(batch: Mapping[Any, Any], fn: Callable[[Any, Any], Any]) -> Mapping[
     return made
 
 
-def _on_device(tensor: torch.Tensor, spec: mesh_.ShardingSpec | None) -> torch.Tensor:
+def _on_device(tensor: torch.Tensor, spec: ShardingSpec | None) -> torch.Tensor:
     if spec is None or tensor.dim() != len(spec.partition_spec):
         return tensor.to("jax")
     if spec.minibatch:
@@ -105,7 +105,7 @@ def _on_device(tensor: torch.Tensor, spec: mesh_.ShardingSpec | None) -> torch.T
     return mark_sharding(tensor.to("jax"), spec.mesh, spec.partition_spec)
 
 
-def _from_part(tensor: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
+def _from_part(tensor: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
     """The global batch whose part on this host is `tensor`: dim 0 has the parts of all hosts in order."""
     local, hosts = jax.local_device_count(), jax.process_count()
     if tensor.shape[0] % local:

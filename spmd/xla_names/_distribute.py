@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import Replicate
 
-import mesh as mesh_
+from mesh import Mesh, ShardingSpec, SpecError, split_largest_dim
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import buffer_of
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
@@ -29,7 +29,7 @@ from spmd.xla_names._functional import mark_sharding_with_gradients
 from spmd.xla_names._global_mesh import mesh_or_global
 
 
-def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> mesh_.ShardingSpec:
+def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> ShardingSpec:
     """The ShardingSpec that means the same as DTensor placements, one per mesh axis; None: replicated.
 
     Raises:
@@ -109,7 +109,7 @@ def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
     for parameter in mod.parameters(recurse=False):
         if buffer_of(parameter).annotation is None:
             whole = (None,) * parameter.dim()
-            mark_sharding(parameter, mesh, mesh_.split_largest_dim(whole, parameter.shape, mesh, mesh.axis_names))
+            mark_sharding(parameter, mesh, split_largest_dim(whole, parameter.shape, mesh, mesh.axis_names))
 
 
 def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -142,10 +142,10 @@ def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     return placements_of(_spec_of(t))
 
 
-def _spec_of(t: torch.Tensor) -> mesh_.ShardingSpec:
+def _spec_of(t: torch.Tensor) -> ShardingSpec:
     spec = t.sharding_spec if isinstance(t, XLAShardedTensor) else None
     if spec is None:
-        raise mesh_.SpecError(message(f"{name_of(t)} has no sharding, so no placements", fix="mark it first, or pass device_mesh="))
+        raise SpecError(message(f"{name_of(t)} has no sharding, so no placements", fix="mark it first, or pass device_mesh="))
     return spec
 
 
@@ -158,7 +158,7 @@ def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:
     """`XLAShardedTensor(t, mesh, layout)`: a mesh or its shape, a spec or placements."""
     if isinstance(mesh, tuple | list | torch.Size):
         shape = [int(size) for size in mesh]
-        mesh = mesh_.Mesh(range(math.prod(shape)), shape)
+        mesh = Mesh(range(math.prod(shape)), shape)
     if layout is None or any(hasattr(entry, "is_shard") for entry in layout):
         spec = spec_from_placements(t, mesh, layout)
         return mark_sharding(t, spec.mesh, spec.partition_spec)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import mesh as mesh_
+from mesh import Mesh, SpecError, split_largest_dim
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import buffer_of
 from spmd.sharding._annotate import as_mesh, mark_sharding
@@ -21,7 +21,7 @@ from spmd.xla_names._barrier import apply_backward_optimization_barrier
 from spmd.xla_names._global_mesh import mesh_or_global
 
 AXIS = "fsdp"
-ShardOutput = Callable[[Any, mesh_.Mesh], None]
+ShardOutput = Callable[[Any, Mesh], None]
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
@@ -55,7 +55,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         mesh = as_mesh(mesh_or_global(mesh, "SpmdFullyShardedDataParallel"))
         for axis in (AXIS, *([extra_data_axis] if extra_data_axis else [])):
             if axis not in mesh.axis_names:
-                raise mesh_.SpecError(
+                raise SpecError(
                     message(f"{mesh} has no axis '{axis}'", f"axes: {', '.join(mesh.axis_names)}", fix=f"name one axis '{axis}'")
                 )
         super().__init__()
@@ -72,7 +72,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         for parameter in module.parameters():
             if buffer_of(parameter).annotation is None:
                 whole = (None,) * parameter.dim()
-                mark_sharding(parameter, mesh, mesh_.split_largest_dim(whole, parameter.shape, mesh, AXIS))
+                mark_sharding(parameter, mesh, split_largest_dim(whole, parameter.shape, mesh, AXIS))
         apply_backward_optimization_barrier(module)
 
     @property
@@ -95,7 +95,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self._orig_module[key]  # pyright: ignore[reportIndexIssue]
 
-    def _shard_first_tensor(self, output: Any, mesh: mesh_.Mesh) -> None:
+    def _shard_first_tensor(self, output: Any, mesh: Mesh) -> None:
         first = output if isinstance(output, torch.Tensor) else output[0] if isinstance(output, tuple) and output else None
         if not isinstance(first, torch.Tensor):
             raise SpmdError(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from jax.experimental.shard_alike import shard_alike
 
-import mesh as mesh_
+from mesh import SpecLike
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.device._call_jax import call_jax
@@ -23,7 +23,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def mark_sharding_with_gradients(t: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> XLAShardedTensor:
+def mark_sharding_with_gradients(t: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> XLAShardedTensor:
     """`t` laid out over `mesh` as a new tensor, whose gradient is laid out alike in the backward pass.
 
     Args:
@@ -38,7 +38,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Any, partition_spec: mes
     return constrain(t, spec, spec)
 
 
-def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> XLAShardedTensor:
+def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> XLAShardedTensor:
     """`t` for the operations that follow, constrained to another layout; where `t` itself lies does not change.
 
     Use what it returns: a parameter marked for storage is gathered or split in another way for one kernel. Gradients come back

@@ -6,29 +6,29 @@ spmd.get_global_mesh()                              # Mesh(data=8)
 
 from __future__ import annotations
 
-import mesh as mesh_
+from mesh import Mesh, device_count
 from spmd.base._errors import SpmdError, message
 
-_current: list[mesh_.Mesh] = []  # of at most one; not a ContextVar: threads that load data see it too
+_current: list[Mesh] = []  # of at most one; not a ContextVar: threads that load data see it too
 
 
-def set_global_mesh(mesh: mesh_.Mesh) -> None:
+def set_global_mesh(mesh: Mesh) -> None:
     """Make `mesh` the process's current mesh."""
     _current[:] = [mesh]
 
 
-def get_global_mesh() -> mesh_.Mesh | None:
+def get_global_mesh() -> Mesh | None:
     """The process's current mesh, or None if none was set."""
     return _current[0] if _current else None
 
 
-def get_1d_mesh(axis_name: str | None = None) -> mesh_.Mesh:
+def get_1d_mesh(axis_name: str | None = None) -> Mesh:
     """All devices along one axis, called `axis_name` ("0" without one)."""
-    count = mesh_.device_count()
-    return mesh_.Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
+    count = device_count()
+    return Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
 
 
-def mesh_or_global(mesh: mesh_.Mesh | None, what: str) -> mesh_.Mesh:
+def mesh_or_global(mesh: Mesh | None, what: str) -> Mesh:
     """`mesh`, else the current one; SpmdError naming `what` if there is neither."""
     found = get_global_mesh() if mesh is None else mesh
     if found is None:

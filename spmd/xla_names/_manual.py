@@ -19,7 +19,7 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-import mesh as mesh_
+from mesh import Mesh, ShardingSpec, ShardingType, SpecLike
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracer
@@ -34,8 +34,8 @@ class ManualTensor(XLAShardedTensor):
     """One device's piece of a tensor, on each device its own. Has no global value: reading it on the host is an error."""
 
     @property
-    def sharding_type(self) -> mesh_.ShardingType:
-        return mesh_.ShardingType.MANUAL
+    def sharding_type(self) -> ShardingType:
+        return ShardingType.MANUAL
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,20 +51,20 @@ class ManualTensor(XLAShardedTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ManualTensor({str(self.dtype).removeprefix('torch.')}{list(self.shape)}, mesh={self.manual_mesh})"
 
-    manual_mesh: mesh_.Mesh
+    manual_mesh: Mesh
 
 
 _READS = (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__float__)
 
 
-def as_manual(tensor: torch.Tensor, mesh: mesh_.Mesh) -> ManualTensor:
+def as_manual(tensor: torch.Tensor, mesh: Mesh) -> ManualTensor:
     """`tensor` itself as a manual tensor over `mesh`."""
     tensor.__class__ = ManualTensor
     tensor.manual_mesh = mesh  # pyright: ignore[reportAttributeAccessIssue]
     return tensor  # pyright: ignore[reportReturnType]
 
 
-def enable_manual_sharding(t: torch.Tensor, partition_spec: mesh_.SpecLike, *, mesh: Any = None) -> ManualTensor:
+def enable_manual_sharding(t: torch.Tensor, partition_spec: SpecLike, *, mesh: Any = None) -> ManualTensor:
     """Each device's own piece of `t`, laid out by `partition_spec`, as a tensor of the piece's shape.
 
     Args:
@@ -79,9 +79,7 @@ def enable_manual_sharding(t: torch.Tensor, partition_spec: mesh_.SpecLike, *, m
     return as_manual(_Cut.apply(t, checked_spec(t, mesh, partition_spec)), mesh)  # pyright: ignore[reportArgumentType]
 
 
-def disable_manual_sharding(
-    t: torch.Tensor, partition_spec: mesh_.SpecLike, full_shape: Sequence[int], *, mesh: Any = None
-) -> XLAShardedTensor:
+def disable_manual_sharding(t: torch.Tensor, partition_spec: SpecLike, full_shape: Sequence[int], *, mesh: Any = None) -> XLAShardedTensor:
     """The global tensor that the devices' pieces `t` make up by `partition_spec`.
 
     Args:
@@ -94,7 +92,7 @@ def disable_manual_sharding(
         SpmdError: `t` is no manual tensor, or its pieces do not make up `full_shape`.
     """
     mesh = as_mesh(mesh_or_global(mesh, "disable_manual_sharding"))
-    spec = mesh_.ShardingSpec(mesh, partition_spec)
+    spec = ShardingSpec(mesh, partition_spec)
     if not isinstance(t, ManualTensor):
         raise SpmdError(
             message("disable_manual_sharding was given a tensor that is not manual", fix="pass what enable_manual_sharding led to")
@@ -114,7 +112,7 @@ class _Cut(torch.autograd.Function):
     """From the whole to pieces; backward sums the gradients of copies and joins the pieces'."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
+    def forward(ctx: Any, t: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
         ctx.spec = spec
         return per_device(lambda piece: piece, t, spec, None)
 
@@ -128,7 +126,7 @@ class _Joined(torch.autograd.Function):
     """From pieces to the whole; backward cuts, and each of several copies gets its part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, spec: mesh_.ShardingSpec) -> torch.Tensor:
+    def forward(ctx: Any, t: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
         ctx.spec = spec
         return per_device(lambda piece: piece, t, None, spec)
 
@@ -141,9 +139,9 @@ class _Joined(torch.autograd.Function):
 def per_device(
     fn: Callable[[Any], Any],
     t: torch.Tensor,
-    cut: mesh_.ShardingSpec | None,
-    join: mesh_.ShardingSpec | None,
-    mesh: mesh_.Mesh | None = None,
+    cut: ShardingSpec | None,
+    join: ShardingSpec | None,
+    mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """`fn` on every device's own piece. `cut`, `join`: how the whole lies before and after; None: pieces already, or still."""
     spec = cut or join
@@ -159,7 +157,7 @@ def per_device(
     return out
 
 
-def _unnamed_axes(spec: mesh_.ShardingSpec) -> tuple[str, ...]:
+def _unnamed_axes(spec: ShardingSpec) -> tuple[str, ...]:
     named = {axis for entry in spec.partition_spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
     return tuple(axis for axis in spec.mesh.axis_names if axis not in named)
 
@@ -170,7 +168,7 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
         return t.as_subclass(torch.Tensor)
 
 
-def _meet(tensors: Sequence[torch.Tensor], func: Any) -> mesh_.Mesh:
+def _meet(tensors: Sequence[torch.Tensor], func: Any) -> Mesh:
     """The one mesh of the manual tensors among the operands; SpmdError if another operand is split over devices."""
     meshes = [t.manual_mesh for t in tensors if isinstance(t, ManualTensor)]
     for t in tensors:

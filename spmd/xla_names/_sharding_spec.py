@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-import mesh as mesh_
+from mesh import ShardingSpec as ShardingOnMesh
 from spmd.sharding._annotate import mark_sharding
 
 
-class ShardingSpec(mesh_.ShardingSpec):
+class ShardingSpec(ShardingOnMesh):
     """How tensors of a rank lie on a mesh, for `MpDeviceLoader(input_sharding=)` and for tensors at hand; compared by value.
 
     Args:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import torch
 
-import mesh
 import spmd
+from mesh import Mesh, virtual_devices
 
 
 class Contender:
@@ -19,11 +19,11 @@ class Contender:
 
     def __init__(self, job: Any) -> None:
         self.job = job
-        self.grid = mesh.Mesh.from_string(job.mesh_text)
-        self.device_kind = self.grid.to_jax().devices.flat[0].device_kind
+        self.mesh = Mesh.from_string(job.mesh_text)
+        self.device_kind = self.mesh.to_jax().devices.flat[0].device_kind
         self.model = job.model().to_empty(device="jax") if job.topology else job.model().to("jax")
         for name, parameter in self.model.named_parameters():
-            spmd.mark_sharding(parameter, self.grid, job.spec_of(name, parameter.dim()))
+            spmd.mark_sharding(parameter, self.mesh, job.spec_of(name, parameter.dim()))
         for pattern, spec in job.activations().items():
             self._hold(pattern, spec)
         self.train_step = train_step(self.model, job.script.optimizer(self.model.parameters()), job.script.loss)
@@ -33,12 +33,12 @@ class Contender:
 
     def _placed(self, tensor: Any, spec: Any) -> Any:
         there = torch.empty(tensor.shape, dtype=tensor.dtype, device="jax") if tensor.is_meta else tensor.to("jax")
-        return spmd.mark_sharding(there, self.grid, spec)
+        return spmd.mark_sharding(there, self.mesh, spec)
 
     def _hold(self, pattern: str, spec: Any) -> None:
         for name, module in self.model.named_modules():
             if name and fnmatch.fnmatchcase(name, pattern):
-                module.register_forward_hook(lambda _module, _args, result: spmd.mark_sharding(result, self.grid, spec))
+                module.register_forward_hook(lambda _module, _args, result: spmd.mark_sharding(result, self.mesh, spec))
 
     def step(self) -> None:
         self.last = self.compiled(*self.batches[self.count % len(self.batches)])
@@ -89,4 +89,4 @@ def train_step(model: Any, optimizer: Any, loss_of: Any) -> Any:
 def prepare(job: Any) -> None:
     """As many virtual CPU devices as the mesh has, or the accelerator's."""
     if job.platform == "cpu":
-        mesh.virtual_devices(1 if job.topology else job.num_devices)
+        virtual_devices(1 if job.topology else job.num_devices)

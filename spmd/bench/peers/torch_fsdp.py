@@ -39,17 +39,17 @@ class Rank:
         """Split the model; the mesh over which the batch is split."""
         sizes = dict(self.job.axes)
         model_size = sizes.get("model", 1) if self.job.name == "megatron" and self.job.config.variant == "plain" else 1
-        grid = init_device_mesh("cpu", (self.job.num_devices // model_size, model_size), mesh_dim_names=("data", "model"))
+        mesh = init_device_mesh("cpu", (self.job.num_devices // model_size, model_size), mesh_dim_names=("data", "model"))
         if model_size > 1:
             for block in self.model:
-                parallelize_module(block, grid["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                parallelize_module(block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         for module in self.model.modules():
             if isinstance(module, torch.nn.ModuleList) or (isinstance(module, torch.nn.Sequential) and module is not self.model):
                 for block in module:
                     if any(p.requires_grad for p in block.parameters()):
-                        fully_shard(block, mesh=grid["data"])
-        fully_shard(self.model, mesh=grid["data"])
-        return grid["data"]
+                        fully_shard(block, mesh=mesh["data"])
+        fully_shard(self.model, mesh=mesh["data"])
+        return mesh["data"]
 
     def step(self) -> None:
         """One training step; every rank calls it."""

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
-import mesh as mesh_
+from mesh import AcceleratorIdle, Mesh, MeshError, ShardingSpec, virtual_devices
 from mesh.launch._xla_environment import torch_xla_environment
 from spmd.base._errors import DeviceSlotError, message
 from spmd.compat.torch_xla import _debug_metrics, _device_names, _module_table, _tensor_views
@@ -79,18 +79,18 @@ def _take_environment() -> None:
         use_spmd(auto=True)
     if asked.device == "CPU" and asked.num_cpu_devices is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mesh_.AcceleratorIdle)  # the program itself said CPU
-            mesh_.virtual_devices(asked.num_cpu_devices)
+            warnings.simplefilter("ignore", AcceleratorIdle)  # the program itself said CPU
+            virtual_devices(asked.num_cpu_devices)
 
 
 def _extend_meshes(stack: ExitStack) -> None:
     """Errors of meshes and specs are AssertionErrors too, as in torch_xla; and a mesh has two methods more."""
-    bases = mesh_.MeshError.__bases__
-    mesh_.MeshError.__bases__ = (*bases, AssertionError)
-    stack.callback(setattr, mesh_.MeshError, "__bases__", bases)
-    for name, method in (("get_op_sharding", mesh_.ShardingSpec), ("get_jax_mesh", mesh_.Mesh.to_jax)):
-        setattr(mesh_.Mesh, name, (lambda make: lambda self, *spec: make(self, *spec))(method))
-        stack.callback(delattr, mesh_.Mesh, name)
+    bases = MeshError.__bases__
+    MeshError.__bases__ = (*bases, AssertionError)
+    stack.callback(setattr, MeshError, "__bases__", bases)
+    for name, method in (("get_op_sharding", ShardingSpec), ("get_jax_mesh", Mesh.to_jax)):
+        setattr(Mesh, name, (lambda make: lambda self, *spec: make(self, *spec))(method))
+        stack.callback(delattr, Mesh, name)
 
 
 __all__ = ["install", "installed", "uninstall"]

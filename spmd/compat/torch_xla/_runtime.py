@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-import mesh as mesh_
+from mesh import DeviceError, device_attributes, device_count, virtual_devices
+from mesh import devices as all_devices
 from mesh.launch._xla_environment import torch_xla_environment
 from spmd.compat.torch_xla._debug_metrics import num_compilations
 from spmd.compat.torch_xla._device_names import XLA
@@ -21,14 +22,14 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> Any:
 def device_type() -> str:
     """ "CPU", "TPU" or "CUDA"."""
     asked = torch_xla_environment().device
-    platform = mesh_.devices()[0].platform.upper()
+    platform = all_devices()[0].platform.upper()
     return asked.partition("_")[0] if asked else "CUDA" if platform == "GPU" else platform
 
 
 def set_device_type(pjrt_device: str) -> None:
     """Ask for a platform: "CPU" keeps the program off accelerators; any other is taken as found."""
     if pjrt_device == "CPU":
-        mesh_.virtual_devices(torch_xla_environment().num_cpu_devices or 1)
+        virtual_devices(torch_xla_environment().num_cpu_devices or 1)
 
 
 def using_pjrt() -> bool:
@@ -41,7 +42,7 @@ def is_bf16_supported() -> bool:
 
 def global_runtime_device_count() -> int:
     """Devices of all processes."""
-    return mesh_.device_count()
+    return device_count()
 
 
 def addressable_runtime_device_count() -> int:
@@ -51,7 +52,7 @@ def addressable_runtime_device_count() -> int:
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
     """Name of each device and, where it knows, its coordinates and slice."""
-    return mesh_.device_attributes()
+    return device_attributes()
 
 
 global_device_attributes = global_runtime_device_attributes
@@ -59,9 +60,9 @@ global_device_attributes = global_runtime_device_attributes
 
 def runtime_device_attributes(device: str) -> dict[str, Any]:
     """Those of one device, such as "CPU:3"."""
-    found = {str(attributes["name"]): attributes for attributes in mesh_.device_attributes()}
+    found = {str(attributes["name"]): attributes for attributes in device_attributes()}
     if device not in found:
-        raise mesh_.DeviceError(f"there is no device {device!r}\n  devices: {', '.join(found)}\n  fix: name one of these")
+        raise DeviceError(f"there is no device {device!r}\n  devices: {', '.join(found)}\n  fix: name one of these")
     return found[device]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-import mesh as mesh_
 from mesh import HybridMesh as HybridMesh
 from mesh import Mesh as Mesh
+from mesh import ShardingSpec as ShardingOnMesh
 from mesh import ShardingType as ShardingType
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer, buffer_of, recording
@@ -102,8 +102,8 @@ def convert_to_xla_mesh(dt_mesh: Any) -> Mesh:
 def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Any) -> tuple[Any, ...]:
     """Placements as a tuple of axis indices, one per dim."""
     count = max(1, len(placements))
-    grid = mesh_.Mesh([0], (1,) * count)
-    spec = _distribute.spec_from_placements(tensor.to("jax") if tensor.device.type != "jax" else tensor, grid, placements)
+    mesh = Mesh([0], (1,) * count)
+    spec = _distribute.spec_from_placements(tensor.to("jax") if tensor.device.type != "jax" else tensor, mesh, placements)
     return tuple(tuple(map(int, e)) if isinstance(e, tuple) else None if e is None else int(e) for e in spec.partition_spec)
 
 
@@ -120,7 +120,7 @@ def full_to_shard_shape(t: torch.Tensor) -> ManualTensor:
     return enable_manual_sharding(t, spec.partition_spec, mesh=spec.mesh)
 
 
-def shard_to_full_shape(t: torch.Tensor, op_sharding: mesh_.ShardingSpec, full_shape: Any, dtype: Any) -> XLAShardedTensor:
+def shard_to_full_shape(t: torch.Tensor, op_sharding: ShardingOnMesh, full_shape: Any, dtype: Any) -> XLAShardedTensor:
     """`torch_xla._XLAC._spmd_shard_to_full_shape`; `op_sharding` is what `mesh.get_op_sharding(spec)` gave."""
     if not isinstance(t, ManualTensor):
         raise AnnotationError(message("the tensor is not manual", fix="xs.enable_manual_sharding(t, partition_spec) first"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import mesh as mesh_
+from mesh import ShardingSpec, ShardingType
 from spmd.base._jax import is_tracer
 from spmd.compat.torch_xla._asker import is_user
 from spmd.device._storage import buffer_of, is_whole
@@ -32,7 +32,7 @@ def _by_asker(ours: Any, seen: Any) -> Any:
     return lambda self: seen(self) if is_user(1) else ours(self)
 
 
-def layout(t: torch.Tensor) -> mesh_.ShardingSpec | None:
+def layout(t: torch.Tensor) -> ShardingSpec | None:
     """How `t` was marked, else how its value lies if that is in pieces, else None."""
     if t.device.type != "jax":
         return None
@@ -52,14 +52,14 @@ def sharding_text(t: torch.Tensor) -> str:
     return "" if spec is None else spec.to_xla()
 
 
-def sharding_type(t: torch.Tensor) -> mesh_.ShardingType | None:
+def sharding_type(t: torch.Tensor) -> ShardingType | None:
     """`torch_xla._XLAC._get_xla_sharding_type(t)`: None if it has no sharding."""
     if isinstance(t, ManualTensor):
-        return mesh_.ShardingType.MANUAL
+        return ShardingType.MANUAL
     spec = layout(t)
     if spec is None:
         return None
-    return mesh_.ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
+    return ShardingType.REPLICATED if spec.is_replicated else spec.sharding_type
 
 
 def spec_tuple(t: torch.Tensor) -> tuple[Any, ...] | None:

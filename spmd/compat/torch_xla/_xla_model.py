@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import torch
 
-import mesh as mesh_
+from mesh import device_attributes
+from mesh import devices as all_devices
 from spmd.base._torch import pytree
 from spmd.compat.torch_xla._device_names import XLA
 from spmd.compat.torch_xla._step_ends import add_step_closure as add_step_closure
@@ -40,7 +41,7 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
 
 def xla_device_hw(device: Any) -> str:
     """Kind of hardware: "CPU", "TPU" or "CUDA"."""
-    platform = mesh_.devices()[0].platform.upper()
+    platform = all_devices()[0].platform.upper()
     return "CUDA" if platform == "GPU" else platform
 
 
@@ -54,7 +55,7 @@ def get_xla_supported_devices(devkind: str | None = None, max_devices: int | Non
 
 def xla_real_devices(devices: Any = None) -> list[str]:
     """The real devices: "CPU:0", "CPU:1", ..."""
-    return [str(attributes["name"]) for attributes in mesh_.device_attributes()]
+    return [str(attributes["name"]) for attributes in device_attributes()]
 
 
 def parse_xla_device(device: str) -> tuple[str, int] | None:
@@ -141,7 +142,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
     """Bytes in use and at most, of the first device; zeros where the platform does not tell."""
-    found: Any = mesh_.devices()[0]
+    found: Any = all_devices()[0]
     stats = found.memory_stats() or {}
     return {"bytes_used": stats.get("bytes_in_use", 0), "bytes_limit": stats.get("bytes_limit", 0)}
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mesh as mesh_
+from mesh import ShardingSpec as ShardingOnMesh
+from mesh import device_count
 from spmd.compat.torch_xla import _spmd, _tensor_views
 from spmd.xla_names._sharding_spec import ShardingSpec
 
 
-def mark_by_op_sharding(t: Any, op_sharding: mesh_.ShardingSpec) -> None:
+def mark_by_op_sharding(t: Any, op_sharding: ShardingOnMesh) -> None:
     """`mark_sharding` by what `mesh.get_op_sharding(spec)` gave."""
     _spmd.mark_sharding(t, op_sharding.mesh, op_sharding.partition_spec)
 
@@ -27,5 +28,5 @@ QUERIES: dict[str, Callable[..., Any]] = {
     "_xla_clear_sharding": _spmd.clear_sharding,
     "_xla_get_auto_sharding": lambda: False,
     "_xla_mark_sharding": mark_by_op_sharding,
-    "_xla_num_runtime_devices": mesh_.device_count,
+    "_xla_num_runtime_devices": device_count,
 }

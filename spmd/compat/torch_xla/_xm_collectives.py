@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-import mesh as mesh_
+from mesh import Mesh
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._torch import DisableTorchFunctionSubclass
 from spmd.device._call_jax import call_jax
@@ -129,7 +129,7 @@ def _into(name: str, output: Any, result: torch.Tensor) -> torch.Tensor:
     return output.copy_(result)
 
 
-def _axes_of(name: str, mesh: mesh_.Mesh, groups: Groups) -> tuple[str, ...]:
+def _axes_of(name: str, mesh: Mesh, groups: Groups) -> tuple[str, ...]:
     """The mesh axes over which the groups run: all of them without groups."""
     names = mesh.axis_names
     if not groups:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import mesh as mesh_
+from mesh import ShardingSpec, SpecLike, as_spec
 from spmd.base._errors import SpmdError, message
 from spmd.device._layout import annotation_of, state_sharding_of
 from spmd.device._layout import set_state_sharding as _set
@@ -47,20 +47,18 @@ def register_state_rule(optimizer_class: type[torch.optim.Optimizer]) -> Callabl
     return register
 
 
-def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: mesh_.SpecLike) -> None:
+def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> None:
     """Lay the gradient of `parameter` and its optimizer's state of the same shape out elsewhere than the parameter (ZeRO).
 
     Raises:
         SpecError: the spec does not fit the parameter or the mesh.
     """
-    spec = mesh_.ShardingSpec(as_mesh(mesh), mesh_.as_spec(partition_spec))
+    spec = ShardingSpec(as_mesh(mesh), as_spec(partition_spec))
     spec.validate(tuple(parameter.shape), "the optimizer's state")
     _set(parameter, spec)
 
 
-def sharding_of_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor
-) -> mesh_.ShardingSpec | None:
+def sharding_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> ShardingSpec | None:
     """Where a state tensor goes; None: nobody says, so it is whole on every device."""
     own = state_sharding_of(parameter)
     rule = next((_rules[cls] for cls in type(optimizer).__mro__ if cls in _rules), None)
@@ -68,7 +66,7 @@ def sharding_of_state(
     if rule is not None and marked is not None:
         said = rule(parameter, key, value)
         if said is not None:
-            spec = mesh_.ShardingSpec(marked.mesh, mesh_.as_spec(said))
+            spec = ShardingSpec(marked.mesh, as_spec(said))
             spec.validate(tuple(value.shape), f"{type(optimizer).__name__}'s state {key!r}")
             return spec
     return own if value.shape == parameter.shape else None

@@ -46,22 +46,22 @@ _KERNELS = {
 }
 
 
-def lowered(jitted: Any, args: Sequence[Any], grid: jax.sharding.Mesh | None, platform: str) -> jax.stages.Lowered:
+def lowered(jitted: Any, args: Sequence[Any], mesh: jax.sharding.Mesh | None, platform: str) -> jax.stages.Lowered:
     """`jitted.lower(*args)`, for TPUs with kernels.
 
     Args:
-        grid: the mesh that the program runs on, or None for one device.
+        mesh: the mesh that the program runs on, or None for one device.
     """
     if platform != "tpu":
         return jitted.lower(*args)
     traced = jitted.trace(*args)
-    if grid is None or grid.size == 1:
+    if mesh is None or mesh.size == 1:
         return lowered_by(traced, {primitive: _by_kernel(kernel.run) for primitive, kernel in _KERNELS.items()})
     asked = _Asked()
     first = lowered_by(traced, {primitive: asked.rule(kernel) for primitive, kernel in _KERNELS.items()})
     if not asked.count:
         return first
-    told = _Told(grid, _propagated(first, asked.count))
+    told = _Told(mesh, _propagated(first, asked.count))
     return lowered_by(traced, {primitive: told.rule(kernel) for primitive, kernel in _KERNELS.items()})
 
 
@@ -107,8 +107,8 @@ class _Asked:
 class _Told:
     """Lowering rules that put each kernel into a `shard_map`, in the order of `_Asked`."""
 
-    def __init__(self, grid: jax.sharding.Mesh, splits: list[tuple[Axes, Axes]]) -> None:
-        self.grid, self.splits = grid, iter(splits)
+    def __init__(self, mesh: jax.sharding.Mesh, splits: list[tuple[Axes, Axes]]) -> None:
+        self.grid, self.splits = mesh, iter(splits)
 
     def rule(self, kernel: _Kernel) -> Callable[..., Any]:
         def lower(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 import jax
 
-import mesh
+from mesh import Mesh
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer
 
 
-def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
+def common_mesh(buffers: list[Buffer]) -> Mesh | None:
     """The one mesh that the annotated buffers lie on; SpmdError if they lie on different devices."""
-    found: mesh.Mesh | None = None
+    found: Mesh | None = None
     for buffer in buffers:
         if buffer.annotation is None:
             continue
@@ -31,9 +31,9 @@ def common_mesh(buffers: list[Buffer]) -> mesh.Mesh | None:
     return found
 
 
-def platform_of(grid: mesh.Mesh | None) -> str:
+def platform_of(mesh: Mesh | None) -> str:
     """'cpu', 'gpu' or 'tpu': of the mesh's devices, which may be elsewhere, or of the device at hand."""
-    return jax.default_backend() if grid is None else grid.to_jax().devices.flat[0].platform
+    return jax.default_backend() if mesh is None else mesh.to_jax().devices.flat[0].platform
 
 
 def likely_platform(buffers: Iterable[Buffer]) -> str:
