@@ -18,7 +18,7 @@ from typing import Any
 
 import mesh
 from spmd.base._errors import CheckpointError, message
-from spmd.checkpoint import _files, _inventory, _save
+from spmd.checkpoint import _files, _inventory, _owner, _save
 from spmd.checkpoint._collect import RANDOM, parameter_names
 from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._fit import Finish
@@ -74,7 +74,9 @@ def restore(
     _save.join(root)
     gang = current_gang() if gang is None else gang
     with mesh.extended_timeout("restoring"):
-        return _restored(root, state, step, cast, random, gang)
+        restored = _restored(root, state, step, cast, random, gang)
+    _owner.forget(root)
+    return restored
 
 
 def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool, gang: Gang) -> Restored:

@@ -26,7 +26,7 @@ from typing import Any
 
 import mesh
 from spmd.base._errors import CheckpointError, message
-from spmd.checkpoint import _files, _manifest, _tree
+from spmd.checkpoint import _files, _manifest, _owner, _tree
 from spmd.checkpoint._collect import Collected, collect
 from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._inventory import MAX_MANIFEST_BYTES, committed, problem_of
@@ -59,6 +59,13 @@ class Saving:
             CheckpointError: it was not saved.
         """
         try:
+            self.wait()
+        finally:
+            _owner.release(self.root)
+
+    def wait(self) -> None:
+        """The same, while the job goes on saving."""
+        try:
             with mesh.extended_timeout("saving"):
                 self._outcome.result()
         finally:
@@ -81,13 +88,13 @@ def save(
 
     Raises:
         CheckpointError: the state holds something that has no form in a checkpoint; or, of this save with `wait` and of the
-            one before it otherwise, the disk is full, gone, ... The message says which step was not saved.
+            one before it otherwise, another job saves there, the disk is full, gone, ... The message says which step was not saved.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(message(f"save(step={step}, keep={keep}) is not possible", fix="count steps from 0 and keep at least 1"))
     root = Path(os.path.abspath(path))
     if root in _pending:
-        _pending[root].join()
+        _pending[root].wait()
     gang = current_gang() if gang is None else gang
     collected = collect(state)
     staging = None
@@ -99,8 +106,11 @@ def save(
     writer = _Writer(root, step, keep, gang, collected, list(packed(pieces)))
     outcome: Future[None] = Future()
     if wait:
-        with mesh.extended_timeout("saving"):
-            writer.run()
+        try:
+            with mesh.extended_timeout("saving"):
+                writer.run()
+        finally:
+            _owner.release(root)
         outcome.set_result(None)
         return Saving(root, step, outcome)
     outcome = _pooled(1, [writer.run])[0]
@@ -122,6 +132,7 @@ def join(path: str | os.PathLike[str] | None = None) -> None:
             saving.join()
         except CheckpointError as error:
             errors.append(error)
+    _owner.release(None if path is None else Path(os.path.abspath(path)))
     if errors:
         raise errors[0]
 
@@ -191,6 +202,7 @@ class _Writer:
     def _open(self) -> str:
         """Make the folder to write in; returns the name that the step will have."""
         self.root.mkdir(parents=True, exist_ok=True)
+        _owner.claim(self.root, [name.folder for name in committed(self.root)])
         for entry in os.scandir(self.root):
             if entry.name.startswith((_files.WRITING, _files.DELETING)):  # of a run that was killed
                 _files.remove(Path(entry.path))
@@ -234,6 +246,7 @@ class _Writer:
             raise CheckpointError(message(f"the manifest of {final} reads back differently", fix="look at the disk"))
         _manifest.parse(data)
         _files.commit(writing, final)
+        _owner.note_saved(self.root, final.name)
         mesh.report_saved(self.step)
         self._delete_old(final)
 
