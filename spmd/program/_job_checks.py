@@ -63,8 +63,9 @@ class Watched:
             "program": hashlib.sha256(text.encode()).hexdigest()[:16],
         }
         number = self._job.next_program()
-        limit_s = self._job.watchdog.first_s
-        _agreement.compare(self._job.service, self._job.host.index, f"program {number} ({name})", items, limit_s)
+        watchdog, title = self._job.watchdog, f"program {number} ({name})"
+        with watchdog.extended(f"waiting for all processes to run {title}, which it has traced"):
+            _agreement.compare(self._job.service, self._job.host.index, title, items, watchdog.first_s)
 
     def begin(self, numbers: list[float], args: list[Buffer], hosts: list[np.ndarray[Any, Any]]) -> None:
         """A call begins, with these numbers of the optimizers, device tensors and CPU tensors.
