@@ -11,6 +11,7 @@ from spmd import checkpoint as checkpoint
 from spmd import collectives as collectives
 from spmd import lowering as lowering
 from spmd import metrics as metrics
+from spmd.base._errors import CheckFailed as CheckFailed
 from spmd.base._errors import CheckpointError as CheckpointError
 from spmd.base._errors import DeviceSlotError as DeviceSlotError
 from spmd.base._errors import DroppedValueError as DroppedValueError
@@ -139,6 +140,7 @@ __all__ = [
     # counts
     "metrics",
     # errors
+    "CheckFailed",
     "CheckpointError",
     "DeviceSlotError",
     "DroppedValueError",

@@ -24,7 +24,7 @@ NAMES = {
         xla_patched_nn_linear_forward disable_manual_sharding enable_manual_sharding MpDeviceLoader
         MixedPrecisionPolicy mixed_precision mark_sharding fully_shard shard_module Step accumulate
         assume_pure call_jax gradient_accumulation scan scan_layers compile collectives shard_map visualize
-        visualize_sharding checkpoint remat lowering metrics shard_loader CheckpointError DeviceSlotError
+        visualize_sharding checkpoint remat lowering metrics shard_loader CheckFailed CheckpointError DeviceSlotError
         DroppedValueError NonFiniteError ShardError SpmdError TraceError UnsupportedOpError
     """,
     "mesh.launch": """

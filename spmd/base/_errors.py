@@ -16,6 +16,7 @@
     |   +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
     |   |   +-- StaleGradients                         a gradient of an earlier call was added to: the step is traced again
     |   +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
+    |   +-- CheckFailed                                a check that a compiled function makes of values; also of the class it raises
     |   +-- ShardError (RuntimeError)                  pieces of a tensor do not make one up
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
@@ -73,6 +74,10 @@ class DroppedValueError(SpmdError, RuntimeError):
 
 class NonFiniteError(SpmdError, FloatingPointError):
     """A module computed an infinity or not-a-number, in a step compiled with `debug_nans=True`."""
+
+
+class CheckFailed(SpmdError):
+    """A check that a compiled function makes of values (`if bad.any(): raise ...`) failed; of the class that it raises too."""
 
 
 class ShardError(SpmdError, RuntimeError):

@@ -44,6 +44,7 @@ try:
     from torch._C import _after_autograd_keyset as after_autograd_keyset
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
+    from torch._C import _current_autograd_node as current_autograd_node
     from torch._C import _current_graph_task_id as current_graph_task_id
     from torch._C import _DisableAutocast as DisableAutocast
     from torch._C import _dispatch_get_all_op_names as dispatch_get_all_op_names
@@ -78,6 +79,7 @@ try:
     from torch._tensor_str import _str as tensor_str
     from torch._utils import get_tensor_metadata as get_tensor_metadata
     from torch._utils import set_tensor_metadata as set_tensor_metadata
+    from torch.distributions.constraints import _Symmetric as Symmetric
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.serialization import _package_registry as package_registry
     from torch.utils import _pytree as pytree
@@ -86,6 +88,7 @@ try:
     from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
 
     storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+    LinAlgError: type[RuntimeError] = torch._C._LinAlgError
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks

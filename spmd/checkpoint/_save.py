@@ -32,6 +32,7 @@ from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._inventory import MAX_MANIFEST_BYTES, committed, problem_of
 from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
 from spmd.checkpoint._snapshot import HostPiece, Staging, packed, pieces_of
+from spmd.device._checks import raise_failed
 
 _WRITERS = 8  # threads: one waits for the disk while another computes checksums
 _log = logging.getLogger("spmd.checkpoint")
@@ -95,6 +96,7 @@ def save(
     root = Path(os.path.abspath(path))
     if root in _pending:
         _pending[root].wait()
+    raise_failed()  # what follows from a check that failed is no state to keep
     gang = current_gang() if gang is None else gang
     collected = collect(state)
     staging = None

@@ -25,6 +25,7 @@ from spmd.base import _counters
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer, is_tracing
+from spmd.device._checks import raise_failed
 
 Shape = tuple[int, ...]
 Sharding = jax.sharding.Sharding | None
@@ -143,6 +144,7 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
     """The array on the host.
 
     Raises:
+        CheckFailed: a compiled call before this made a check that failed.
         SpmdError: parts of it lie on other processes' devices only.
     """
     if not is_readable(value):
@@ -154,6 +156,7 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
                 fix=f"read .local_shards, or gather it first, in all processes: spmd.mark_sharding(t.clone(), mesh, ({dims}))",
             )
         )
+    raise_failed()
     return np.asarray(value)
 
 

@@ -18,7 +18,7 @@ from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import TraceError, UnsupportedOpError, called_at, message
 from spmd.base._jax import is_tracing
 from spmd.base._torch import OpOverload, decomposition_table, dispatch_has_kernel_for_dispatch_key
-from spmd.device import _aliases, _autocast, _copy, _derivatives, _experts, _fused_steps, _like, _pinned, _strided_linalg
+from spmd.device import _aliases, _asserted, _autocast, _copy, _derivatives, _experts, _fused_steps, _like, _pinned, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap
@@ -42,6 +42,9 @@ _SPECIAL = {
     "zero_": _copy.zero_,
     "_local_scalar_dense": _copy.local_scalar_dense,
     "equal": _copy.equal,
+    "one_hot": _like.one_hot,
+    "_assert_async": _asserted.assert_async,
+    "_assert_async.msg": _asserted.assert_async,
     "as_strided_scatter": _copy.as_strided_scatter,
 }
 # composites that do more than differentiate their rule

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.base._convert import to_numpy_dtype
-from spmd.base._jax import is_tracing
+from spmd.base._convert import exact_dtypes, to_numpy_dtype
+from spmd.base._errors import TraceError, called_at, message
+from spmd.base._jax import is_tracing, known_value
 from spmd.device._copy import empty_strided
-from spmd.device._storage import buffer_of, is_whole, recording, wrap_host
+from spmd.device._storage import buffer_of, is_whole, load, recording, wrap_host
 
 
 def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -25,6 +26,29 @@ def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if device is not None and torch.device(device).type != "jax":
         return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device=device)
     return _laid_out_like(self, empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype))
+
+
+def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`torch.nn.functional.one_hot`; without `num_classes`, as many columns as the largest value says.
+
+    Raises:
+        TraceError: the largest value is known only to the program.
+    """
+    if self.dtype != torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, but got {self.dtype}")
+    if num_classes < 1 and (num_classes != -1 or not self.numel()):
+        what = "Can not infer total number of classes from empty tensor."
+        raise RuntimeError(what if not self.numel() else "num_classes should be positive")
+    if num_classes == -1:
+        recorder = recording.get()
+        if recorder is not None:
+            with exact_dtypes():
+                is_known = known_value(load(self), recorder.is_state) is not None
+            if not is_known:
+                what = "one_hot without num_classes has as many columns as the largest value says, which only the compiled program knows"
+                raise TraceError(message(what, *called_at(), fix="one_hot(x, num_classes=n)"))
+        num_classes = int(self.max()) + 1
+    return (self.unsqueeze(-1) == torch.arange(num_classes, device=self.device)).to(torch.int64)
 
 
 def filled(adapter: Any, number: float | None = None) -> Any:

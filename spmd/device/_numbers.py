@@ -21,6 +21,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
+from spmd.device._asserted import answered
 from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
@@ -101,7 +102,8 @@ class NumberNode:
         return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True, key=("bool", number))
 
     def guard_float(self, file: str, line: int) -> float:
-        return float(self._concrete("float"))
+        answer = answered(self._is_true) if self.evaluate is None else None
+        return float(self._concrete("float")) if answer is None else float(answer)
 
     def guard_int(self, file: str, line: int) -> int:
         return int(self._concrete("int"))
@@ -121,9 +123,15 @@ class NumberNode:
         """torch's own sanity checks (a base of a power is not negative): taken on trust where only the device knows."""
         return True if self.evaluate is None else bool(self.evaluate())
 
+    def _is_true(self) -> Any:
+        return jnp.asarray(self.value) != 0
+
     def bool_(self) -> bool:
         if self.evaluate is None or self.on_branch is None:
-            raise needs_value("bool (a branch)")
+            answer = answered(self._is_true)
+            if answer is None:
+                raise needs_value("bool (a branch)")
+            return answer
         evaluate = self.evaluate
         outcome = bool(evaluate())
         self.on_branch(self.key, lambda: bool(evaluate()), outcome)

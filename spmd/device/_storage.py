@@ -29,6 +29,7 @@ from spmd.base._errors import DroppedValueError, SpmdError, message
 from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
+from spmd.device._checks import Check
 from spmd.device._turn import is_of_another_thread, wait_for_trace
 from spmd.device._views import contiguous_stride, plan_window
 
@@ -54,6 +55,10 @@ class Recorder(Protocol):
 
     def host_read(self, tensor: torch.Tensor) -> None:
         """The values of a CPU tensor become a constant of the program."""
+
+    def expect(self, flag: Any, check: Check) -> bool:
+        """Let the program check that the 0-dim bool `flag` is not set; False where it cannot."""
+        ...
 
     def random_state(self) -> tuple[Any, int]:
         """Words of the random state, and the count of the default stream's draws that belongs to them."""

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import user_line
 from spmd.base._jax import is_tracer
-from spmd.base._torch import OpOverload
+from spmd.base._torch import LinAlgError, OpOverload
 from spmd.device._adapter import Adapter
+from spmd.device._checks import Check
 from spmd.device._copy import to_host
-from spmd.device._storage import load
+from spmd.device._storage import load, recording
 from spmd.lowering import lookup
 
 
 def check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
-    """The error of a factorisation that failed. In a trace nobody knows yet: the result then holds NaN."""
-    if not is_tracer(load(info)):
+    """The error of a factorisation that failed. In a trace nobody knows yet: the program checks it, and the result then holds NaN."""
+    value, recorder = load(info), recording.get()
+    if recorder is not None:
+        with exact_dtypes():
+            failed = jnp.any(value != 0)
+        what = f"{api_name}: the input is singular, or not positive-definite"
+        recorder.expect(failed, Check(LinAlgError, what, user_line()))
+    elif not is_tracer(value):
         torch.ops.aten._linalg_check_errors(to_host(info), api_name, is_matrix=is_matrix)
 
 

@@ -57,6 +57,7 @@ _ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_
 _CONTROL_FLOW, _REMAT = "spmd/program/flow/_control_flow.py", "spmd/program/flow/_remat.py"
 _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.optim._preparation.traceable"
 _RECOMPUTE = "spmd.program.flow._remat.recomputing_for_real"
+_CONSTRAINTS, _WITHOUT_BRANCHES = "spmd/patches/_constraints.py", "spmd.patches._constraints.without_branches"
 _UNINSTALL = "spmd.compat.torch_xla.uninstall"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
@@ -104,6 +105,14 @@ PATCHES: tuple[Patch, ...] = (
         "spmd.program.trace._watch.said_to_be_compiling",
         "",
     ),
+    Patch(
+        "torch.distributions.constraints._PositiveDefinite.check",
+        "it branches on whether a matrix is symmetric",
+        _CONSTRAINTS,
+        _WITHOUT_BRANCHES,
+        "self, value",
+    ),
+    Patch("torch.distributions.constraints._PositiveSemidefinite.check", "the same", _CONSTRAINTS, _WITHOUT_BRANCHES, "self, value"),
     # optimizers
     Patch(
         "torch.optim.optimizer._foreach_supported_types",

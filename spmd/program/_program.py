@@ -22,6 +22,7 @@ from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
 from spmd.device._arrays import fetched, moved
+from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
 from spmd.device._pacing import note_call
 from spmd.device._partitioner import avoid_faults, raise_other_devices
@@ -168,7 +169,8 @@ class Program:
         results = {b: i for i, b in enumerate(captured.written)}
         state_results = [results[b] for b in self.written]
         arg_results = [results[captured.arg_buffers[i]] for i in self.written_args]
-        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite)
+        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves)
+        num_outputs += len(captured.finite) + bool(captured.checks)
         record = run_channels_last if self.is_on_cpu and has_convolution(jaxpr) else inline_jaxpr
 
         def run(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
@@ -271,6 +273,8 @@ class Program:
             note_call((*outputs, *grads, *new_state[self.num_donated :]), new_state)
         if self.captured.finite:
             self._require_finite(outputs[-len(self.captured.finite) :])
+        if self.captured.checks:
+            note(outputs[-1 - len(self.captured.finite)], self.captured.checks)
         for buffer, value in zip(self.written, new_state, strict=True):
             buffer.value = value  # its host value is gone: `_settle` has uploaded it
         self.last = new_state

@@ -20,10 +20,12 @@ import torch
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
 from spmd.device._arrays import padded
+from spmd.device._checks import Check, stacked
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording
+from spmd.patches._constraints import without_branches
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import Unfilled, flatten, unflatten
@@ -67,6 +69,7 @@ class Captured:
     Attributes:
         gradients: (parameter or position of an argument, gradient made in the trace or None) for each one that it left.
         born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
+        checks: checks of values that it makes: the program's flags of them are one output behind those of the result.
         effects: what it wrote to Python objects, for every call to write; their values follow the function's result in `leaves`.
         actions: what it changed in the optimizers' state, for every call to change.
         tensor_inputs: state that a name holds to which the function assigns anew: what reads the name, and the buffer it held.
@@ -91,6 +94,7 @@ class Captured:
     kept_gradients: list[torch.Tensor]
     host_tensors: int
     finite: list[str]
+    checks: list[Check]
     effects: list[Effect]
     actions: list[Action]
     tensor_inputs: list[tuple[Callable[[], Any], Buffer]]
@@ -134,6 +138,7 @@ class Recorder:
     host_reads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    checks: list[tuple[Check, Any]] = field(default_factory=list[tuple[Check, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
@@ -186,6 +191,11 @@ class Recorder:
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
+
+    def expect(self, flag: Any, check: Check) -> bool:
+        """Let the program check that `flag` is not set; False where it cannot."""
+        self.checks.append((check, flag))
+        return True
 
     def reduce_in(self, dtype: Any) -> None:
         """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
@@ -297,6 +307,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
         host_tensors=num_hosts,
         finite=[name for name, _ in recorder.finite],
+        checks=[check for check, _ in recorder.checks],
         effects=state.effects,
         actions=state.actions,
         tensor_inputs=tensor_inputs,
@@ -380,6 +391,7 @@ class _Running:
                 stack.enter_context(said_to_be_compiling())
                 stack.enter_context(recomputing_for_real())
                 stack.enter_context(counting_on_device())
+                stack.enter_context(without_branches())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(functorch_left_on())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
@@ -390,7 +402,8 @@ class _Running:
                 self.optim.note(recorder.newborn.__contains__)
                 self.memory.write_back()
             result = (result, [None if effect.is_kept else effect.value for effect in self.effects])
-            outputs = [*self._outputs(result, recorder), *(flag for _, flag in recorder.finite)]
+            flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
+            outputs = [*self._outputs(result, recorder), *flags, *(flag for _, flag in recorder.finite)]
             self.num_outputs = len(outputs)
             self.gradients.collect(recorder.newborn.__contains__, self.keep_grads)
             kept = [stored_like(p, g) for p, g in self.gradients.left if g is not None] if self.keep_grads else []

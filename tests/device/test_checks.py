@@ -1,0 +1,153 @@
+"""Branches that only raise are checks: the step compiles, a failure raises the same class at the next read, and later calls are right."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributions as D
+import torch.nn.functional as F
+
+import spmd
+from tests.device.asserting import (
+    asked_of_an_item,
+    asserted,
+    asserted_of_two,
+    caught_inside,
+    checked_by_torch,
+    clipped,
+    in_a_branch,
+    inside_with,
+    sides,
+    with_anomaly_detection,
+    with_two_sides,
+    written_first,
+)
+from tests.grids import grid
+from tests.lowering.against_cpu import assert_equal, on_jax
+
+Two = Callable[[torch.Tensor, torch.Tensor], Any]
+nan, inf = float("nan"), float("inf")
+
+
+# function, arguments that pass, arguments that fail
+CASES: dict[str, tuple[Two, Any, Any]] = {
+    "assert": (asserted, ([1, 2], [1, 2]), ([-1, -2], [1, 2])),
+    "assert a and b": (asserted_of_two, ([1, 2], [1, 2]), ([1, 2], [1, nan])),
+    "an item": (asked_of_an_item, ([1, 2], [1, 2]), ([9, 2], [1, 2])),
+    "in a with": (inside_with, ([1, 2], [1, 2]), ([1, 2], [1, nan])),
+    "clip_grad_norm_": (clipped, ([1, 2], [1, 2]), ([1, 2], [1, inf])),
+    "torch._assert": (checked_by_torch, ([1, 2], [1, 2]), ([-1, 2], [1, 2])),
+    "torch._assert_async": (checked_by_torch, ([1, 2], [1, 2]), ([1, 2], [1, -1])),
+    "detect_anomaly": (with_anomaly_detection, ([1, 2], [1, 2]), ([-1, 2], [1, 2])),
+    "gaussian_nll_loss": (lambda x, v: F.gaussian_nll_loss(x, x + 1, v), ([1, 2], [1, 2]), ([1, 2], [1, -2])),
+    "a distribution's parameter": (lambda x, v: D.Normal(x, v).log_prob(x), ([1, 2], [1, 2]), ([1, 2], [1, -2])),
+    "a distribution's sample": (lambda x, v: D.Beta(v, v).log_prob(x), ([0.5, 0.2], [1, 2]), ([1.5, 0.2], [1, 2])),
+    "probabilities": (lambda x, v: D.Categorical(v).log_prob(x.long()), ([0, 1], [1, 2]), ([0, 1], [1, -2])),
+    "a covariance": (lambda x, v: D.MultivariateNormal(x, torch.diag(v)).log_prob(x), ([1, 2], [1, 2]), ([1, 2], [1, -2])),
+    "kl_divergence": (lambda x, v: D.kl_divergence(D.Gamma(x, v), D.Gamma(v, x)), ([1, 2], [1, 2]), ([1, 2], [1, -2])),
+    "cholesky": (lambda x, v: torch.linalg.cholesky(torch.diag(v)) @ x, ([1, 2], [1, 2]), ([1, 2], [1, -2])),
+    "solve": (lambda x, v: torch.linalg.solve(torch.diag(v), x), ([1, 2], [1, 2]), ([1, 2], [1, 0])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+@pytest.mark.parametrize("name", CASES)
+def test_a_check_that_fails_raises_the_same_class_at_the_next_read(name: str) -> None:
+    fn, passing, failing = CASES[name]
+    step = spmd.compile(fn)
+    good, bad = ([torch.tensor(v, dtype=torch.float32) for v in pair] for pair in (passing, failing))
+    with pytest.raises(Exception) as eager:
+        fn(*bad)
+    for _ in range(2):
+        assert_equal(step(*on_jax(good)), fn(*good))
+        result = step(*on_jax(bad))
+        with pytest.raises(eager.type, match="a check in a compiled function failed") as failed:
+            result.cpu()
+        assert isinstance(failed.value, spmd.CheckFailed)
+        assert ".py:" in str(failed.value)
+    assert step.num_traces <= 2  # the second: kl_divergence keeps the formula that it found
+
+
+def test_a_failure_is_raised_by_a_later_call_where_nothing_is_read() -> None:
+    step = spmd.compile(asserted)
+    one = torch.ones(2, device="jax")
+    with pytest.raises(AssertionError, match="must be positive"):
+        for _ in range(20):
+            step(-one, one)
+
+
+def test_checks_of_sharded_values() -> None:
+    step = spmd.compile(lambda x: D.Normal(x, x).log_prob(x).sum())
+    x = torch.linspace(1, 2, 64).reshape(8, 8)
+    assert_equal(step(spmd.mark_sharding(on_jax(x), grid(), ("data", "model"))), D.Normal(x, x).log_prob(x).sum())
+    x[7, 7] = -1.0
+    result = step(spmd.mark_sharding(on_jax(x), grid(), ("data", "model")))
+    with pytest.raises(ValueError, match="a check in a compiled function failed"):
+        result.item()
+
+
+DISTRIBUTIONS: dict[str, Two] = {
+    "Normal": D.Normal,
+    "Laplace": D.Laplace,
+    "Categorical": lambda x, v: D.Categorical(logits=x),
+    "Bernoulli": lambda x, v: D.Bernoulli(logits=x),
+    "OneHotCategorical": lambda x, v: D.OneHotCategorical(logits=x),
+    "Binomial": lambda x, v: D.Binomial(3, logits=x),
+    "Multinomial": lambda x, v: D.Multinomial(5, logits=x),
+    "Beta": lambda x, v: D.Beta(v, v + 1),
+    "Dirichlet": lambda x, v: D.Dirichlet(v),
+    "Gamma": lambda x, v: D.Gamma(v, v),
+    "Exponential": lambda x, v: D.Exponential(v),
+    "Poisson": lambda x, v: D.Poisson(v),
+    "StudentT": lambda x, v: D.StudentT(v, x),
+    "Uniform": lambda x, v: D.Uniform(x, x + v),
+    "MultivariateNormal": lambda x, v: D.MultivariateNormal(x, torch.diag(v)),
+    "LowRankMultivariateNormal": lambda x, v: D.LowRankMultivariateNormal(x, v[:, None], v),
+    "Independent": lambda x, v: D.Independent(D.Normal(x, v), 1),
+    "MixtureSameFamily": lambda x, v: D.MixtureSameFamily(D.Categorical(logits=x), D.Normal(x, v)),
+    "TransformedDistribution": lambda x, v: D.TransformedDistribution(D.Normal(x, v), [D.TanhTransform(cache_size=1)]),
+    "RelaxedBernoulli": lambda x, v: D.RelaxedBernoulli(v[0], logits=x),
+    "VonMises, no sample": lambda x, v: D.VonMises(x, v),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions_work_compiled_as_eagerly(name: str) -> None:
+    def probability(x: torch.Tensor, v: torch.Tensor, draws: int) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        distribution = DISTRIBUTIONS[name](x, v)
+        sample = x if "VonMises" in name else distribution.sample(torch.Size([draws]))
+        density = distribution.log_prob(sample)
+        grads = torch.autograd.grad(density.sum(), x) if density.requires_grad else []
+        return [sample.detach(), density.detach(), *grads]
+
+    x, v = torch.tensor([0.3, -0.4, 1.2], device="jax"), torch.tensor([0.5, 1.0, 2.0], device="jax")
+    step = spmd.compile(probability)
+    for shift in range(2):
+        torch.manual_seed(shift)
+        expected = probability(x + shift, v, 2)
+        torch.manual_seed(shift)
+        for got, want in zip(step(x + shift, v, 2), expected, strict=True):
+            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("fn", [caught_inside, with_two_sides, written_first, in_a_branch])
+def test_a_branch_that_does_more_is_refused(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(spmd.TraceError, match="needed as a Python"):
+        spmd.compile(fn)(torch.ones(2, device="jax"))
+
+
+def test_the_side_that_raises_is_read_from_the_code() -> None:
+    assert sides() == [(True, OverflowError), (False, AssertionError), (False, KeyError), None]
+
+
+def test_one_hot_needs_the_number_of_classes_in_a_program() -> None:
+    x = torch.tensor([0, 2])
+    assert_equal(F.one_hot(on_jax(x)), F.one_hot(x))
+    assert_equal(spmd.compile(lambda x: F.one_hot(x, 4))(on_jax(x)), F.one_hot(x, 4))
+    assert_equal(
+        spmd.compile(lambda x: x[:, None] * F.one_hot(torch.arange(3, device="jax")[1:]))(on_jax(x)), x[:, None] * torch.eye(3)[1:].long()
+    )
+    with pytest.raises(spmd.TraceError, match="num_classes=n"):
+        spmd.compile(lambda x: F.one_hot(x))(on_jax(x))
