@@ -81,6 +81,7 @@ try:
     from torch._utils import set_tensor_metadata as set_tensor_metadata
     from torch.distributions.constraints import _Symmetric as Symmetric
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.optim.optimizer import _device_dtype_check_for_fused as device_dtype_check_for_fused
     from torch.serialization import _package_registry as package_registry
     from torch.utils import _pytree as pytree
     from torch.utils.backend_registration import _DummyDeviceGuard as DummyDeviceGuard

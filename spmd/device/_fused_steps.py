@@ -5,16 +5,20 @@ They compute as torch's CPU kernels do, in float32 for 16-bit parameters. With `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
+from torch.autograd.graph import increment_version
 
 from spmd.base._convert import exact_dtypes
 from spmd.device._copy import like_placement
 from spmd.device._numbers import carried
 from spmd.device._storage import load, store
+from spmd.patches._table import current, replaced
 
 
 def unscale(self: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -57,11 +61,11 @@ def adam(decoupled: bool) -> Callable[..., None]:
                 p, g, m, v, largest, step = values
                 new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
                 g = -g if maximize else g
-                p, g = (p - lr * weight_decay * p, g) if decoupled else (p, g + weight_decay * p)
-                m, v = m + (1 - beta1) * (g - m), beta2 * v + (1 - beta2) * g * g
+                p, g = (p - _as(p, lr * weight_decay) * p, g) if decoupled else (p, g + _as(p, weight_decay) * p)
+                m, v = m + _as(p, 1 - beta1) * (g - m), _as(p, beta2) * v + _as(p, 1 - beta2) * g * g
                 largest = None if largest is None else jnp.maximum(largest, v)
-                root = jnp.sqrt(v if largest is None else largest) / jnp.sqrt(1 - beta2**step)
-                p = p - lr / (1 - beta1**step) * m / (root + eps)
+                root = jnp.sqrt(v if largest is None else largest) / jnp.sqrt(1 - _as(p, beta2) ** step)
+                p = p - _as(p, lr) / (1 - _as(p, beta1) ** step) * m / (root + _as(p, eps))
                 _update(found_inf, tensors[:5], (p, None if grad_scale is None else new_grad, m, v, largest))
 
     return kernel
@@ -79,11 +83,11 @@ def sgd(
             values: Any = [None if t is None else _wide(t) for t in tensors]
             p, g, b = values
             new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
-            g = (-g if maximize else g) + weight_decay * p
+            g = (-g if maximize else g) + _as(p, weight_decay) * p
             if b is not None:
-                b = g if is_first_step else rate * b + (1 - dampening) * g
-                g = g + rate * b if nesterov else b
-            _update(found_inf, tensors, (p - lr * g, None if grad_scale is None else new_grad, b))
+                b = g if is_first_step else _as(p, rate) * b + _as(p, 1 - dampening) * g
+                g = g + _as(p, rate) * b if nesterov else b
+            _update(found_inf, tensors, (p - _as(p, lr) * g, None if grad_scale is None else new_grad, b))
 
 
 def adagrad(
@@ -96,9 +100,9 @@ def adagrad(
         for tensors in zip(self, grads, state_sums, state_steps, strict=True):
             p, g, total, step = (_wide(t) for t in tensors)
             new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
-            g = (-g if maximize else g) + weight_decay * p
+            g = (-g if maximize else g) + _as(p, weight_decay) * p
             total = total + g * g
-            p = p - lr / (1 + (step - 1) * lr_decay) * g / (jnp.sqrt(total) + eps)
+            p = p - _as(p, lr) / (1 + (step - 1) * _as(p, lr_decay)) * g / (jnp.sqrt(total) + _as(p, eps))
             _update(found_inf, tensors[:3], (p, None if grad_scale is None else new_grad, total))
 
 
@@ -113,12 +117,38 @@ def kernels() -> dict[str, Callable[..., Any]]:
     return made
 
 
+@contextmanager
+def called_directly() -> Generator[None]:
+    """While active, torch's optimizers hand learning rates to these kernels as they are: C++ asks for numbers that the host knows."""
+    with ExitStack() as stack:
+        for name, kernel in (("sgd", sgd), ("adam", adam(False)), ("adamw", adam(True)), ("adagrad", adagrad)):
+            torchs = current(f"torch._fused_{name}_")
+            stack.enter_context(replaced(f"torch._fused_{name}_", _for_tensors_here(kernel, torchs)))
+        yield
+
+
+def _for_tensors_here(kernel: Callable[..., None], torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: list[torch.Tensor], *rest: Any, **kwargs: Any) -> Any:
+        if not self or self[0].device.type != "jax":
+            return torchs(self, *rest, **kwargs)
+        kernel(self, *rest, **kwargs)
+        increment_version([t for tensors in (self, *rest) for t in tensors])
+        return None
+
+    return step
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, torch.SymFloat):
         return carried(value)
     if not isinstance(value, torch.Tensor):
         return value
     return load(value).reshape(()) if value.device.type == "jax" else value.item()
+
+
+def _as(like: Any, number: Any) -> Any:
+    """A number in the dtype that is computed in: one of the device has 64 bits, as Python's have, and would widen all else."""
+    return number.astype(like.dtype) if isinstance(number, jax.Array) else number
 
 
 def _wide(tensor: torch.Tensor) -> Any:

@@ -127,6 +127,29 @@ PATCHES: tuple[Patch, ...] = (
         "spmd.program.optim._preparation.traceable",
     ),
     Patch("torch.optim._adafactor.max", "the same", _PREPARATION, _TRACEABLE),
+    *(
+        Patch(
+            f"torch._fused_{name}_",
+            "learning rates stay inputs of the program: C++ wants numbers that the host knows",
+            "spmd/device/_fused_steps.py",
+            "spmd.device._fused_steps.called_directly",
+        )
+        for name in ("sgd", "adam", "adamw", "adagrad")
+    ),
+    Patch(
+        "torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker",
+        "the scale is made before the trace, not by it: it is state",
+        "spmd/patches/_grad_scaler.py",
+        "spmd.patches._grad_scaler.scale_of_before",
+        "self, dev",
+    ),
+    Patch(
+        "torch.amp.grad_scaler.GradScaler._maybe_opt_step",
+        "it branches on values, and says what does not",
+        "spmd/patches/_grad_scaler.py",
+        "spmd.patches._grad_scaler.scale_of_before",
+        "self, optimizer, optimizer_state, args, kwargs",
+    ),
     # random numbers
     Patch(
         "torch._opaque_base.OpaqueBaseMeta.__call__",

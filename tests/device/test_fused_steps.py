@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import spmd  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import spmd
 from tests.oracle import MLP, assert_same, assert_same_model, batch, descend, twins
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -52,3 +52,49 @@ def test_gradient_scaler_skips_the_step_that_overflows(fused: bool) -> None:
     assert_same(scales[1], scales[0])
     assert scales[0][0] == [1024, 2048, 1024, 1024, 2048]
     assert_same_model(device, host)
+
+
+@pytest.mark.parametrize("with_scaler", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_compiled_it_is_one_program_under_a_schedule(name: str, with_scaler: bool) -> None:
+    make, options = OPTIMIZERS[name]
+    host, device = twins(MLP)
+    scales: list[list[float]] = []
+    for model, where in ((host, "cpu"), (device, "jax")):
+        optimizer = make(model.parameters(), fused=True, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        scaler = torch.amp.GradScaler(where, init_scale=8.0, growth_interval=2, enabled=with_scaler)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer, scaler: Any = scaler) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        run = spmd.compile(step) if where == "jax" else step
+        scales.append([])
+        for i in range(5):
+            x = torch.full((4, 8), float("inf")) if with_scaler and i == 2 else batch(4, 8, seed=i)
+            run(x.to(where))
+            schedule.step()
+            scales[-1].append(scaler.get_scale())
+        if where == "jax":
+            assert run.num_traces == 1
+    assert scales[0] == scales[1]
+    assert_same_model(device, host)
+
+
+def test_a_scaler_needs_a_fused_optimizer_in_a_program() -> None:
+    weight = torch.ones(2, device="jax", requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("jax")
+
+    @spmd.compile
+    def step() -> None:
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with pytest.raises(spmd.TraceError, match=r"SGD\(..., fused=True\)"):
+        step()

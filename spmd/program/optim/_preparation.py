@@ -189,6 +189,10 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
                 fix="run it eagerly on the same tensors, or choose another optimizer",
             )
         )
+    if getattr(optimizer, "_need_device_dtype_check_for_fused", False):  # once, which is no reason to trace again
+        for parameter in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
+            device_dtype_check_for_fused(parameter)
+            vars(optimizer)["_need_device_dtype_check_for_fused"] = False
     missing = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
     missing = [p for p in missing if p.device.type == "jax"]
     if missing and type(optimizer) is torch.optim.SGD:

@@ -21,11 +21,13 @@ from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
 from spmd.device._arrays import padded
 from spmd.device._checks import Check, stacked
+from spmd.device._fused_steps import called_directly
 from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording
 from spmd.patches._constraints import without_branches
+from spmd.patches._grad_scaler import scale_of_before
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import Unfilled, flatten, unflatten
@@ -392,6 +394,8 @@ class _Running:
                 stack.enter_context(recomputing_for_real())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(without_branches())
+                stack.enter_context(scale_of_before())
+                stack.enter_context(called_directly())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(functorch_left_on())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))

@@ -1,0 +1,49 @@
+"""A GradScaler whose first use is traced: its scale and its count are state, made outside of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.base._errors import TraceError, called_at, message
+from spmd.device._storage import recording, wrap_host
+from spmd.patches._table import current, replaced
+
+
+@contextmanager
+def scale_of_before() -> Generator[None]:
+    """While active, a scaler on the device makes these two as if no function were traced."""
+    torchs = current("torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker")
+
+    def init(self: Any, dev: torch.device) -> None:
+        if dev.type != "jax":
+            torchs(self, dev)
+            return
+        token = recording.set(None)
+        try:
+            self._scale = wrap_host(np.full((), self._init_scale, np.float32))
+            self._growth_tracker = wrap_host(np.full((), self._init_growth_tracker, np.int32))
+        finally:
+            recording.reset(token)
+
+    def maybe_step(self: Any, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if any(found.device.type == "jax" for found in optimizer_state["found_inf_per_device"].values()):
+            what = f"GradScaler skips {type(optimizer).__name__}.step() where a gradient is not finite, which only the program knows"
+            raise TraceError(
+                message(what, *called_at(), fix=f"{type(optimizer).__name__}(..., fused=True), whose kernel decides on the device")
+            )
+        return torchs_step(self, optimizer, optimizer_state, *args, **kwargs)
+
+    torchs_step = current("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
+    with (
+        replaced("torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker", init),
+        replaced("torch.amp.grad_scaler.GradScaler._maybe_opt_step", maybe_step),
+    ):
+        yield
+
+
+__all__ = ["scale_of_before"]
