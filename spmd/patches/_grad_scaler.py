@@ -33,9 +33,7 @@ def scale_of_before() -> Generator[None]:
     def maybe_step(self: Any, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if any(found.device.type == "jax" for found in optimizer_state["found_inf_per_device"].values()):
             what = f"GradScaler skips {type(optimizer).__name__}.step() where a gradient is not finite, which only the program knows"
-            raise TraceError(
-                message(what, *called_at(), fix=f"{type(optimizer).__name__}(..., fused=True), whose kernel decides on the device")
-            )
+            raise TraceError(message(what, *called_at(), fix=f"{type(optimizer).__name__}(..., fused=True), which decides on the device"))
         return torchs_step(self, optimizer, optimizer_state, *args, **kwargs)
 
     torchs_step = current("torch.amp.grad_scaler.GradScaler._maybe_opt_step")

@@ -20,6 +20,7 @@ import torch
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceError, message
 from spmd.base._jax import eval_jaxpr
+from spmd.base._torch import device_dtype_check_for_fused
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
 from spmd.device._numbers import lifted
