@@ -5,7 +5,7 @@ a closure's variable, an attribute or an item, iterates, compares, tests, calls 
 A read becomes a guard: the same place is looked at again before each call, without running the user's code. Properties,
 `__getitem__`, hooks and schedulers need nothing of their own: they are Python, so what they read is recorded when they run. A
 library's function is not looked into: what it is handed counts as read, as deep as it can change. Objects that the trace itself
-made guard nothing: `gc.freeze` tells them from those of before. What has no place to be read again (an iterator of before, a
+made guard nothing: see `_heap`. What has no place to be read again (an iterator of before, a
 random generator, a clock) is refused.
 """
 
@@ -28,6 +28,7 @@ from spmd.device._storage import buffer_of, is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
 from spmd.program.reads._guard import ReadsGuard
+from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Like, Place, SlotPlace, shown_key
@@ -308,7 +309,7 @@ class Recording(PlacesRead):
 
     def _find_born(self) -> None:
         """Which objects the trace made: those that exist now and did not before."""
-        self._born = frozenset(map(id, gc.get_objects()))
+        self._born = HEAP.made()
         self._known = set()
         for place in self.places.values():  # in the order of reading: what lies in a place of before is of before
             if self.is_before(place.holder):
@@ -402,16 +403,13 @@ def recorded(
 ) -> Generator[Recording]:
     """Make ready to record (`Recording.run`); afterwards everything that was written holds its old value again."""
     recording = Recording(names or {}, owners or {}, ignored or set())
-    was_frozen = bool(gc.get_freeze_count())
+    HEAP.find_functions()
     swapped = _swap.swap()
-    gc.freeze()  # what exists now is on another list than what the trace makes
     try:
-        yield recording
+        with HEAP.set_apart():
+            yield recording
     finally:
         _swap.restore(swapped)
-        gc.unfreeze()
-        if was_frozen:
-            gc.freeze()
         recording.journal.undo(recording.is_before)
         for cached in recording.caches:
             cached.cache_clear()

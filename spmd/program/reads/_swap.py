@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import types
 from collections import defaultdict
 from typing import Any
 
 from spmd.program.reads import _hooks
+from spmd.program.reads._heap import HEAP
 from spmd.program.reads._instrument import Instrumenter
-from spmd.program.reads._library import is_recorded
 
 _functions: defaultdict[int, list[types.FunctionType]] = defaultdict(list)  # while swapped: by id of the original code
-
-
-_whole: dict[
-    int, types.CodeType
-] = {}  # code of libraries, by id: a look at each of its functions in each trace would cost more than the trace
 
 
 def code_of(fn: types.FunctionType) -> types.CodeType:
@@ -28,12 +22,9 @@ def code_of(fn: types.FunctionType) -> types.CodeType:
 def swap() -> list[tuple[types.FunctionType, types.CodeType]]:
     """Give every function of the user's a stub; returns what `restore` needs."""
     swapped: list[tuple[types.FunctionType, types.CodeType]] = []
-    kind, whole, original = types.FunctionType, _whole, _INSTRUMENTER.original
-    for fn in [o for o in gc.get_objects() if type(o) is kind and id(o.__code__) not in whole]:
+    for fn in list(HEAP.functions):
         code = fn.__code__
-        if not is_recorded(fn.__module__):
-            whole[id(code)] = code
-        elif id(code) not in original:
+        if id(code) not in _INSTRUMENTER.original:
             swapped.append((fn, code))
             _functions[id(code)].append(fn)
             fn.__code__ = _INSTRUMENTER.stub(code)
