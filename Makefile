@@ -13,7 +13,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions bench torchax ops models layouts docs faults endurance clean
+.PHONY: help setup demo check test test-all versions bench torchax ops models layouts fuzz docs faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,11 @@ models: setup ## which models of Hugging Face and timm run unmodified (about two
 
 layouts: setup ## whether a layout ever changes a value: 3,000 random ones beside CPU torch (about an hour)
 	@$(PY) -m benchmarks.layouts
+
+MINUTES ?= 30
+
+fuzz: setup ## whether compiled functions ever do anything else than Python: random programs with state, MINUTES (30)
+	@$(PY) -m benchmarks.fuzz --minutes $(MINUTES)
 
 docs: setup ## write the generated pages
 	@$(BIN)/spmd ops --markdown > docs/ops.md

@@ -28,6 +28,7 @@
     +-- TraceAgain                                     no error: the trace starts again, otherwise
         +-- UnequalCounters                            ... with counters lifted
         +-- NumbersNeeded                              ... with Python numbers as constants
+        +-- ViewNeeded                                 ... with indices of tensors as constants
         +-- Unreached                                  ... with a module or optimizer that was not found before
         +-- NewHolders                                 ... with objects recognised as containers
     Exception                                          neither: always caught by ours

@@ -78,8 +78,8 @@ class NumberNode:
     is_int = is_nested_int = is_constant = has_hint = _no
     maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = nested_int = _none
 
-    def str(self) -> str:
-        raise needs_value("string")
+    def str(self) -> builtins.str:
+        return builtins.str(self._concrete("string"))
 
     def trunc(self) -> NumberNode:
         raise needs_value("int")
@@ -212,6 +212,11 @@ for _name, _fn in _OPERATORS.items():
 def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, integral: bool = False, key: Any = None) -> torch.SymFloat:
     """A `torch.SymFloat` that carries the 0-dim array `value`."""
     return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral, key=key))
+
+
+def is_of_host(number: torch.SymFloat) -> bool:
+    """Whether the host can compute the number."""
+    return isinstance(number.node, NumberNode) and number.node.evaluate is not None and number.node.on_branch is not None
 
 
 def sample(number: torch.SymFloat) -> float | int:

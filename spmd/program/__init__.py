@@ -21,9 +21,10 @@ Note [One call]
         reads/_recorder.py Recording.run            the user's function runs, reads and writes noted
         reads/_recorder.py Recording.effects        what every call has to write in Python's objects
         reads/_journal.py Journal.undo              Python's objects as they were
+        trace/_remade.py Remade.take                what leaves the trace, down to tensors, numbers and what was there before
         trace/_results.py Results.outputs           which results are values of the program, arguments, state, constants
         trace/_gradients.py Gradients.collect       the gradients that the function left
-        trace/_capture.py Recorder.put_back         every buffer as it was
+        trace/_buffer_use.py Recorder.put_back      every buffer as it was
         trace/_capture.py _Running.guards           what the trace baked in
         _program.py Program._lower                  jax.jit with donation and shardings, compiled
         reuse/_shelf.py Shelf.put                   kept
@@ -32,4 +33,5 @@ Note [One call]
         _program.py Program.__call__                state as it is today in, executable, new state out
         _program.py Program._result                 results, then the writes to Python's objects
         trace/_results.py made                      each result with the identity and the aliases it had
+        trace/_remade.py remade                     containers and objects, new ones in every call
 """

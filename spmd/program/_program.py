@@ -29,10 +29,11 @@ from spmd.device._partitioner import avoid_faults, raise_other_devices
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
-from spmd.program.find._objects import Flat, flatten, unflatten
+from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated
-from spmd.program.trace._arguments import put_in_argument
+from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._capture import Captured
+from spmd.program.trace._remade import remade
 from spmd.program.trace._results import made
 from spmd.program.xla import _hlo, _partition
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
@@ -374,16 +375,20 @@ class Program:
 
     def _result(self, outputs: list[Any], given: Any) -> Any:
         captured = self.captured
-        arguments = Flat([], captured.tree, [])
-        if captured.tree.objects or any(leaf.kind in ("argument", "part") for leaf in captured.leaves):
-            arguments = flatten(given, classes=captured.holders)
-        flat = made(captured.leaves, outputs, arguments.leaves)
-        result, values = unflatten(flat, captured.tree, arguments.objects)[0]
-        for effect, value in zip(captured.effects, values, strict=True):
+        leaves, objects = [], []
+        if captured.num_objects or any(leaf.kind in ("argument", "part") for leaf in captured.leaves):
+            leaves, _, objects = flatten(given, classes=captured.holders)
+        given = (*given, objects)
+        flat = made(captured.leaves, outputs, leaves, given)
+        result, *values = remade(captured.nodes, captured.refs, flat)
+        holders = [of_caller(e.holder, given) if isinstance(e.holder, tuple) else None for e in captured.effects]
+        for instance, contents in zip(objects, values[len(holders) :], strict=True):
+            fill(instance, contents)
+        for effect, holder, value in zip(captured.effects, holders, values, strict=False):
             if isinstance(effect.holder, tuple):
-                put_in_argument(effect, given, value)
+                put_in_argument(effect, holder, value)
             else:
-                effect.put(effect.value if effect.is_kept else value)
+                effect.put(value)
         return result
 
     def _not_here(self) -> SpmdError:

@@ -30,7 +30,7 @@ from spmd.program.find._objects import Compiled, NewHolders
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
-from spmd.program.reads import NumberPlace
+from spmd.program.reads import NumberPlace, ViewNeeded
 from spmd.program.reuse import _guards
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._shelf import Shelf
@@ -67,6 +67,7 @@ class Step(Compiled, Generic[P, R]):
         self._latest_key: Any = None
         self._holders: frozenset[type] = frozenset()
         self._has_constant_numbers = False  # no Python number is an input: one was needed where only its value will do
+        self._fixes_indices = False  # what is read of a tensor at a number that varies is written to
         self._varying_arguments: dict[Any, set[int]] = {}
         self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
         self.retraces: list[str] = []
@@ -103,6 +104,9 @@ class Step(Compiled, Generic[P, R]):
                 self._has_constant_numbers = True
                 self._varying.clear()
                 self._varying_arguments.clear()
+            except ViewNeeded:
+                assert not self._fixes_indices, "an index varies that is fixed"
+                self._fixes_indices = True
 
     def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         """The program of a call, and the call as that program knows it."""
@@ -192,6 +196,8 @@ class Step(Compiled, Generic[P, R]):
                     continue
                 if captured.is_ahead:
                     states.put_back()
+                else:
+                    states.forget_all_but(captured.stepped)
                 return captured, prepare_s
 
     def _captured(self, args: Any, kwargs: Any, found: Reachable, numbers: dict[int, int | float]) -> Captured:
@@ -210,6 +216,7 @@ class Step(Compiled, Generic[P, R]):
                     is_stacked=options.steps_per_call > 1,
                     varying=list(self._varying.values()),
                     arguments=numbers,
+                    fixes_indices=self._fixes_indices,
                 )
             except UnequalCounters:
                 assert share_counters, "counters that are each read by themselves were said to be shared"

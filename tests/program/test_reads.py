@@ -282,7 +282,21 @@ def test_a_cache_filled_in_the_first_call_holds_its_values_afterwards() -> None:
         assert_same(step(x.to("jax")), host(x))
     assert_same(device(x.to("jax")), host(x))
     assert_same(device.cached, host.cached)
-    assert step.num_traces == 1
+    assert step.num_traces == 2  # the branch that fills it, and the one that finds it
+
+
+def test_a_function_may_do_other_things_while_its_cache_is_empty() -> None:
+    def run(held: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        is_first = not held
+        held["mask"] = torch.ones(2, device=x.device) * (len(held) + 1)
+        return x + held["mask"] if is_first else x - held["mask"]
+
+    ours, torchs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    step = spmd.compile(lambda x: run(ours, x))
+    for _ in range(3):
+        assert_same(step(torch.ones(2).to("jax")), run(torchs, torch.ones(2)))
+        for held in (ours, torchs):
+            held["mask"].mul_(2)
 
 
 def test_hidden_state_that_starts_in_the_first_call_goes_on_from_it() -> None:

@@ -68,17 +68,36 @@ def test_a_queue_pointer_is_an_input() -> None:
     assert step.num_traces == 2
 
 
-def test_a_write_to_what_was_read_at_a_varying_index_is_refused() -> None:
+def test_a_write_to_what_was_read_at_a_varying_index_reaches_the_tensor() -> None:
     keys, state = torch.zeros(4).to("jax"), types.SimpleNamespace(pointer=0)
 
     @spmd.compile
     def step() -> None:
         keys[state.pointer : state.pointer + 1].add_(1)
-        state.pointer += 1
+        row = keys[-1 - state.pointer]
+        row.mul_(2)
+        state.pointer = (state.pointer + 1) % 4
 
-    step()
-    with pytest.raises(spmd.TraceError, match="it is a copy and not a view"):
+    for _ in range(9):
         step()
+    assert keys.tolist() == [7.0, 6.0, 3.0, 6.0]
+    assert step.num_traces <= 5  # one for each index
+
+
+def test_what_is_read_at_a_varying_index_is_a_view() -> None:
+    def run(held: types.SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+        held.i = (held.i + 1) % 3
+        row = held.rows[held.i]
+        held.rows.mul_(2)
+        return row, row + held.rows[held.i]
+
+    ours, torchs = (types.SimpleNamespace(rows=torch.arange(6.0).reshape(3, 2).to(d), i=0) for d in ("jax", "cpu"))
+    step = spmd.compile(lambda: run(ours))
+    for _ in range(7):
+        (row, total), (expected, sums) = step(), run(torchs)
+        assert (row.tolist(), total.tolist()) == (expected.tolist(), sums.tolist())
+        ours.rows[0].fill_(1), torchs.rows[0].fill_(1)
+        assert row.tolist() == expected.tolist()
 
 
 def test_code_that_needs_the_number_itself_gets_it() -> None:

@@ -24,7 +24,7 @@ from spmd.program.reads import PLAIN, is_library
 
 _DEPTH = 6
 _NOT_HOLDERS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
-_ITEMS = "items of the container itself"
+ITEMS = "items of the container itself"
 
 
 class Compiled:
@@ -94,7 +94,7 @@ def _taken_apart(value: Any, known: Sequence[Any], is_container: Callable[[Any],
     root = part_of(value)
     parts: list[tuple[type, Part]] = []
     for instance in objects:  # grows while it is walked: an object's contents may hold others
-        parts.append((type(instance), part_of(_contents(instance))))
+        parts.append((type(instance), part_of(contents_of(instance))))
     return Flat(leaves, Tree(root, tuple(parts)), objects)
 
 
@@ -108,7 +108,7 @@ def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) ->
 
     value = value_of(tree.root)
     for instance, (_, part) in zip(made, tree.objects, strict=True):
-        _fill(instance, value_of(part))
+        fill(instance, value_of(part))
     return value, made
 
 
@@ -138,9 +138,12 @@ def is_holder(value: Any) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or attributes_of(value) is None:
-        return False
-    if is_library(type(value).__module__):
+    return attributes_of(value) is not None and is_object(value)
+
+
+def is_object(value: Any) -> bool:
+    """Whether `value` is an object of a class that is no library's, and no module, optimizer or state of a program."""
+    if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or is_library(type(value).__module__):
         return False
     return not any(isinstance(a, Compiled) for cls in type(value).__mro__ for a in vars(cls).values())
 
@@ -156,7 +159,7 @@ def _look(value: Any, depth: int, held: list[bool], seen: set[int]) -> None:
     elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         held.append(False)
     else:
-        parts = [_contents(value)] if _may_hold(value) else pytree.tree_leaves(value)
+        parts = [contents_of(value)] if _may_hold(value) else pytree.tree_leaves(value)
         for part in parts:
             inside = pytree.tree_leaves(part)
             for leaf in inside:
@@ -168,17 +171,19 @@ def _blank(cls: Any) -> Any:
     return cls.__new__(cls)
 
 
-def _contents(instance: Any) -> dict[str, Any]:
+def contents_of(instance: Any) -> dict[str, Any]:
+    """The attributes of an object, and under `ITEMS` its items."""
     contents = dict(attributes_of(instance) or {})
     if isinstance(instance, dict):
-        contents[_ITEMS] = dict(instance)
+        contents[ITEMS] = dict(instance)
     elif isinstance(instance, list):
-        contents[_ITEMS] = list(instance)
+        contents[ITEMS] = list(instance)
     return contents
 
 
-def _fill(instance: Any, contents: dict[str, Any]) -> None:
-    items = contents.pop(_ITEMS, None)
+def fill(instance: Any, contents: dict[str, Any]) -> None:
+    """Give an object these contents."""
+    items = contents.pop(ITEMS, None)
     attributes = attributes_of(instance)
     assert attributes is not None
     attributes.clear()
@@ -192,4 +197,18 @@ def _fill(instance: Any, contents: dict[str, Any]) -> None:
         list.__setitem__(instance, slice(None), items)
 
 
-__all__ = ["Compiled", "Flat", "NewHolders", "Part", "Tree", "Unfilled", "flatten", "is_holder", "unflatten"]
+__all__ = [
+    "ITEMS",
+    "Compiled",
+    "Flat",
+    "NewHolders",
+    "Part",
+    "Tree",
+    "Unfilled",
+    "contents_of",
+    "fill",
+    "flatten",
+    "is_holder",
+    "is_object",
+    "unflatten",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from contextlib import suppress
 from typing import Any
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
@@ -16,6 +17,17 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def slots_of(value: Any) -> dict[Any, Any]:
+    """The slots of an object that are set: their descriptors, with what they hold."""
+    found: dict[Any, Any] = {}
+    for cls in type(value).__mro__:
+        for descriptor in vars(cls).values():
+            if isinstance(descriptor, types.MemberDescriptorType):
+                with suppress(AttributeError):
+                    found[descriptor] = descriptor.__get__(value, type(value))
+    return found
 
 
 def static_attribute(value: Any, name: str, default: Any = None) -> Any:

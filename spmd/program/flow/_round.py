@@ -16,7 +16,7 @@ from typing import Any
 from spmd.device._arrays import padded
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, recording
-from spmd.program.trace._capture import DROPPED_VALUE, Recorder
+from spmd.program.trace._buffer_use import DROPPED_VALUE, Recorder
 
 
 @dataclass

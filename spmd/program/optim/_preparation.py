@@ -234,6 +234,13 @@ class OptimizerStates:
     def __enter__(self) -> OptimizerStates:
         return self
 
+    def forget_all_but(self, stepped: Sequence[torch.optim.Optimizer]) -> None:
+        """Take away the state that was created for optimizers that then did not step."""
+        for optimizer, state in self._kept.values():
+            for parameter in [] if any(optimizer is o for o in stepped) else list(optimizer.state):
+                if parameter not in state:
+                    del optimizer.state[parameter]
+
     def put_back(self) -> None:
         """Give the optimizers the state that they had."""
         for optimizer, state in self._kept.values():

@@ -8,6 +8,21 @@ from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library
 from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace
 from spmd.program.reads._recorder import Recording, recorded
+from spmd.program.reads._swap import code_of
 from spmd.program.reads._varying import Numbers, Varying
+from spmd.program.reads._varying_index import ViewNeeded
 
-__all__ = ["ABSENT", "PLAIN", "Effect", "NumberPlace", "Numbers", "ReadsGuard", "Recording", "Varying", "is_library", "recorded"]
+__all__ = [
+    "ABSENT",
+    "PLAIN",
+    "Effect",
+    "NumberPlace",
+    "Numbers",
+    "ReadsGuard",
+    "Recording",
+    "Varying",
+    "ViewNeeded",
+    "code_of",
+    "is_library",
+    "recorded",
+]

@@ -8,6 +8,7 @@ import collections.abc
 import datetime
 import functools
 import itertools
+import math
 import os
 import random
 import time
@@ -21,6 +22,7 @@ import torch
 
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import pytree
+from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._varying import Varying, replaced
 
@@ -31,6 +33,7 @@ _HARMLESS = frozenset(map(id, (builtins.isinstance, builtins.issubclass, builtin
 _LOOKS_ONCE = frozenset(
     map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # the items themselves are not looked into
 )
+_OF_A_NUMBER = frozenset(map(id, (int, round, str, repr, format, math.floor, math.ceil, math.trunc)))
 CONTAINERS = (dict, list, set, collections.deque, bytearray, np.ndarray)
 _READERS = frozenset(
     (
@@ -82,10 +85,13 @@ def is_endless(iterator: Any) -> bool:
 
 def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     """Note what a call of `fn` reads and writes."""
-    if any(type(a) is Varying for a in args) and not _takes_varying(fn):
+    if any(type(a) is Varying or _lists_varying(a) for a in args) and not _takes_varying(fn):
         given = replaced(fn, args)
-        told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args))
-        return given
+        if given is not None:
+            told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
+            return given
+    if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0]):
+        return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
     kind = type(fn)
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
@@ -122,6 +128,10 @@ def _cached(recording: Recording, fn: Any, *args: Any, **kwargs: Any) -> Any:
     if fn.cache_info().misses != misses and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
         recording.caches.append(fn)
     return result
+
+
+def _lists_varying(value: Any) -> bool:
+    return type(value) in (list, tuple) and any(type(v) is Varying or _lists_varying(v) for v in value)
 
 
 def _takes_varying(fn: Any) -> bool:

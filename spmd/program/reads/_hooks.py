@@ -91,6 +91,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
         )
     },
     **{name: _global_teller(name) for name in ("load_global", "store_global")},
-    **{name: _item(name) for name in ("load_item", "store_item")},
-    **{name: _caller(name) for name in ("call", "call_ex")},
+    **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
+    **{name: _caller(name) for name in ("call", "call_ex", "match_class")},
 }

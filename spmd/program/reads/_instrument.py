@@ -147,8 +147,10 @@ class Instrumenter:
         elif op in ("BINARY_SUBSCR", "BINARY_SLICE"):
             yield from self._item("load_item", op == "BINARY_SLICE", at)
             instr = Instr("BINARY_SUBSCR", location=at)
+        elif op == "MATCH_CLASS":
+            yield from self._pattern(instr.arg, at)
         elif op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
-            yield from self._item("store_item", op == "STORE_SLICE", at)
+            yield from self._item("delete_item" if op == "DELETE_SUBSCR" else "store_item", op == "STORE_SLICE", at)
             instr = Instr("STORE_SUBSCR" if op == "STORE_SLICE" else op, location=at)
         elif op == "GET_ITER":
             yield from self._tell("iterate", copies(1), at)
@@ -198,6 +200,11 @@ class Instrumenter:
         yield Instr("UNPACK_SEQUENCE", 2, location=at)
         for _ in range(2):
             yield from (Instr("SWAP", 3, location=at), Instr("POP_TOP", location=at))
+
+    def _pattern(self, num_positional: int, at: Any) -> Iterator[Any]:
+        """The hook is handed the value, the class and the names of its attributes, and returns what takes the value's place."""
+        yield from self._hook("match_class", [*[Instr("COPY", 5, location=at)] * 3, Instr("LOAD_CONST", num_positional, location=at)], at)
+        yield from (Instr("SWAP", 4, location=at), Instr("POP_TOP", location=at))
 
     def _call(self, num_args: Any, held: list[Any], at: Any, num_above: int) -> Iterator[Any]:
         """The hook is handed the callable and its arguments, and returns what is to be called."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class Effect:
         value: what the trace left there; ABSENT if the entry was removed.
         put: makes the place hold a value.
         read: what the place holds now, or ABSENT.
-        is_kept: the value is an object of before: every call puts this very one.
+        is_content: the value is a copy of all that the holder holds.
     """
 
     holder: Any
@@ -37,7 +38,7 @@ class Effect:
     value: Any
     put: Put
     read: Callable[[], Any] = lambda: ABSENT
-    is_kept: bool = False
+    is_content: bool = False
 
 
 @dataclass
@@ -48,6 +49,7 @@ class _Written:
     before: Any
     read: Callable[[], Any]
     put: Put
+    is_content: bool
 
 
 class Journal:
@@ -58,6 +60,8 @@ class Journal:
         self._is_ignored = is_ignored
         self._first: dict[tuple[Any, ...], _Written] = {}
         self._appended: list[Effect] = []
+        self._removed: dict[tuple[Any, ...], None] = {}
+        self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
         """Whether the trace wrote there before: what is read then came from the trace."""
@@ -71,13 +75,20 @@ class Journal:
     def entry(self, holder: dict[Any, Any], key: Any, title: str, put: Put | None = None) -> None:
         """An entry of a dict is about to be written. `put`: how, if not in the dict itself (a class)."""
 
+        base = dict_class(holder)
+
         def place(value: Any) -> None:
             if value is ABSENT:
-                dict.pop(holder, key, None)
+                base.pop(holder, key, None)
             else:
-                dict.__setitem__(holder, key, value)
+                base.__setitem__(holder, key, value)
 
         self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or place)
+
+    def removal(self, holder: dict[Any, Any], key: Any) -> None:
+        """An entry of a dict, already noted, is about to be removed; if it comes back, it is the last."""
+        self._removed[id(holder), _token(key)] = None
+        self._orders.setdefault(id(holder), (holder, list(holder)))
 
     def cell(self, cell: Any, title: str) -> None:
         """A variable of a closure is about to be written."""
@@ -106,17 +117,17 @@ class Journal:
         copied = copier_of(holder)
         if copied is not None:
             read, put = copied
-            self._note(holder, ABSENT, title, read, put)
+            self._note(holder, ABSENT, title, read, put, is_content=not isinstance(holder, ContextVar))
 
     def append(self, holder: Any, value: Any, put: Put, title: str) -> None:
         """An item is about to be added to a list: every call adds one, whatever the list holds."""
         self.content(holder, title)
         self._appended.append(Effect(holder, ABSENT, title, ABSENT, value, put))
 
-    def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put) -> None:
+    def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put, is_content: bool = False) -> None:
         token = (id(holder), _token(key))
         if token not in self._first and not self._is_ignored(holder, key):
-            self._first[token] = _Written(holder, key, title, read(), read, put)
+            self._first[token] = _Written(holder, key, title, read(), read, put, is_content)
 
     def effects(self, is_before: Callable[[Any], bool], is_read: Callable[[Any, Any], bool]) -> list[Effect]:
         """What each call repeats: the writes to objects of before.
@@ -131,15 +142,17 @@ class Journal:
             if not is_before(written.holder):
                 continue
             if written.key is ABSENT and id(written.holder) in appended and not is_read(written.holder, ABSENT):
-                effects += [
-                    replace(e, is_kept=_is_container(e.value) and is_before(e.value)) for e in self._appended if e.holder is written.holder
-                ]
+                effects += [e for e in self._appended if e.holder is written.holder]
                 continue
             now = written.read()
             is_same = now is written.before or _is_same_content(now, written.before)
+            put = written.put
+            if (id(written.holder), _token(written.key)) in self._removed and now is not ABSENT:
+                is_same, put = False, partial(_put_last, put)
             if not is_same or not is_read(written.holder, written.key):
-                is_kept = written.key is not ABSENT and _is_container(now) and is_before(now)
-                effects.append(Effect(written.holder, written.key, written.title, written.before, now, written.put, written.read, is_kept))
+                effects.append(
+                    Effect(written.holder, written.key, written.title, written.before, now, put, written.read, written.is_content)
+                )
         return effects
 
     def undo(self, is_before: Callable[[Any], bool]) -> None:
@@ -150,10 +163,21 @@ class Journal:
             now = written.read()
             if now is not written.before and not _is_same_content(now, written.before):
                 written.put(written.before)
+        for holder, order in self._orders.values():
+            if is_before(holder) and list(holder) != order:
+                base = dict_class(holder)
+                for key in [key for key in order if key in holder]:
+                    base.__setitem__(holder, key, base.pop(holder, key))
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, set, collections.deque, tuple))
+def _put_last(put: Put, value: Any) -> None:
+    put(ABSENT)
+    put(value)
+
+
+def dict_class(holder: dict[Any, Any]) -> Any:
+    """The class whose methods change a dict past what its own class makes of them."""
+    return collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
 
 
 def _token(key: Any) -> Any:
@@ -177,7 +201,7 @@ def _is_same_content(now: Any, before: Any) -> bool:
 def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
     """What copies the content of a container and what puts a copy back; None for other objects."""
     if isinstance(holder, dict):
-        base: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+        base = dict_class(holder)
 
         def put_dict(content: Any) -> None:
             base.clear(holder)

@@ -16,7 +16,7 @@ import collections.abc
 import functools
 import gc
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,17 +33,23 @@ from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Like, Place, SlotPlace, shown_key
 from spmd.program.reads._places_read import PlacesRead
+from spmd.program.reads._varying import Varying
 from spmd.program.reads._varying_index import fixed, index_of, is_varying, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__"}
 _QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range})
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
+_WITH_PARTS = (types.FunctionType, functools.partial)  # `__defaults__`, `__code__`
 _MEMOS = frozenset({"__dynamo_disable"})  # what torch notes on a function when it is first called
 _MAX_DEPTH = 50
 
 
 class Recording(PlacesRead):
-    """What one trace reads and writes of Python. Made by `recorded`."""
+    """What one trace reads and writes of Python. Made by `recorded`.
+
+    Attributes:
+        fixes_indices: what is read of a tensor at an index that varies is a view, and the index is guarded by its value.
+    """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
         super().__init__(names, owners, ignored)
@@ -51,6 +57,7 @@ class Recording(PlacesRead):
         self.caches: list[Any] = []
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.is_busy = False
+        self.fixes_indices = False
         self._seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
@@ -100,6 +107,8 @@ class Recording(PlacesRead):
             return
         else:
             self._instance_attribute(instance, cls, name)
+            if cls in _WITH_PARTS and name in ("__kwdefaults__", "keywords"):
+                self.parts(instance, getattr(instance, name))
             if name == "__dict__" and (attributes := attributes_of(instance)) is not None:
                 self._owners[id(attributes)] = instance
 
@@ -121,7 +130,7 @@ class Recording(PlacesRead):
     def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be read; returns the key and the container to use."""
         if is_varying(key):
-            if is_device_tensor(holder) and (found := read_at(holder, key)) is not None:
+            if is_device_tensor(holder) and not self.fixes_indices and (found := read_at(holder, key)) is not None:
                 return 0, (found,)
             key = fixed(key)
         self._read_item(holder, key)
@@ -252,10 +261,10 @@ class Recording(PlacesRead):
         if isinstance(instance, type):
             self._store_in_class(instance, name)
         elif isinstance(instance, types.ModuleType):
-            self.journal.entry(instance.__dict__, name, f"{instance.__name__}.{name}")
+            self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = _static(cls.__mro__, name)
-            if isinstance(found, types.MemberDescriptorType):
+            if isinstance(found, types.MemberDescriptorType) or (isinstance(found, types.GetSetDescriptorType) and cls in _WITH_PARTS):
                 self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
             elif not hasattr(type(found), "__set__"):
                 self._store_attribute(instance, name)
@@ -284,6 +293,25 @@ class Recording(PlacesRead):
         self._write_item(holder, key)
         return key, holder
 
+    def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
+        """An item is about to be deleted; returns the key and the container to use."""
+        key = fixed(key) if is_varying(key) else key
+        self._write_item(holder, key)
+        if isinstance(holder, dict) and self.journal.is_written(holder, key):
+            self.journal.removal(holder, key)
+        return key, holder
+
+    def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
+        """A class pattern is about to look at a value; returns the value to match."""
+        if type(value) is Varying:
+            return value.concrete()
+        if num_positional:
+            self.load_attr(cls, "__match_args__")
+        if isinstance(value, cls):
+            for name in (*getattr(cls, "__match_args__", ())[:num_positional], *names):
+                self.load_attr(value, name)
+        return value
+
     def _write_item(self, holder: Any, key: Any) -> None:
         if isinstance(holder, torch.Tensor) or id(holder) in self._ignored:
             return
@@ -299,7 +327,7 @@ class Recording(PlacesRead):
     def mutate(self, holder: Any) -> None:
         """The content of a container is about to change, depending on what it is."""
         if isinstance(holder, (collections.UserDict, collections.UserList)):
-            holder = holder.data
+            holder = self.parts(holder, holder.data)  # type: ignore[arg-type]
         if id(holder) in self._ignored or isinstance(holder, torch.Tensor):
             return
         self.look_into(holder)
@@ -313,7 +341,7 @@ class Recording(PlacesRead):
         self._known = set()
         for place in self.places.values():  # in the order of reading: what lies in a place of before is of before
             if self.is_before(place.holder):
-                self._known.update(map(id, place.values()))
+                self._known.update(map(id, _with_those_in_tuples(place.values())))
 
     def _refuse_advanced(self) -> None:
         for iterator, how in self.advanced.values():
@@ -384,6 +412,13 @@ class Recording(PlacesRead):
             return place is not None and place.has_read(key)
 
         return self.journal.effects(self.is_before, is_read)
+
+
+def _with_those_in_tuples(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield value
+        if isinstance(value, tuple):
+            yield from _with_those_in_tuples(value)
 
 
 def _static(mro: tuple[type, ...], name: str) -> Any:

@@ -177,22 +177,24 @@ def replaced(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     if id(fn) in _PURE and all(isinstance(a, (int, float, Varying)) for a in args):
         first = next(a for a in args if isinstance(a, Varying))
         return lambda *given, **options: first.apply(lambda *a: fn(*a, **options), *given)
-    is_torchs = _is_of_torch(fn)
+    is_torchs, is_numpys = _is_of("torch", fn), _is_of("numpy", fn)
+    if not (is_torchs or is_numpys) and not any(isinstance(a, Varying) for a in args):
+        return None  # a list of them is one of any objects to others
     take: Callable[[Varying], Any] = Varying.traced if is_torchs else Varying.concrete
 
     def taken(value: Any) -> Any:
         if isinstance(value, Varying):
             return take(value)
-        if type(value) is tuple or (type(value) is list and is_torchs):  # others may write to the list itself
-            return type(value)(v.concrete() if isinstance(v, Varying) else v for v in value)
+        if type(value) is tuple or (type(value) is list and (is_torchs or is_numpys)):  # others may write to the list itself
+            return type(value)(v.concrete() if isinstance(v, Varying) else taken(v) for v in value)
         return value
 
     return lambda *given, **options: fn(*map(taken, given), **{k: taken(v) for k, v in options.items()})
 
 
-def _is_of_torch(fn: Any) -> bool:
+def _is_of(library: str, fn: Any) -> bool:
     owner = getattr(fn, "__objclass__", None) or getattr(fn, "__self__", None)
     if isinstance(owner, torch.Tensor):
-        return True
+        return library == "torch"
     names = (getattr(fn, "__module__", None), getattr(owner, "__module__", None), getattr(owner, "__name__", None))
-    return any(isinstance(name, str) and name.partition(".")[0] == "torch" for name in names)
+    return any(isinstance(name, str) and name.partition(".")[0] == library for name in names)

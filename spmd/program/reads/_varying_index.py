@@ -1,7 +1,8 @@
 """Indices and slice bounds of tensors that vary from call to call: reading gathers rows, writing scatters them.
 
-`x[i]`, `x[lo:hi]` and assignments to them, along the first dim, where `hi - lo` is the same in every call. What is read so is a copy,
-and not a view: writing to it in place is refused, since `x` would not see it.
+`x[i]`, `x[lo:hi]` and assignments to them, along the first dim, where `hi - lo` is the same in every call. What is read so is a copy.
+Where it must be a view (one of the two is written to in place, or it leaves the function), the function is traced again with the
+index as a value that is guarded.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import jax.numpy as jnp
 import torch
 
 from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceAgain
 from spmd.device._numbers import carried
 from spmd.device._storage import buffer_of, recording, wrap
 from spmd.program.reads._varying import Varying
 
-COPY = (
-    "this tensor was read at an index that varies from call to call, so it is a copy and not a view: a write to it would be lost\n"
-    "  fix: assign to the tensor itself, x[i] = new, or pass the index as a tensor and use index_copy_"
-)
+
+class ViewNeeded(TraceAgain):
+    """What was read at an index that varies must be a view: trace again, with a program for each index."""
 
 
 def is_varying(key: Any) -> bool:
@@ -60,7 +61,7 @@ def read_at(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
     found = found[0].clone() if type(key) is Varying else found
     recorder: Any = recording.get()
     if recorder is not None:
-        recorder.refuse_writes(buffer_of(found), COPY)
+        recorder.is_copy_of(buffer_of(tensor), buffer_of(found), ViewNeeded)
     return found
 
 

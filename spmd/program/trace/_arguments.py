@@ -10,6 +10,8 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
+from spmd.program.find._objects import ITEMS, contents_of
+from spmd.program.find._static import attributes_of
 from spmd.program.reads import ABSENT, Effect
 from spmd.program.trace._host_values import HostArgument
 
@@ -17,17 +19,24 @@ Path = tuple[Any, ...]
 
 
 class ArgumentContainers:
-    """The dicts and lists among the arguments as the trace gets them, each a copy of the caller's.
+    """The containers and objects among the arguments as the trace gets them, each a copy of the caller's.
 
     Attributes:
         ids: of the copies, and of the dicts of attributes of the objects among them.
+        paths: by id of a copy, where the caller's is among the arguments and the objects in them.
     """
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]], objects: list[Any]) -> None:
-        self._found = [(path, container, _content(container)) for path, container in _walk(call[0], (0,))]
-        self._found += [(path, container, _content(container)) for name, v in call[1].items() for path, container in _walk(v, (1, name))]
-        held = [container for o in objects for _, container in _walk(vars(o), ())]
-        self.ids = {id(c) for _, c, _ in self._found} | {id(c) for c in (*held, *objects, *map(vars, objects), *call)}
+        apart = frozenset(map(id, objects))
+        found = [*_walk(call[0], (0,), apart), *(one for name, v in call[1].items() for one in _walk(v, (1, name), apart))]
+        for number, instance in enumerate(objects):
+            for name, value in contents_of(instance).items():
+                inside = _walk(value, (2, number, name), apart)
+                found += inside if name != ITEMS else [one for one in inside if one[1] is not value]
+        self._found = [(path, container, _content(container)) for path, container in found if not isinstance(container, tuple)]
+        self.paths: dict[int, Path] = {id(container): path for path, container in found}
+        self.paths.update((id(instance), (2, number)) for number, instance in enumerate(objects))
+        self.ids = {id(c) for _, c, _ in self._found} | {id(c) for c in (*objects, *map(vars, objects), *call)}
 
     def effects(self) -> list[Effect]:
         """What was written to them."""
@@ -35,7 +44,7 @@ class ArgumentContainers:
         for path, container, before in self._found:
             now = _content(container)
             if now.keys() != before.keys() and not isinstance(container, dict):
-                found.append(Effect(path, ABSENT, "an argument", before, list(container), _put_whole))
+                found.append(Effect(path, ABSENT, "an argument", before, list(container), _put_whole, is_content=True))
                 continue
             for key in [*before, *(k for k in now if k not in before)]:
                 if now.get(key, ABSENT) is not before.get(key, ABSENT):
@@ -43,11 +52,19 @@ class ArgumentContainers:
         return found
 
 
-def put_in_argument(effect: Effect, given: tuple[Any, ...], value: Any) -> None:
-    """Write to the caller's container what the trace wrote to its copy."""
+def of_caller(path: Path, given: tuple[Any, Any, Any]) -> Any:
+    """The caller's container or object. `given`: positional arguments, keyword arguments, and the objects in them by number."""
     holder: Any = given
-    for key in effect.holder:
-        holder = holder[key]
+    for place, key in enumerate(path):
+        if path[0] == 2 and place == 2:
+            holder = holder if key == ITEMS else attributes_of(holder)[key]  # type: ignore[index]
+        else:
+            holder = holder[key]
+    return holder
+
+
+def put_in_argument(effect: Effect, holder: Any, value: Any) -> None:
+    """Write to the caller's container what the trace wrote to its copy."""
     if effect.key is ABSENT:
         holder.clear()
         holder.extend(value)
@@ -68,15 +85,18 @@ def _content(container: Any) -> dict[Any, Any]:
     return dict(container) if isinstance(container, dict) else dict(enumerate(container))
 
 
-def _walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, (dict, list, collections.deque)):
+def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path, Any]]:
+    """The containers in `value`, but for those with the ids `apart`."""
+    if id(value) in apart:
+        return
+    if isinstance(value, (dict, list, collections.deque, tuple)) and not isinstance(value, torch.Size):
         yield path, value
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _walk(item, (*path, key))
+            yield from _walk(item, (*path, key), apart)
     elif isinstance(value, (list, tuple, collections.deque)):
         for index, item in enumerate(value):
-            yield from _walk(item, (*path, index))
+            yield from _walk(item, (*path, index), apart)
 
 
 def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:

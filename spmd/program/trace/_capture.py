@@ -7,7 +7,6 @@ changes here: whatever the outcome, values, gradients and numbers are put back b
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
+from spmd.base._errors import DroppedValueError, TraceAgain, line_of, nothing_swallowed
 from spmd.device._arrays import padded
 from spmd.device._checks import Check, stacked
 from spmd.device._fused_steps import called_directly
@@ -30,7 +29,7 @@ from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import scale_of_before
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
-from spmd.program.find._objects import Unfilled, flatten, unflatten
+from spmd.program.find._objects import ITEMS, Unfilled, contents_of, flatten, unflatten
 from spmd.program.flow._remat import recomputing_for_real
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
@@ -39,21 +38,16 @@ from spmd.program.reuse import _guards
 from spmd.program.reuse._guards import Guard, LeafState
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
 from spmd.program.trace._arguments import ArgumentContainers, bind
-from spmd.program.trace._constant_effects import computed_once
+from spmd.program.trace._buffer_use import Recorder
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
-from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random, no_host_writes
+from spmd.program.trace._host_values import identity_of, no_host_random, no_host_writes
 from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
+from spmd.program.trace._remade import Node, Remade
 from spmd.program.trace._results import Leaf, Results
 from spmd.program.trace._watch import functorch_left_on, said_to_be_compiling, watching
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
-
-DROPPED_VALUE = (
-    "this tensor was made inside a compiled function and its value was not kept\n"
-    "  only what the function returns leaves the program\n"
-    "  fix: return the tensor from the function"
-)
 
 
 class NumbersNeeded(TraceAgain):
@@ -69,10 +63,13 @@ class Captured:
     """What one trace found.
 
     Attributes:
+        nodes, refs: how the leaves make the result, the values of the effects and the contents of the objects among the arguments.
+        num_objects: how many objects there are among the arguments.
         gradients: (parameter or position of an argument, gradient made in the trace or None) for each one that it left.
         born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
         checks: checks of values that it makes: the program's flags of them are one output behind those of the result.
         effects: what it wrote to Python objects, for every call to write; their values follow the function's result in `leaves`.
+        stepped: the optimizers that stepped.
         actions: what it changed in the optimizers' state, for every call to change.
         tensor_inputs: state that a name holds to which the function assigns anew: what reads the name, and the buffer it held.
         shared: arguments that the function also reaches without being passed them.
@@ -86,7 +83,9 @@ class Captured:
     const_buffers: list[Buffer | None]
     written: list[Buffer]
     leaves: list[Leaf]
-    tree: Any
+    nodes: list[Node]
+    refs: list[int]
+    num_objects: int
     numbers: LiftedNumbers
     draws: int
     guards: list[Guard]
@@ -98,6 +97,7 @@ class Captured:
     finite: list[str]
     checks: list[Check]
     effects: list[Effect]
+    stepped: list[torch.optim.Optimizer]
     actions: list[Action]
     tensor_inputs: list[tuple[Callable[[], Any], Buffer]]
     born: list[tuple[torch.Tensor, torch.Tensor]]
@@ -121,104 +121,6 @@ class Captured:
         return any(on_topology(b) for b in (*self.arg_buffers, *self.const_buffers, *self.written) if b is not None)
 
 
-@dataclass
-class Recorder:
-    """The trace's ears: births, reads and writes of buffers, host reads, random draws."""
-
-    words: Any
-    host_inputs: dict[Any, Any]
-    start_draws: int
-    counters: dict[Buffer, Any]
-    scalars: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    counter_of: dict[Any, Buffer] = field(default_factory=dict[Any, Buffer])
-    leaders: dict[Buffer, Buffer] = field(default_factory=dict[Buffer, Buffer])
-    reads: dict[int, Buffer] = field(default_factory=dict[int, Buffer])
-    touched: dict[Buffer, tuple[Any, Any]] = field(default_factory=dict[Buffer, tuple[Any, Any]])
-    births: list[weakref.ref[Buffer]] = field(default_factory=list[weakref.ref[Buffer]])
-    newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
-    written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
-    host_reads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
-    finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
-    checks: list[tuple[Check, Any]] = field(default_factory=list[tuple[Check, Any]])
-    modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
-    ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
-    stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
-    unwritable: weakref.WeakKeyDictionary[Buffer, str] = field(default_factory=weakref.WeakKeyDictionary[Buffer, str])
-    reduce_dtype: Any = None
-    platform: str | None = None
-
-    def born(self, buffer: Buffer) -> None:
-        self.births.append(weakref.ref(buffer))
-        self.newborn.add(buffer)
-
-    def read(self, buffer: Buffer) -> None:
-        if buffer not in self.touched and buffer not in self.newborn:
-            buffer.reads.clear()
-            self.touched[buffer] = (buffer.value, buffer.host)
-            leader = self.counter_of.setdefault(self.counters.get(buffer, id(buffer)), buffer)
-            if leader is buffer:
-                self.reads[id(buffer.value)] = buffer
-            else:  # See Note [Equal counters]
-                self.leaders[buffer] = leader
-                buffer.value = self.touched[leader][0]
-
-    def refuse_writes(self, buffer: Buffer, why: str) -> None:
-        """A later write to this buffer, made in the trace, raises TraceError with this message."""
-        self.unwritable[buffer] = why
-
-    def will_write(self, buffer: Buffer) -> None:
-        if buffer in self.newborn:
-            if buffer in self.unwritable:
-                raise TraceError(self.unwritable[buffer])
-            return
-        self.touched.setdefault(buffer, (buffer.value, buffer.host))
-        self.written[buffer] = None
-
-    def is_state(self, array: Any) -> bool:
-        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
-        return id(array) in self.reads
-
-    def host_argument(self, tensor: torch.Tensor) -> Any:
-        if not isinstance(tensor, HostArgument):
-            return None
-        found = self.host_inputs.get(identity_of(tensor))
-        if found is None:
-            raise computed_on_host(f"a tensor of shape {tuple(tensor.shape)} computed from it")
-        return found
-
-    def host_read(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, HostArgument):
-            self.host_reads.append(tensor)
-
-    def random_state(self) -> tuple[Any, int]:
-        return self.words, self.start_draws
-
-    def expect(self, flag: Any, check: Check) -> bool:
-        """Let the program check that `flag` is not set; False where it cannot."""
-        self.checks.append((check, flag))
-        return True
-
-    def reduce_in(self, dtype: Any) -> None:
-        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
-        if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
-            self.reduce_dtype = dtype
-
-    def on_branch(self, key: Any, evaluate: Callable[[], bool], outcome: bool) -> None:
-        self.branches.setdefault(key if key is not None else object(), (evaluate, outcome))  # once for all parameters
-
-    def put_back(self) -> None:
-        """Every buffer that existed before has its value again; those born in the trace and still alive have none."""
-        for buffer, (value, host) in self.touched.items():
-            buffer.value, buffer.host = value, host
-            buffer.reads.clear()
-        for reference in self.births:
-            buffer = reference()
-            if buffer is not None:
-                buffer.value, buffer.host, buffer.dropped = None, None, DROPPED_VALUE
-                buffer.reads.clear()
-
-
 def capture(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -232,6 +134,7 @@ def capture(
     is_stacked: bool,
     varying: Sequence[NumberPlace],
     arguments: dict[int, int | float],
+    fixes_indices: bool,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
@@ -241,12 +144,11 @@ def capture(
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         debug_nans: the program also says for each module that ran whether its outputs are finite.
         share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
-        varying, arguments: Python numbers that are inputs: places, and by position among the arguments' leaves.
+        varying, arguments: numbers that are inputs: places, and by position among the arguments; fixes_indices: see `Recording`.
         is_stacked: the arguments are the first of a stack each, the results will be stacks.
 
     Raises:
-        Unreached, StaleGradients, UnequalCounters, NewHolders: it must be traced again in another way, each says in which.
-        TraceError: Python needed a value that only the program will have.
+        TraceAgain, TraceError: it must be traced in another way; Python needed a value of the program.
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled = Unfilled(flat.leaves)
@@ -272,7 +174,7 @@ def capture(
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
         state = _Running(
             *(fn, call, objects, held, positions, is_stacked, numbers, found, optim, gradients, memory),
-            *(keep_grads, debug_nans, counters, likely_platform(reachable)),
+            *(keep_grads, debug_nans, counters, likely_platform(reachable), fixes_indices),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
@@ -287,7 +189,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
     assert recorder is not None
     copies = _copies(recorder, jaxpr.jaxpr, state.num_outputs)
     position = {id(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
-    jaxpr = with_constants_first(state.settle_constants(jaxpr, recorder), len(waiting))
+    jaxpr = with_constants_first(jaxpr, len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
     tensor_inputs = (
@@ -299,7 +201,9 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         const_buffers=[recorder.reads.get(id(c)) for c in jaxpr.consts],
         written=list(recorder.written),
         leaves=state.leaves,
-        tree=state.tree,
+        nodes=state.nodes,
+        refs=state.refs,
+        num_objects=len(state.objects),
         numbers=state.numbers,
         draws=state.draws,
         guards=state.guards(recorder),
@@ -311,6 +215,7 @@ def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[B
         finite=[name for name, _ in recorder.finite],
         checks=[check for check, _ in recorder.checks],
         effects=state.effects,
+        stepped=recorder.stepped,
         actions=state.actions,
         tensor_inputs=tensor_inputs,
         born=state.optim.born,
@@ -356,10 +261,12 @@ class _Running:
     debug_nans: bool
     counters: dict[Buffer, Any]
     platform: str
+    fixes_indices: bool
     recorder: Recorder | None = None
     arguments: frozenset[Buffer] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
-    tree: Any = None
+    nodes: list[Node] = field(default_factory=list[Node])
+    refs: list[int] = field(default_factory=list[int])
     draws: int = 0
     num_outputs: int = 0
     containers: ArgumentContainers = field(init=False)
@@ -399,13 +306,13 @@ class _Running:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(functorch_left_on())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
+                reads.fixes_indices = self.fixes_indices
                 args, kwargs = self.call
                 with nothing_swallowed(), Switches() as switches:
                     result = reads.run(self.fn, *args, **kwargs)
                 self.effects = [*reads.effects(), *self.containers.effects()]
                 self.optim.note(recorder.newborn.__contains__)
                 self.memory.write_back()
-            result = (result, [None if effect.is_kept else effect.value for effect in self.effects])
             flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
             outputs = [*self._outputs(result, recorder), *flags, *(flag for _, flag in recorder.finite)]
             self.num_outputs = len(outputs)
@@ -440,31 +347,31 @@ class _Running:
         ignored = {id(o) for optimizer in self.found.optimizers for o in (optimizer.state, *optimizer.state.values())}
         return names, owners, ignored | self.containers.ids | replaced_counts(modules)
 
-    def settle_constants(self, closed: Any, recorder: Recorder) -> Any:
-        """Tensors given to names that depend on no input get their value now; the jaxpr without them."""
-        given = {id(effect.value): effect for effect in self.effects if is_device_tensor(effect.value)}
-        outputs = [(i, t) for i, t in enumerate(self.returned) if t is not None and id(t) in given]
-        if not outputs:
-            return closed
-        closed, ready = computed_once(closed, outputs, [id(c) in recorder.reads for c in closed.consts])
-        arrays = [leaf for leaf in self.leaves if leaf.kind in ("array", "number")]
-        for leaf, tensor in zip(arrays, self.returned, strict=False):
-            if any(tensor is t for t in ready):
-                leaf.kind, leaf.value = "same", tensor
-        self.num_outputs -= len(ready)
-        assert self.reads is not None
-        for tensor in ready:
-            self.reads.accept(given[id(tensor)], tensor)
-        return closed
-
     def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
-        flat, self.tree, _ = flatten(result, self.objects, self.found.holders)
+        flat = self._taken_apart(result)
+        for value in flat:
+            if is_device_tensor(value) and (why := recorder.unwritable.get(buffer_of(value))) is not None:
+                raise why
         known = {id(t): t for t in (*self.found.device_tensors(), *self.found.optimizer_tensors())}
         state = set(map(buffer_of, known.values()))
-        results = Results(self.held, self.positions, set(known), state, self.is_stacked, recorder.newborn.__contains__)
+        results = Results(
+            self.containers.paths, self.held, self.positions, set(known), state, self.is_stacked, recorder.newborn.__contains__
+        )
         outputs = results.outputs(flat)
         self.leaves, self.returned = results.leaves, results.returned
         return outputs
+
+    def _taken_apart(self, result: Any) -> list[Any]:
+        """The leaves of the result, of what was written and of what the objects among the arguments hold."""
+        assert self.reads is not None
+        taken = Remade(self.reads.is_before)
+        refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in self.effects)]
+        contents = list(map(contents_of, self.objects))
+        for content in contents:
+            taken.take(content.get(ITEMS), is_new=True)
+        refs += [taken.take(content, is_new=True) for content in contents]
+        self.nodes, self.refs = taken.nodes, refs
+        return taken.leaves
 
     def slots(self, recorder: Recorder) -> dict[Buffer, torch.Tensor]:
         """The gradients that a call takes from their leaves."""

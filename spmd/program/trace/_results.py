@@ -21,6 +21,7 @@ from spmd.device._numbers import carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, Varying
+from spmd.program.trace._arguments import of_caller
 from spmd.program.trace._window import Window, class_of, leaves_whole
 
 _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
@@ -32,11 +33,12 @@ class Leaf:
 
     Attributes:
         kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
-            before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "part"
+            before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "container"
+            (the caller's own container), "part"
             (a view of one), "again" (an earlier leaf), "computed" (a number of the host), "view" (of a leaf),
             "static" (any other value, as the trace returned it).
         value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position, for
-            "again" the number of the leaf, for "part" and "view" one of these and the Window.
+            "container" the path, for "again" the number of the leaf, for "part" and "view" one of these and the Window.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Results:
     """Takes the results of a trace apart.
 
     Attributes:
+        containers: by id of a container or object that stands for an argument's, its path (see `ArgumentContainers`).
         owned: position of an argument by the id of the tensor or object that stands for it in the trace.
         arguments: position by buffer, of the arguments that are tensors.
         known: ids of the tensors in reach.
@@ -58,6 +61,7 @@ class Results:
         returned: for each output the tensor that it is the value of, or None.
     """
 
+    containers: dict[int, tuple[Any, ...]]
     owned: dict[int, int]
     arguments: dict[Buffer, int]
     known: set[int]
@@ -97,6 +101,8 @@ class Results:
     def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
         if not isinstance(value, PLAIN) and id(value) in self.owned:
             return Leaf("argument", self.owned[id(value)])
+        if id(value) in self.containers and not isinstance(value, PLAIN):
+            return Leaf("container", self.containers[id(value)])
         if isinstance(value, torch.Tensor) and is_device_tensor(value):
             buffer = buffer_of(value)
             if id(buffer) in roots:
@@ -127,8 +133,8 @@ class Results:
         return [buffer for buffer, tensors in groups.items() if leaves_whole(list(tensors.values()), buffer)]
 
 
-def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """The leaves of a call's result, from the program's outputs and the caller's arguments."""
+def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any], given: tuple[Any, Any, Any]) -> list[Any]:
+    """The leaves of a call's result, from the program's outputs and the caller's arguments. `given`: see `of_caller`."""
     values = iter(outputs)
     flat: list[Any] = []
     for leaf in leaves:
@@ -142,6 +148,8 @@ def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any
             flat.append(arguments[leaf.value])
         elif leaf.kind == "computed":
             flat.append(leaf.value())
+        elif leaf.kind == "container":
+            flat.append(of_caller(leaf.value, given))
         elif leaf.kind == "alias":
             flat.append(leaf.value.detach())
         elif leaf.kind == "part":

@@ -21,7 +21,7 @@ from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
 
 if TYPE_CHECKING:
-    from spmd.program.trace._capture import Recorder
+    from spmd.program.trace._buffer_use import Recorder
 
 
 class Unreached(TraceAgain):

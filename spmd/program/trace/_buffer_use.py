@@ -1,0 +1,136 @@
+"""What a trace hears of the tensors on the device: which buffers it made, read and wrote, host reads, random draws, branches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spmd.base._errors import TraceAgain
+from spmd.device._checks import Check
+from spmd.device._storage import Buffer
+from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
+
+DROPPED_VALUE = (
+    "this tensor was made inside a compiled function and its value was not kept\n"
+    "  only what the function returns leaves the program\n"
+    "  fix: return the tensor from the function"
+)
+
+
+@dataclass
+class Recorder:
+    """The trace's ears: births, reads and writes of buffers, host reads, random draws."""
+
+    words: Any
+    host_inputs: dict[Any, Any]
+    start_draws: int
+    counters: dict[Buffer, Any]
+    scalars: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    counter_of: dict[Any, Buffer] = field(default_factory=dict[Any, Buffer])
+    leaders: dict[Buffer, Buffer] = field(default_factory=dict[Buffer, Buffer])
+    reads: dict[int, Buffer] = field(default_factory=dict[int, Buffer])
+    touched: dict[Buffer, tuple[Any, Any]] = field(default_factory=dict[Buffer, tuple[Any, Any]])
+    births: list[weakref.ref[Buffer]] = field(default_factory=list[weakref.ref[Buffer]])
+    newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
+    written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
+    host_reads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    branches: dict[Any, tuple[Callable[[], bool], bool]] = field(default_factory=dict[Any, tuple[Callable[[], bool], bool]])
+    finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    checks: list[tuple[Check, Any]] = field(default_factory=list[tuple[Check, Any]])
+    modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
+    ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    unwritable: weakref.WeakKeyDictionary[Buffer, type[TraceAgain]] = field(
+        default_factory=weakref.WeakKeyDictionary[Buffer, type[TraceAgain]]
+    )
+    copied: weakref.WeakKeyDictionary[Buffer, weakref.WeakSet[Buffer]] = field(
+        default_factory=weakref.WeakKeyDictionary[Buffer, weakref.WeakSet[Buffer]]
+    )
+    stale: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
+    reduce_dtype: Any = None
+    platform: str | None = None
+
+    def born(self, buffer: Buffer) -> None:
+        self.births.append(weakref.ref(buffer))
+        self.newborn.add(buffer)
+
+    def read(self, buffer: Buffer) -> None:
+        if buffer in self.stale:
+            raise self.unwritable[buffer]()
+        if buffer not in self.touched and buffer not in self.newborn:
+            buffer.reads.clear()
+            self.touched[buffer] = (buffer.value, buffer.host)
+            leader = self.counter_of.setdefault(self.counters.get(buffer, id(buffer)), buffer)
+            if leader is buffer:
+                self.reads[id(buffer.value)] = buffer
+            else:  # See Note [Equal counters]
+                self.leaders[buffer] = leader
+                buffer.value = self.touched[leader][0]
+
+    def refuse_writes(self, buffer: Buffer, why: type[TraceAgain]) -> None:
+        """A later write to this buffer, made in the trace, raises `why`."""
+        self.unwritable[buffer] = why
+
+    def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
+        """A write to the copy, a read of it after a write to `base`, and leaving the trace with it raise `why`."""
+        self.refuse_writes(copy, why)
+        self.copied.setdefault(base, weakref.WeakSet()).add(copy)
+
+    def will_write(self, buffer: Buffer) -> None:
+        self.stale.update(self.copied.get(buffer, ()))
+        if buffer in self.newborn:
+            if buffer in self.unwritable:
+                raise self.unwritable[buffer]()
+            return
+        self.touched.setdefault(buffer, (buffer.value, buffer.host))
+        self.written[buffer] = None
+
+    def is_state(self, array: Any) -> bool:
+        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
+        return id(array) in self.reads
+
+    def host_argument(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, HostArgument):
+            return None
+        found = self.host_inputs.get(identity_of(tensor))
+        if found is None:
+            raise computed_on_host(f"a tensor of shape {tuple(tensor.shape)} computed from it")
+        return found
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, HostArgument):
+            self.host_reads.append(tensor)
+
+    def random_state(self) -> tuple[Any, int]:
+        return self.words, self.start_draws
+
+    def expect(self, flag: Any, check: Check) -> bool:
+        """Let the program check that `flag` is not set; False where it cannot."""
+        self.checks.append((check, flag))
+        return True
+
+    def reduce_in(self, dtype: Any) -> None:
+        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
+        if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
+            self.reduce_dtype = dtype
+
+    def on_branch(self, key: Any, evaluate: Callable[[], bool], outcome: bool) -> None:
+        self.branches.setdefault(key if key is not None else object(), (evaluate, outcome))  # once for all parameters
+
+    def put_back(self) -> None:
+        """Every buffer that existed before has its value again; those born in the trace and still alive have none."""
+        for buffer, (value, host) in self.touched.items():
+            buffer.value, buffer.host = value, host
+            buffer.reads.clear()
+        for reference in self.births:
+            buffer = reference()
+            if buffer is not None:
+                buffer.value, buffer.host, buffer.dropped = None, None, DROPPED_VALUE
+                buffer.reads.clear()
+
+
+__all__ = ["DROPPED_VALUE", "Recorder"]

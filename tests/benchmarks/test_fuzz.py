@@ -1,0 +1,25 @@
+"""A slice of `make fuzz`: random programs with Python state, among them the seeds whose results were wrong once."""
+
+import ast
+
+import pytest
+
+from benchmarks.fuzz import kind_of
+from benchmarks.fuzz_programs import source
+from benchmarks.fuzz_trials import trial
+
+pytestmark = pytest.mark.multidevice(num=8)
+ONCE_WRONG = (34, 63, 322, 324, 357)
+OTHERS = (1003, 1008)
+
+
+@pytest.mark.parametrize("seed", ONCE_WRONG + OTHERS)
+def test_a_program_does_what_python_does(seed: int) -> None:
+    found = trial(seed)
+    assert kind_of(found) == "equal", found
+
+
+def test_a_seed_has_one_program() -> None:
+    assert source(7) == source(7) != source(8)
+    for seed in range(200):
+        ast.parse(source(seed))

@@ -1,0 +1,203 @@
+"""What a trace leaves in Python is made anew by every call: containers, objects and functions, who is who included."""
+
+import collections
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spmd
+from benchmarks.fuzz_trials import difference, picture
+
+ROWS: dict[str, Callable[[Any, torch.Tensor, dict[str, Any]], Any]] = {}
+
+
+def row(fn: Callable[[Any, torch.Tensor, dict[str, Any]], Any]) -> None:
+    ROWS[fn.__name__] = fn
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class State:
+    def __init__(self) -> None:
+        self.n, self.log, self.items = 0, list[Any](), [1]
+        self.x: Any = None
+        self.y: Any = None
+        self.table = {"a": 1, "b": 2, "c": 3}
+        self.order = collections.OrderedDict(a=1, b=2)
+        self.module = types.ModuleType("of_a_test")
+        self.user: Any = collections.UserDict()
+        self.pair = ({"n": 0}, 1)
+        self.point = Point(1)
+
+
+@row
+def an_argument_kept(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.x = batch
+    s.log.append([batch["of"], 1])
+    return x * 2
+
+
+@row
+def an_argument_returned(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    batch["n"] = s.n
+    batch["of"] = batch["of"] + [x]
+    batch["pair"][0].append(x * 2)
+    return batch, batch["pair"]
+
+
+@row
+def state_returned(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.items.append(2)
+    s.x, s.y = [s.items, 1], (s.items, 2)
+    return s.items
+
+
+@row
+def one_list_under_two_names(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.x = s.y = [x * 2]
+    s.log.append(s.x)
+    return s.x, s.y
+
+
+@row
+def a_list_in_itself(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.x = [x]
+    s.x.append(s.x)
+    return x
+
+
+@row
+def objects(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    s.log += [Box(s.n), Slots(s.n), Point(s.n, y=s.n), {s.n, 70}, {s.n: 7}, {i + s.n: 7 for i in range(2)}]
+    return Box(s.n), {s.n + i for i in range(2)}, collections.Counter(a=s.n)
+
+
+@row
+def functions(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    number = s.n
+    y = x * s.x() if s.x else x
+    s.x = lambda: number * 2
+    return y
+
+
+@row
+def an_order(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    s.order["c"] = s.n
+    key = "abc"[s.n % 3]
+    del s.table[key]
+    s.table[key] = s.n
+    return x
+
+
+@row
+def class_patterns(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    s.point.x += 1
+    match s.point:
+        case Point(2):
+            x = x * 3
+        case Point(x=3):
+            x = x * 5
+        case _:
+            pass
+    match s.n:
+        case int(number):
+            return x * number
+        case _:
+            return x * 100
+
+
+@row
+def a_constant(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.x = torch.ones(2, device=x.device)
+    return x
+
+
+@row
+def numbers_in_lists(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    return np.array([s.n, 2]).sum() * 1.0, torch.tensor([s.n, 2], device=x.device), sum([s.n, 3])
+
+
+@row
+def dicts_of_plain_values(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    s.module.value = s.n  # type: ignore[attr-defined]
+    s.user["k"] = s.n
+    s.pair[0]["n"] = s.n
+    return x
+
+
+def change(s: State) -> None:
+    """What the caller does between two calls to what they left."""
+    for held in s.log[-6:]:
+        if isinstance(held, (Box, Slots)):
+            held.value += 77
+        elif isinstance(held, set):
+            held.add(50)
+    if isinstance(s.x, torch.Tensor):
+        s.x.add_(1)
+
+
+def after(fn: Callable[..., Any], device: str) -> list[Any]:
+    s = State()
+    step: Any = lambda x, batch: fn(s, x, batch)  # noqa: E731
+    step = step if device == "cpu" else spmd.compile(step, max_retraces=50)
+    found: list[Any] = []
+    for i in range(4):
+        x = torch.full((2,), i + 1.0).to(device)
+        batch = {"of": [i, torch.ones(2).to(device)], "pair": ([i], 2)}
+        found.append(picture([step(x, batch), s, x, batch]))
+        change(s)
+    return found
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_call_leaves_what_python_leaves(name: str) -> None:
+    for call, (got, want) in enumerate(zip(after(ROWS[name], "jax"), after(ROWS[name], "cpu"), strict=True)):
+        assert difference(got, want, f"call {call}") == ""
+
+
+def test_an_optimizer_that_does_not_step_has_no_state() -> None:
+    weight = torch.nn.Parameter(torch.ones(2).to("jax"))
+    opt = torch.optim.Adam([weight])
+
+    @spmd.compile
+    def step(x: torch.Tensor, steps: bool) -> torch.Tensor:
+        if steps:
+            opt.zero_grad()
+            (weight * x).sum().backward()
+            opt.step()
+        return x + weight.detach()
+
+    x = torch.ones(2).to("jax")
+    step(x, False)
+    assert not opt.state
+    step(x, True)
+    assert opt.state[weight]["step"].item() == 1
+    step(x, False)
+    assert opt.state[weight]["step"].item() == 1
