@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ANY_NUMBER = (
-    "tests/xla_names",
-    "tests/compat",
-    "tests/sharding/test_shard.py",
-    "tests/device/test_call_jax.py",
-    "tests/program/test_scan.py",
+FEW = ("tests/xla_names", "tests/sharding/test_shard.py", "tests/device/test_call_jax.py")
+ANY_NUMBER = (*FEW, "tests/compat", "tests/program/test_scan.py")
+
+
+@pytest.mark.parametrize(
+    ("count", "tests"),
+    [(1, FEW), *(pytest.param(count, ANY_NUMBER, marks=pytest.mark.slow) for count in (1, 4))],
+    ids=["1", "1-all", "4-all"],
 )
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_tests_of_any_number_of_devices_pass(count: int, request: pytest.FixtureRequest) -> None:
+def test_tests_of_any_number_of_devices_pass(count: int, tests: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--devices") == count:
         pytest.skip("this pytest has that number of devices")
     optimize = ["--optimize"] if request.config.getoption("--optimize") else []
-    command = [sys.executable, "-m", "pytest", "--quiet", "--devices", str(count), *optimize, *ANY_NUMBER]
+    command = [sys.executable, "-m", "pytest", "--quiet", "--devices", str(count), *optimize, *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, un
     assert_reordered(losses(out), unbroken)
 
 
-@pytest.mark.parametrize("trials", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_random_faults_are_survived_bit_for_bit(trials: int) -> None:
     """Of a small job, see `benchmarks/faults.py`: any process, any of five faults, at any moment of its life."""
     row = faults.processes(trials, random.Random(1))
