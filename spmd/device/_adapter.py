@@ -23,7 +23,7 @@ from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing, known_value
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from spmd.base._torch import OpOverload, elementwise_dtypes
-from spmd.device import _generator
+from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._kept import kept_or_new
@@ -155,6 +155,7 @@ class Adapter:
         self.takes_indices = self.names[1:2] == ["indices"] and str(schema.arguments[1].type) == "List[Optional[Tensor]]"
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
         self.is_plain = not (lowering.random or lowering.data_dependent or lowering.updates)
+        self.bounds = _indices.BOUNDS.get(self.name)
         self.plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +184,8 @@ class Adapter:
         `sharding`: where an eager result is computed; None: where jax likes.
         """
         if self.takes_indices:  # as on other devices, an index may lie on the host
+            if self.bounds is not None:  # while they lie there
+                _indices.check(self.bounds, self.name, dict(zip(self.names, args, strict=False)))
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
@@ -232,6 +235,8 @@ class Adapter:
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, list[Any]]:
         """The plan of this call and its dynamic values in order."""
+        if self.bounds is not None:
+            _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs})
         dynamic: list[Any] = []
         key: list[Any] = []
         for index, arg in enumerate(args):

@@ -20,6 +20,7 @@ import numpy as np
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import CheckFailed, message
 
+ZERO = int(np.iinfo(np.int64).max)  # a flag that is set to 0
 _WAITING = 8  # calls whose flags may be waiting: the oldest is waited for, which bounds what is held
 
 
@@ -29,22 +30,24 @@ class Check:
 
     Attributes:
         kind: the exception that eager code would raise.
-        text: what was checked, in one line.
+        text: what was checked, in one line; `{}` stands for the value that the flag holds.
         at: `file:line in function` of the user.
+        fix: what to do about it.
     """
 
     kind: type[BaseException]
     text: str
     at: str
+    fix: str = "call the function without spmd.compile to see the values where they are checked"
 
-    def failed(self) -> Exception:
-        """The exception for a flag that is set; of the class that eager code raises too."""
+    def failed(self, value: int) -> Exception:
+        """The exception for a flag that is set to `value`; of the class that eager code raises too."""
         return _class_of(self.kind)(
             message(
-                f"a check in a compiled function failed: {self.text}",
+                f"a check on the device failed: {self.text.replace('{}', str(0 if value == ZERO else value))}",
                 *([f"called at {self.at}"] if self.at else ()),
-                f"eager code raises {self.kind.__name__} there; the program went on, and what it updates may hold what follows",
-                fix="call the function without spmd.compile to see the values where they are checked",
+                f"CPU torch raises {self.kind.__name__} there; the device went on, and what was updated since may hold what follows",
+                fix=self.fix,
             )
         )
 
@@ -61,9 +64,9 @@ _pending: deque[tuple[Any, Sequence[Check]]] = deque()
 
 
 def stacked(flags: Sequence[Any]) -> Any:
-    """The flags of one program as one bool array [checks]."""
+    """The flags of one program as one array [checks] of int64: bools, or values of which 0 says that all is well."""
     with exact_dtypes():
-        return jnp.stack([jnp.asarray(flag).reshape(()) for flag in flags])
+        return jnp.stack([jnp.asarray(flag).reshape(()).astype(jnp.int64) for flag in flags])
 
 
 def note(flags: Any, checks: Sequence[Check]) -> None:
@@ -84,10 +87,11 @@ def raise_failed() -> None:
 
 def _raise_first() -> None:
     flags, checks = _pending.popleft()
-    failed = np.asarray(jax.device_get(flags)).reshape(-1, len(checks)).any(0)
-    if failed.any():
+    values = np.asarray(jax.device_get(flags)).reshape(-1, len(checks))
+    step, failed = next(iter(np.argwhere(values).tolist()), (0, -1))
+    if failed >= 0:
         _pending.clear()
-        raise checks[int(failed.argmax())].failed()
+        raise checks[failed].failed(int(values[step, failed]))
 
 
 __all__ = ["Check", "note", "raise_failed", "stacked"]

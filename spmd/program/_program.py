@@ -61,6 +61,7 @@ class Options:
     steps_per_call: int = 1
     check: bool = False
     debug_nans: bool = False
+    check_indices: bool | None = None
 
     def __post_init__(self) -> None:
         if self.max_programs < 1 or self.on_retrace not in ("warn", "error"):

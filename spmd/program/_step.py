@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from spmd.base._errors import SpmdError, TraceError, message
+from spmd.device._indices import BY_ENVIRONMENT, checked
 from spmd.device._storage import recording
 from spmd.device._turn import turn
 from spmd.patches._running_averages import bring_counts
@@ -188,7 +189,8 @@ class Step(Compiled, Generic[P, R]):
                     prepare_state(optimizer)
                 prepare_s += time.perf_counter() - start
                 try:
-                    captured = self._captured(args, kwargs, found, call.numbers)
+                    with checked(BY_ENVIRONMENT if self._options.check_indices is None else self._options.check_indices):
+                        captured = self._captured(args, kwargs, found, call.numbers)
                 except Unreached as unreached:
                     # It ends: a module brings tensors that were not known, and `keep` refuses an optimizer made anew.
                     found.add(unreached.value)
@@ -315,6 +317,8 @@ def compile(fn: Any = None, **options: Unpack[CompileOptions]) -> Any:
         steps_per_call: run this many steps in one dispatch; tensor arguments and results gain a first dim of this size.
         check: trace again on every call and raise if the program would have differed (slow; for finding stale constants).
         debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
+        check_indices: raise `CheckFailed`, an IndexError, at the next read after an index was out of bounds: the op, the line, the index.
+            None: as the environment's SPMD_CHECK_INDICES=1 says, which checks eager operations too.
 
     Raises:
         TraceError: on a call, if Python needs a value that only the compiled program will have, or if it was traced too often.
@@ -334,3 +338,4 @@ class CompileOptions(TypedDict, total=False):
     steps_per_call: int
     check: bool
     debug_nans: bool
+    check_indices: bool | None

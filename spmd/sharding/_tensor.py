@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from jax.sharding import NamedSharding
+from torch.overrides import get_default_nowrap_functions
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, ShardingType
 from spmd.base._jax import is_tracer
+from spmd.base._torch import DisableTorchFunctionSubclass
 from spmd.device._arrays import is_readable
 from spmd.device._layout import annotation_of, hand_over
 from spmd.device._serialize import host_copy
@@ -142,6 +144,23 @@ class XLAShardedTensor(torch.Tensor):
         """Pickled as a CPU tensor that remembers its layout in plain data (see `spmd.device._serialize`)."""
         return host_copy(self).__reduce_ex__(protocol)
 
+    def __format__(self, format_spec: str) -> str:
+        """A number is formatted as its Python number is: torch asks for its own class, which a marked one is not."""
+        if self.dim() == 0 and not self.is_meta and not isinstance(self, torch.nn.Parameter):
+            return self.detach().item().__format__(format_spec)
+        return object.__format__(self, format_spec)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Results are sharded tensors too, by their class alone: torch would make each an alias, and no alias can be detached in place."""
+        if torch.compiler.is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        with DisableTorchFunctionSubclass():
+            out = func(*args, **({} if kwargs is None else kwargs))
+            return out if func in get_default_nowrap_functions() else _of_class(out, cls, (*args, *(kwargs or {}).values()))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         buffer = buffer_of(self) if self.device.type == "jax" else None
         spec = self.sharding_spec if buffer is None or buffer.dropped is None else None
@@ -157,8 +176,25 @@ class XLAShardedTensor(torch.Tensor):
         return f"{type(self).__name__}({values}{placed}{grad})"
 
 
+def _of_class(out: Any, cls: type[XLAShardedTensor], given: Sequence[Any]) -> Any:
+    """What a function returned, its new tensors of class `cls`; one that it was given stays what it is, and an alias is returned."""
+    if isinstance(out, torch.Tensor):
+        if isinstance(out, cls):
+            return out
+        is_given = any(a is out or (isinstance(a, (tuple, list)) and any(item is out for item in a)) for a in given)
+        if is_given or type(out) is not torch.Tensor:
+            return out.as_subclass(cls)
+        out.__class__ = cls
+        return out
+    if isinstance(out, (tuple, list)):
+        return type(out)(_of_class(item, cls, given) for item in out)
+    return out
+
+
 class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # pyright: ignore[reportAssignmentType]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> XLAShardedTensor:  # pyright: ignore[reportInconsistentConstructor]
         plain = data.as_subclass(torch.Tensor) if isinstance(data, XLAShardedTensor) else data

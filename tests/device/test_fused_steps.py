@@ -73,7 +73,7 @@ def test_compiled_it_is_one_program_under_a_schedule(name: str, with_scaler: boo
             scaler.update()
             return loss
 
-        run = spmd.compile(step) if where == "jax" else step
+        run: Any = spmd.compile(step) if where == "jax" else step
         scales.append([])
         for i in range(5):
             x = torch.full((4, 8), float("inf")) if with_scaler and i == 2 else batch(4, 8, seed=i)

@@ -35,11 +35,8 @@ def test_op_and_its_gradient_equal_cpu(name: str) -> None:
 
 # Ops of whose error inputs some are refused for their values alone, which nobody knows here before the device computed them.
 REFUSED_BY_VALUE = {
-    "gather": "an index out of bounds",
     "masked_fill": "a complex number with an imaginary part for integers",
     "multinomial": "weights that are negative, infinite, or all zero",
-    "scatter": "an index out of bounds",
-    "scatter_add": "an index out of bounds",
 }
 WITH_ERRORS = [name for name in opinfo.names() if opinfo.has_error_inputs(opinfo.by_name(name))]
 

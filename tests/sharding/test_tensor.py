@@ -151,3 +151,31 @@ def test_a_copy_on_the_cpu_shows_its_values_and_has_no_layout(mesh_4x2: mesh.Mes
     copied = marked.cpu()
     assert repr(copied) == repr(torch.arange(8))
     assert isinstance(copied, spmd.XLAShardedTensor) and copied.sharding_spec is None
+
+
+@pytest.mark.parametrize("text", ["{:.4f}", "{}", "{:10.3e}", "{:>12}"])
+def test_a_number_is_formatted_as_torch_formats_it(text: str, host: torch.Tensor, marked: spmd.XLAShardedTensor) -> None:
+    for of in (lambda x: x.sum(), lambda x: (x > 0).sum(), lambda x: x[0, 1], lambda x: (x > 9).any().int()):
+        if ("f" not in text and "e" not in text) or of(host).is_floating_point():
+            assert torch.allclose(torch.tensor(float(text.format(of(marked)))), torch.tensor(float(text.format(of(host)))), rtol=1e-3)
+    assert f"{(marked > 9).any()}" == f"{(host > 9).any()}" == "False"
+    assert "%.3f" % marked[0, 1] == "%.3f" % host[0, 1]  # noqa: UP031 - old code formats like this
+
+
+def test_a_new_tensor_is_no_view(marked: spmd.XLAShardedTensor, host: torch.Tensor) -> None:
+    for made in (marked.clone(), marked * 2, torch.cat([marked, marked]), marked.split(2)[0].clone(), marked.max(0).values):
+        assert isinstance(made, spmd.XLAShardedTensor) and made._base is None
+    weight = marked.clone().requires_grad_()
+    detached = (weight * 2).detach_()
+    assert detached.is_leaf and not detached.requires_grad and torch.equal(detached.cpu(), host * 2)
+    assert marked.clone().detach_().requires_grad_().is_leaf
+    with pytest.raises(RuntimeError, match="Can't detach views"):
+        (weight * 2)[0].detach_()
+
+
+def test_what_a_function_returns_of_its_arguments_keeps_its_class(marked: spmd.XLAShardedTensor) -> None:
+    plain = torch.zeros(8, 4, device="jax")
+    added = plain.add_(marked)
+    assert type(plain) is torch.Tensor and isinstance(added, spmd.XLAShardedTensor)
+    added.mul_(0)
+    assert plain.abs().sum().item() == 0

@@ -1,0 +1,167 @@
+"""Indices out of bounds: of values that the host knows always, of others where a program, or the environment, asks for it.
+
+    spmd.compile(step, check_indices=True)       # or SPMD_CHECK_INDICES=1, for eager operations too
+
+The device cannot raise: a read outside is clipped, a write outside is dropped. A check is the largest and the smallest index, on the
+device; what they say is raised as other checks are, when something is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from mesh.job._join import asks_to_check_indices
+from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._errors import user_line
+from spmd.base._jax import is_tracing
+from spmd.device import _checks
+from spmd.device._checks import Check
+from spmd.device._storage import buffer_of, load, recording
+
+BY_ENVIRONMENT = asks_to_check_indices()
+_is_asked: ContextVar[bool] = ContextVar("whether indices that only the device knows are checked", default=BY_ENVIRONMENT)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the elements of one index tensor must be: from -size, or 0, to size - 1, or `ignored`.
+
+    Attributes:
+        text: CPU torch's message, in which `{}` stands for the index.
+    """
+
+    index: torch.Tensor
+    size: int
+    text: str
+    kind: type[Exception] = IndexError
+    takes_negative: bool = False
+    ignored: int | None = None
+
+
+@contextmanager
+def checked(is_asked: bool) -> Generator[None]:
+    """While active, operations check indices that only the device knows, or do not."""
+    token = _is_asked.set(is_asked)
+    try:
+        yield
+    finally:
+        _is_asked.reset(token)
+
+
+def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: dict[str, Any]) -> None:
+    """Check the indices of a call of an op with the arguments `named`.
+
+    Raises:
+        IndexError, RuntimeError: an index that the host knows is out of bounds, as CPU torch says it.
+    """
+    for bound in bounds(named):
+        index = bound.index
+        if not index.numel() or index.dtype in (torch.bool, torch.uint8):
+            continue
+        buffer = buffer_of(index) if index.device.type == "jax" else None
+        if buffer is None or (buffer.value is None and buffer.host is not None):
+            outside = _outside(np, host_array(index) if buffer is None else _host_view(index, buffer.host), bound)
+            if outside:
+                raise bound.kind(bound.text.format(_shown(outside)))
+        elif _is_asked.get():
+            _check_on_device(bound, op)
+
+
+def _host_view(tensor: torch.Tensor, host: Any) -> Any:
+    """The values of a tensor whose storage is still on the host."""
+    strides = tuple(step * host.itemsize for step in tensor.stride())
+    return np.lib.stride_tricks.as_strided(host.reshape(-1)[tensor.storage_offset() :], tuple(tensor.shape), strides)
+
+
+def _check_on_device(bound: Bound, op: str) -> None:
+    made = Check(bound.kind, f"{op}: {bound.text}", user_line(), fix="clamp the index, or mask what it stands for, before this line")
+    recorder: Any = recording.get()
+    if recorder is None and is_tracing():
+        return
+    with exact_dtypes():
+        outside = _outside(jnp, load(bound.index), bound)
+    if recorder is not None:
+        recorder.expect(outside, made)
+    else:
+        _checks.note(outside, [made])
+
+
+def _outside(lib: Any, index: Any, bound: Bound) -> Any:
+    """An index that is out of bounds, or 0; as 0 itself may be, the largest number stands for it."""
+    index = lib.asarray(index, np.int64)
+    if bound.ignored is not None:
+        index = lib.where(index == bound.ignored, 0, index)
+    largest, smallest = index.max(), index.min()
+    lowest = -bound.size if bound.takes_negative else 0
+    found = lib.where(largest >= bound.size, largest, lib.where(smallest < lowest, smallest, 0))
+    return lib.where((found == 0) & (largest >= bound.size), _checks.ZERO, found)
+
+
+def _shown(outside: Any) -> int:
+    return 0 if int(outside) == _checks.ZERO else int(outside)
+
+
+def _along(text: str, kind: type[Exception], takes_negative: bool = False) -> Callable[[dict[str, Any]], Iterator[Bound]]:
+    """An op with `self`, `dim` and `index`."""
+
+    def bounds(named: dict[str, Any]) -> Iterator[Bound]:
+        self, dim = named["self"], named["dim"]
+        if self.dim():
+            size = self.shape[dim]
+            said = text.replace("{dim}", str(dim % self.dim())).replace("{size}", str(size))
+            yield Bound(named["index"], size, said, kind, takes_negative)
+
+    return bounds
+
+
+def _by_list(named: dict[str, Any]) -> Iterator[Bound]:
+    """`x[i, j]`: a list of index tensors, None for a whole dim."""
+    dim = 0
+    for index in named["indices"]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            dim += index.dim()
+            continue
+        if index is not None:
+            size = named["self"].shape[dim]
+            yield Bound(index, size, f"index {{}} is out of bounds for dimension {dim} with size {size}", takes_negative=True)
+        dim += 1
+
+
+def _of_rows(named: dict[str, Any]) -> Iterator[Bound]:
+    yield Bound(named["indices"], named["weight"].shape[0], "index out of range in self: {}")
+
+
+def _of_elements(named: dict[str, Any]) -> Iterator[Bound]:
+    size = named["self"].numel()
+    yield Bound(named["index"], size, f"out of range: tried to access index {{}} on a tensor of {size} elements.", takes_negative=True)
+
+
+def _of_classes(named: dict[str, Any]) -> Iterator[Bound]:
+    self, target = named["self"], named["target"]
+    if self.dim() and not target.is_floating_point():
+        yield Bound(target, self.shape[1 if self.dim() > 1 else 0], "Target {} is out of bounds.", ignored=named.get("ignore_index", -100))
+
+
+_GATHERED = "index {} is out of bounds for dimension {dim} with size {size}"
+_SELECTED = "index out of range in self: {}"
+BOUNDS: dict[str, Callable[[dict[str, Any]], Iterator[Bound]]] = {
+    **dict.fromkeys(("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl"), _by_list),
+    **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _of_rows),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _along(_GATHERED, RuntimeError)),
+    "index_select": _along(_SELECTED, IndexError),
+    "index_fill": _along(_SELECTED, IndexError, takes_negative=True),
+    "index_copy": _along(f"index_copy_(): {_GATHERED}", IndexError),
+    **dict.fromkeys(("index_add", "index_reduce"), _along(_SELECTED, RuntimeError)),
+    **dict.fromkeys(("take", "put"), _of_elements),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"), _of_classes),
+}
+
+__all__ = ["BOUNDS", "BY_ENVIRONMENT", "Bound", "check", "checked"]

@@ -1,0 +1,104 @@
+"""Indices out of bounds: raised at once where the host knows them, at the next read where a program was asked to check."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spmd
+from spmd.device._indices import checked
+from tests.grids import line
+from tests.lowering.against_cpu import assert_equal
+
+Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def assigned(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    w = w.clone()
+    w[i] = 1.0
+    return w
+
+
+OPS: dict[str, Op] = {
+    "embedding": lambda w, i: F.embedding(i, w),
+    "x[i]": lambda w, i: w[i],
+    "x[:, i]": lambda w, i: w.mT[:, i],
+    "x[i, j]": lambda w, i: w[i, torch.zeros_like(i)],
+    "x[i] = v": assigned,
+    "index_select": lambda w, i: w.index_select(0, i),
+    "gather": lambda w, i: w.gather(0, i[:, None]),
+    "scatter": lambda w, i: w.scatter(0, i[:, None], 1.0),
+    "scatter_add": lambda w, i: w.scatter_add(0, i[:, None], w[:2, :1]),
+    "index_add": lambda w, i: w.index_add(0, i, w[:2]),
+    "index_copy": lambda w, i: w.index_copy(0, i, w[:2]),
+    "index_fill": lambda w, i: w.index_fill(0, i, 1.0),
+    "take": lambda w, i: w[:, 0].take(i),
+    "cross_entropy": lambda w, i: F.cross_entropy(w.mT[:2], i),
+    "nll_loss": lambda w, i: F.nll_loss(w.mT[:2], i),
+    "take_along_dim": lambda w, i: torch.take_along_dim(w, i[:, None], 0),
+}
+PLACES = {"inside": [1, 3], "behind": [1, 7], "before": [-9, 0], "negative": [-1, 0]}
+
+
+def outcome(op: Op, *args: torch.Tensor) -> Any:
+    try:
+        return op(*args).cpu()
+    except (IndexError, RuntimeError) as error:
+        return error
+
+
+def of_device(values: list[int]) -> torch.Tensor:
+    """Integers that the host does not know any more."""
+    return torch.tensor(values).to("jax") + torch.zeros((), dtype=torch.int64, device="jax")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_index_is_accepted_or_refused_as_by_the_cpu(name: str) -> None:
+    w = torch.arange(12.0).reshape(4, 3)
+    step = spmd.compile(OPS[name], check_indices=True)
+    for place, values in PLACES.items():
+        expected = outcome(OPS[name], w, torch.tensor(values))
+        known = outcome(OPS[name], w.to("jax"), torch.tensor(values).to("jax"))
+        found = outcome(step, w.to("jax"), of_device(values))
+        if isinstance(expected, Exception):
+            assert type(known) is type(expected), place
+            assert isinstance(found, type(expected)) and isinstance(found, spmd.CheckFailed), place
+            index = str(values[0] if values[0] < 0 else values[1])
+            assert index in str(known) and index in str(found) and "test_indices.py" in str(found)
+        else:
+            for got in (known, found):
+                torch.testing.assert_close(got, expected)
+
+
+def test_eager_operations_check_where_they_are_asked_to() -> None:
+    w, index = torch.arange(4.0).to("jax"), of_device([1, 5])
+    assert w[index].tolist() == [1.0, 3.0]
+    with checked(True), pytest.raises(IndexError, match="index 5 is out of bounds for dimension 0 with size 4"):
+        w[index].tolist()
+
+
+def test_what_is_ignored_is_no_index() -> None:
+    logits, target = torch.randn(3, 4), torch.tensor([1, -100, 3])
+    step = spmd.compile(lambda x, t: F.cross_entropy(x, t), check_indices=True)
+    assert_equal(step(logits.to("jax"), target.to("jax")), F.cross_entropy(logits, target))
+    with pytest.raises(IndexError, match="Target 9 is out of bounds"):
+        step(logits.to("jax"), of_device([1, -100, 9])).item()
+
+
+def test_checks_of_sharded_indices() -> None:
+    w, index = torch.arange(32.0).reshape(16, 2), torch.arange(16)
+    step = spmd.compile(lambda w, i: w[i] * 2, check_indices=True)
+    marked = spmd.mark_sharding(w.to("jax"), line(), ("data", None))
+    assert_equal(step(marked, spmd.mark_sharding(index.to("jax"), line(), ("data",))), w[index] * 2)
+    index[13] = 16
+    result = step(marked, spmd.mark_sharding(index.to("jax"), line(), ("data",)))
+    with pytest.raises(IndexError, match="index 16 is out of bounds for dimension 0 with size 16"):
+        result.cpu()
+
+
+def test_an_index_of_the_cpu_is_checked_where_it_lies() -> None:
+    with pytest.raises(IndexError, match="index 5 is out of bounds for dimension 0 with size 4"):
+        torch.zeros(4, device="jax")[torch.tensor([5])]
+    assert torch.zeros(4, 0, device="jax")[torch.tensor([3])].shape == (1, 0)
