@@ -37,7 +37,8 @@ class Heap:
     def find_functions(self) -> None:
         """Look at what was made since the last trace."""
         found = gc.get_objects()
-        self._was_frozen = gc.get_freeze_count() > 0 and not (self._is_kept and any(o is self._last for o in found))
+        is_ours = self._is_kept and any(o is self._last for o in found)
+        self._was_frozen = not is_ours and gc.get_freeze_count() > 0  # it counts them one by one
         if self._was_frozen:
             gc.unfreeze()
             found = gc.get_objects()

@@ -44,6 +44,12 @@ _LIBRARIES = frozenset(
             "wandb",
         ),
         *("IPython", "ipykernel", "traitlets", "psutil", "typing_extensions"),
+        # what these are made with: they compute with no tensor
+        *("absl", "aiohttp", "anyio", "attr", "attrs", "certifi", "click", "comm", "dateutil", "debugpy", "decorator", "dill"),
+        *("docstring_parser", "fontTools", "fsspec", "google", "grpc", "h11", "httpcore", "httpx", "idna", "iniconfig", "jinja2"),
+        *("joblib", "markupsafe", "mpmath", "networkx", "pkg_resources", "platformdirs", "prompt_toolkit", "pyarrow", "pygments"),
+        *("pytz", "setuptools", "shtab", "six", "sortedcontainers", "sniffio", "threadpoolctl", "torchgen", "tornado", "typeguard"),
+        *("urllib3", "zmq"),
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
 _USERS = ("spmd.demo", "spmd.bench")  # programs in this package that use it
