@@ -34,6 +34,8 @@ class Expressions:
         self.calls: list[str] = []  # expressions that call helpers on a tensor
         self.log = ("", Kind("", (), ()))
         self.model = ""
+        self.kept = ""
+        self.has_batch = False
         self.depth = 0
 
     # drawing
@@ -86,6 +88,11 @@ class Expressions:
             self.matrices.append(name)
             if self.chance(0.4):
                 self.vectors.append(self.view_of(name))
+        if self.chance(0.4):
+            self.kept = self.new("kept")
+            self.use("Box")
+            self.declared.append(f"{self.kept} = []")
+            self.has_batch = self.chance(0.6)
         if self.chance(0.4):
             self.declare_model()
         if self.chance(0.25):

@@ -71,6 +71,35 @@ class _Program(Expressions):
         old = self.rng.choice(kind.reads).format(n=name)
         return [self.rng.choice(kind.writes).format(n=name, e=f"0.5 * {old} + 0.1 * {value}")]
 
+    def keep(self) -> Block:
+        """What the call makes, or was handed, is kept: objects, functions, containers in containers."""
+        name = self.kept
+        choices = [
+            f"{name}.append(Box({self.integer(1)}))",
+            f"{name}[-1:] = [{{'t': {self.stored()}, 'n': {self.integer(1)}}}]",
+            f"{name}.append(({self.stored()}, [{self.integer(0)}]))",
+            f"{name}.append({{{self.integer(0)}, 70}})",
+            f"number = {self.integer(1)}\n{name}.append(lambda: number * 2)",
+            f"{name}.append({name}[-1] if {name} else None)",
+            f"pair = [{self.stored()}]\n{name}.append(pair)\n{name}.append([pair, {self.integer(0)}])",
+            f"for held in {name}:\n    if isinstance(held, Box):\n        held.value += 1",
+            f"v = v + sum(held() for held in {name} if callable(held)) % 5 * 0.1",
+            f"v = v + sum(held.value for held in {name} if isinstance(held, Box)) % 5 * 0.1",
+            f"v = v + sum(held['n'] for held in {name} if isinstance(held, dict)) % 5 * 0.1",
+            f"match {name}[-1] if {name} else None:\n    case Box(value=int(n)) if n > 1:\n        h = h + n % 3\n"
+            f"    case {{'t': t}}:\n        v = v + t",
+            f"del {name}[:-3]",
+        ]
+        if self.has_batch and self.depth < 2:
+            choices += [
+                f"if batch is not None:\n    {name}.append(batch)",
+                "if batch is not None:\n    batch['log'].append(v)\n    v = v + batch['x'].mean(0)",
+                f"if batch is not None:\n    batch['n'] = {self.integer(1)}\n    batch['x'] = batch['x'] * 0.5",
+                "if batch is not None:\n    batch['x'].add_(0.5)",
+                f"if batch is not None and 'n' in batch:\n    v = v + batch['n'] * {self.number(0)}",
+            ]
+        return [self.rng.choice(choices)]
+
     def write_container(self) -> Block:
         if not self.bags:
             return self.write_number()
@@ -230,6 +259,7 @@ class _Program(Expressions):
                 (
                     *([self.write_number] * 5),
                     *([self.write_container] * 3),
+                    *([self.keep] * (2 if self.kept else 0)),
                     *([self.write_queue] * 3),
                     *([self.write_vector] * 3),
                     *([self.write_matrix] * 2),
@@ -246,6 +276,7 @@ class _Program(Expressions):
     def helper(self, number: int) -> None:
         name = f"helper{number}"
         body = [
+            "batch = None",
             f"h = t.expand(4, 8) * {self.number(0)}",
             "v = t",
             *self.block(self.rng.randint(1, 3)),
@@ -370,7 +401,7 @@ class _Program(Expressions):
             *(CLASSES[c] for c in self.classes),
             *self.declared,
             "\n".join(self.helpers),
-            "\n".join(["def step(x, k=1, gain=1.0, *, flag=False, extra=None):", *_indented(body)]),
+            "\n".join(["def step(x, k=1, gain=1.0, *, flag=False, batch=None):", *_indented(body)]),
             "\n".join(["@torch.no_grad()", "def between(i):", *_indented([*scope, *betweens, "return None"])]),
             "\n".join(["def given(i):", *_indented(self.arguments())]),
             f"STATE = [{roots}]",
@@ -383,6 +414,10 @@ class _Program(Expressions):
             parts.append(self.one(self.integer(1), self.number(1), "x", "None"))
         if self.chance(0.2) and self.vectors:
             parts.append(self.read(self.vectors))
+        if self.chance(0.15) and self.has_batch:
+            parts.append("batch")
+        if self.chance(0.15) and self.kept:
+            parts.append(self.one(self.kept, f"[{self.kept}, v]"))
         if self.chance(0.15):
             parts.append(f"{{'a': {self.vector(0)}, 'b': [{self.integer(0)}, v]}}")
         return ", ".join(parts)
@@ -391,6 +426,8 @@ class _Program(Expressions):
         size = self.one("4", "4", "4", "4 if i != 3 else 8")
         k = self.one("", "", ", i", ", i % 2", ", 2", ", k=i")
         more = self.one("", "", ", flag=i % 2 == 0", ", gain=0.1 * i", ", gain=0.5 if i < 3 else 2.0")
+        if self.has_batch:
+            more += ", batch={'x': tensor(200 + i, 4, 8), 'log': [i], 'pair': ([i], 1)}"
         return textwrap.dedent(f"""\
             def packed(*args, **kwargs):
                 return args, kwargs

@@ -30,7 +30,7 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
 from spmd.program.find._objects import fill, flatten
-from spmd.program.flow._repeat import repeated
+from spmd.program.flow._repeat import repeated, require_no_writes
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._remade import remade
@@ -125,6 +125,7 @@ class Program:
         read = [self._example(b) for b in self.read]
         run = self._function()
         if self.options.steps_per_call > 1:
+            require_no_writes(self.captured.effects)
             run = repeated(
                 run,
                 self.options.steps_per_call,

@@ -102,3 +102,10 @@ def test_random_numbers_of_the_host_are_refused_and_put_back(name: str) -> None:
 def test_the_seed_cannot_be_set_inside() -> None:
     with pytest.raises(spmd.TraceError, match="sets the random seed"):
         spmd.compile(lambda x: (torch.manual_seed(1), x)[1])(torch.ones(1).to("jax"))
+
+
+def test_output_is_written_while_the_function_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    step = spmd.compile(lambda x: (print("traced"), x * 2)[1])
+    for _ in range(3):
+        step(torch.ones(2).to("jax"))
+    assert capsys.readouterr().out == "traced\n"

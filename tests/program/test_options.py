@@ -1,5 +1,6 @@
 """`spmd.compile`'s options: several steps per call, stale constants found, the module with the first NaN named."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,30 @@ def test_steps_per_call_refuses_what_is_not_stacked(mesh_4x2: mesh.Mesh) -> None
     stacked = spmd.mark_sharding(torch.randn(4, 8, 8).to("jax"), mesh_4x2, ("data", None, None))
     with pytest.raises(spmd.SpmdError, match="is the step and cannot be sharded"):
         compiled(stacked, torch.randn(4, 8, 4).to("jax"))
+
+
+@pytest.mark.parametrize("write", ["count", "log", "tensor", "argument"])
+def test_steps_per_call_refuses_writes_to_python(write: str) -> None:
+    held = types.SimpleNamespace(count=0, log=[], tensor=None, seen=False)
+
+    def step(x: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        held.seen = True  # the same in every step
+        if write == "count":
+            held.count += 1
+        elif write == "log":
+            held.log.append(1)
+        elif write == "tensor":
+            held.tensor = x
+        elif write == "argument":
+            batch["y"] = x
+        return x * 2
+
+    stack = torch.ones(3, 2).to("jax")
+    with pytest.raises(spmd.TraceError, match=r"steps_per_call > 1 writes to Python"):
+        spmd.compile(step, steps_per_call=3)(stack, {"x": stack})
+    write = "nothing"
+    assert spmd.compile(step, steps_per_call=3)(stack, {"x": stack}).shape == (3, 2)
+    assert held.seen
 
 
 def test_check_finds_a_stale_constant_and_leaves_state_alone(tmp_path: Path) -> None:

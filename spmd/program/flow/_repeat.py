@@ -6,7 +6,7 @@ A schedule sees one value for all n steps, as it would if its `step()` were call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from spmd.base._errors import SpmdError, TraceError, message
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced
 from spmd.device._storage import buffer_of, load, wrap
+from spmd.program.reads import ABSENT, PLAIN, Effect
 
 
 def first_of_stack(args: Any, kwargs: Any, steps: int) -> tuple[Any, Any]:
@@ -27,13 +28,19 @@ def first_of_stack(args: Any, kwargs: Any, steps: int) -> tuple[Any, Any]:
         SpmdError: a tensor argument has no first dim of size `steps`, or that dim is sharded.
     """
     flat, tree = pytree.tree_flatten((args, kwargs))
+    made: dict[int, torch.Tensor] = {}  # one argument under two names stays one
     for i, value in enumerate(flat):
         if isinstance(value, torch.Tensor):
-            flat[i] = _first(value, steps)
+            require_stack(value, steps)
+            key = id(buffer_of(value))
+            if key not in made:
+                made[key] = _first(value)
+            flat[i] = made[key]
     return pytree.tree_unflatten(flat, tree)
 
 
-def _first(stack: torch.Tensor, steps: int) -> torch.Tensor:
+def require_stack(stack: torch.Tensor, steps: int) -> None:
+    """Raise SpmdError if there is not an argument for each step in `stack`."""
     if stack.device.type != "jax" or stack.dim() == 0 or stack.shape[0] != steps:
         raise SpmdError(
             message(
@@ -42,6 +49,9 @@ def _first(stack: torch.Tensor, steps: int) -> torch.Tensor:
                 fix="torch.stack the batches of the steps, on device 'jax'",
             )
         )
+
+
+def _first(stack: torch.Tensor) -> torch.Tensor:
     with exact_dtypes():
         first = wrap(load(stack)[0])
     annotation = buffer_of(stack).annotation
@@ -59,6 +69,19 @@ def _first(stack: torch.Tensor, steps: int) -> torch.Tensor:
         buffer_of(first).place(spec.to_jax())
         buffer_of(first).annotation = spec
     return first.requires_grad_(stack.requires_grad)
+
+
+def require_no_writes(effects: Sequence[Effect]) -> None:
+    """Raise TraceError if a step writes to Python what the steps after it would read or write otherwise."""
+    for effect in effects:
+        if effect.was_read or effect.key is ABSENT or not isinstance(effect.value, PLAIN):
+            raise TraceError(
+                message(
+                    f"a step with steps_per_call > 1 writes to Python: {effect.title}",
+                    "the steps are one program, and Python runs once for all of them",
+                    fix="leave steps_per_call out, or keep the value in a buffer of a module",
+                )
+            )
 
 
 def repeated(

@@ -29,6 +29,7 @@ class Effect:
         put: makes the place hold a value.
         read: what the place holds now, or ABSENT.
         is_content: the value is a copy of all that the holder holds.
+        was_read: the trace read the place before it wrote there.
     """
 
     holder: Any
@@ -39,6 +40,7 @@ class Effect:
     put: Put
     read: Callable[[], Any] = lambda: ABSENT
     is_content: bool = False
+    was_read: bool = False
 
 
 @dataclass
@@ -150,8 +152,9 @@ class Journal:
             if (id(written.holder), _token(written.key)) in self._removed and now is not ABSENT:
                 is_same, put = False, partial(_put_last, put)
             if not is_same or not is_read(written.holder, written.key):
+                was_read = is_read(written.holder, written.key)
                 effects.append(
-                    Effect(written.holder, written.key, written.title, written.before, now, put, written.read, written.is_content)
+                    Effect(written.holder, written.key, written.title, written.before, now, put, written.read, written.is_content, was_read)
                 )
         return effects
 
