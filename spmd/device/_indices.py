@@ -76,7 +76,10 @@ def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: d
 
 
 def _host_view(tensor: torch.Tensor, host: Any) -> Any:
-    """The values of a tensor whose storage is still on the host."""
+    """The values of a tensor whose storage is still on the host, perhaps as one number that is repeated."""
+    if host.shape == tuple(tensor.shape) and tensor.is_contiguous():
+        return host
+    host = np.ascontiguousarray(host)
     strides = tuple(step * host.itemsize for step in tensor.stride())
     return np.lib.stride_tricks.as_strided(host.reshape(-1)[tensor.storage_offset() :], tuple(tensor.shape), strides)
 

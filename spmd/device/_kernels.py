@@ -253,9 +253,11 @@ def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any
             values = list(values) if isinstance(values, tuple | list) else [values]
             for value, target in zip(values, targets, strict=True):
                 check_out_dtype(adapter.name, to_torch_dtype(value.dtype), target)
-            for value, target in zip(values, targets, strict=True):
-                if tuple(target.shape) != value.shape:
+            if any(tuple(target.shape) != value.shape for value, target in zip(values, targets, strict=True)):
+                for value, target in zip(values, targets, strict=True):
                     target.resize_(value.shape)
+                check_out(adapter.name, targets, (*args, *kwargs.values()))  # it may have grown into what is read
+            for value, target in zip(values, targets, strict=True):
                 store(target, value)
         return targets[0] if len(targets) == 1 else tuple(targets)
 

@@ -102,3 +102,9 @@ def test_an_index_of_the_cpu_is_checked_where_it_lies() -> None:
     with pytest.raises(IndexError, match="index 5 is out of bounds for dimension 0 with size 4"):
         torch.zeros(4, device="jax")[torch.tensor([5])]
     assert torch.zeros(4, 0, device="jax")[torch.tensor([3])].shape == (1, 0)
+
+
+def test_one_number_that_is_repeated_is_an_index() -> None:
+    w = torch.ones(1, 1, device="jax")
+    for index in (torch.zeros(1, 5, dtype=torch.int64, device="jax"), torch.zeros(5, 1, dtype=torch.int64, device="jax").T):
+        assert w.expand(1, 5).gather(1, index).tolist() == [[1.0] * 5]
