@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import torch
 
-import mesh
 from mesh import _devices
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
@@ -22,6 +21,7 @@ from spmd.base._torch import (
     setup_privateuseone_for_python_backend,
 )
 from spmd.device import _addresses, _dlpack, _engine, _serialize
+from spmd.device._checks import raise_failed
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random_stream import default_stream, share_seed
@@ -100,10 +100,15 @@ class DeviceModule:
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait until the devices have finished what was dispatched to them."""
+        """Wait until the devices have finished what was dispatched to them; raises what a compiled call checked and found wrong."""
         jax.effects_barrier()
-        for device_ in mesh.devices():
-            jax.block_until_ready(jax.device_put(0, device_))  # pyright: ignore[reportArgumentType]
+        jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+        raise_failed()
+
+
+def synchronize(device: Any = None, /) -> None:
+    """`torch.accelerator.synchronize`: the device is this process's only accelerator."""
+    DeviceModule().synchronize(device)
 
 
 def register() -> None:
@@ -122,6 +127,7 @@ def register() -> None:
         )
     setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
     _engine.register()
+    replace("torch.accelerator.synchronize", synchronize)
     _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())
     _serialize.register()

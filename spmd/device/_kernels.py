@@ -21,7 +21,7 @@ from spmd.base._torch import OpOverload, decomposition_table, dispatch_has_kerne
 from spmd.device import _aliases, _asserted, _autocast, _copy, _derivatives, _experts, _fused_steps, _like, _pinned, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
-from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap
+from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap, require_apart
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import Lowering, lookup, lowerings
@@ -216,6 +216,8 @@ def _in_place_kernel(adapter: Adapter) -> Any:
             return self
         if not self.is_contiguous():
             check_in_place(adapter.name, self)
+            if not fills:
+                require_apart(adapter.name, self)
         if is_checked:
             check_overlap(adapter.name, self, args)
         with exact_dtypes():

@@ -18,8 +18,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, dispatch_has_kernel_for_dispatch_key
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of, is_device_tensor
@@ -237,6 +239,27 @@ def check_in_place(name: str, target: torch.Tensor) -> None:
         )
 
 
+def require_apart(name: str, target: torch.Tensor) -> None:
+    """Raise where an op that reads what it writes, or writes a part of it, is given overlapping windows (`x.unfold(0, 3, 1).add_(1)`).
+
+    What CPU torch leaves there depends on the order in which it happens to go; it asks to clone, and refuses expanded dims alone.
+
+    Raises:
+        SpmdError: two elements of the target share their place.
+    """
+    reach = 0
+    for step, size in sorted((s, n) for n, s in zip(target.shape, target.stride(), strict=True) if n > 1):
+        if step <= reach:
+            places = np.zeros((), np.int64)
+            for n, s in zip(target.shape, target.stride(), strict=True):
+                places = places[..., None] + np.arange(n) * s
+            if np.unique(places).size < places.size:
+                what = f"{name} in place of a view whose elements share memory: shape {tuple(target.shape)}, strides {target.stride()}"
+                raise SpmdError(message(what, *called_at(), fix="clone the view first, and write the result back where it belongs"))
+            return
+        reach += (size - 1) * step
+
+
 def check_out(name: str, targets: Sequence[torch.Tensor], read: Iterable[Any]) -> None:
     """Raise as torch does where what an op writes (`out=`) shares memory within itself or with what the op reads.
 
@@ -327,4 +350,15 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + tensor.numel() * tensor.itemsize
 
 
-__all__ = ["WRITES_APART", "Dtypes", "Hole", "Judge", "asked", "check_in_place", "check_out", "check_out_dtype", "check_overlap"]
+__all__ = [
+    "WRITES_APART",
+    "Dtypes",
+    "Hole",
+    "Judge",
+    "asked",
+    "check_in_place",
+    "check_out",
+    "check_out_dtype",
+    "check_overlap",
+    "require_apart",
+]

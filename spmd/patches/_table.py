@@ -192,6 +192,12 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.utils.checkpoint.detach_variable", "XLA would merge it with the first computation", _REMAT, _RECOMPUTE, "inputs"),
     Patch("torch.utils.checkpoint._CheckpointFrame.get_inputs", "the same", _REMAT, _RECOMPUTE, "self", since="2.12"),
     Patch("torch.utils.checkpoint._NoopSaveInputs.setup_context", "the same", _REMAT, _RECOMPUTE, "ctx, inputs, output", until="2.12"),
+    Patch(
+        "torch.accelerator.synchronize",
+        "C++ knows no streams of a device written in Python",
+        "spmd/device/_backend.py",
+        parameters="device",
+    ),
     # control flow, which torch hands to Dynamo; replaced in every module of torch._higher_order_ops that has the function
     Patch(
         "torch._higher_order_ops.utils._hop_compile_and_call",

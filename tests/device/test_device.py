@@ -286,3 +286,28 @@ def test_jax_of_the_process_keeps_its_own_precision() -> None:
     assert torch.ones(2, dtype=torch.float64, device="jax").sum().dtype == torch.float64
     assert jnp.arange(3).dtype == jnp.int32
     assert jnp.ones(2).dtype == jnp.float32
+
+
+def test_synchronize_waits_and_says_what_was_found_wrong() -> None:
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        if (x < 0).any():
+            raise ArithmeticError("negative")
+        return x * 2
+
+    step = spmd.compile(positive)
+    step(torch.ones(2, device="jax"))
+    torch.accelerator.synchronize()
+    step(-torch.ones(2, device="jax"))
+    with pytest.raises(ArithmeticError, match="negative"):
+        torch.accelerator.synchronize()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.mul_(x), lambda x: x.masked_fill_(x > 3, 0), lambda x: x.relu_()])
+def test_a_write_to_windows_that_overlap_is_refused(write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """CPU torch leaves there what depends on the order in which it happens to go."""
+    x = torch.arange(6.0, device="jax")
+    with pytest.raises(spmd.SpmdError, match="whose elements share memory"):
+        write(x.unfold(0, 3, 1))
+    write(x.unfold(0, 3, 3))
+    x.unfold(0, 3, 1).fill_(2)
+    assert x.tolist() == [2.0] * 6
