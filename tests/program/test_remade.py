@@ -144,6 +144,17 @@ def numbers_in_lists(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
 
 
 @row
+def numbers_as_keys(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    s.n += 1
+    s.table.update({s.n % 3: s.n})  # type: ignore[dict-item]
+    s.table.setdefault((s.n, "of"), s.n * 2)  # type: ignore[call-overload]
+    s.items.insert(s.n % 2, s.n)
+    s.log.append(({s.n % 2}, {s.n: s.n * 3}, {i * s.n for i in range(2)}, {s.n + i: i for i in range(2)}, set([s.n]), dict([(s.n, 1)])))
+    s.n += 1
+    return x * s.n
+
+
+@row
 def dicts_of_plain_values(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
     s.n += 1
     s.module.value = s.n  # type: ignore[attr-defined]

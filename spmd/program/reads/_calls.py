@@ -24,7 +24,7 @@ from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import pytree
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
-from spmd.program.reads._varying import Varying, replaced
+from spmd.program.reads._varying import Varying, fixed, is_varying, replaced, with_fixed_keys
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -85,6 +85,9 @@ def is_endless(iterator: Any) -> bool:
 
 def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     """Note what a call of `fn` reads and writes."""
+    if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
+        told(recording, fn, (fixed(args[0]), *args[1:]))
+        return lambda key, *rest: fn(fixed(key), *rest)
     if any(type(a) is Varying or _lists_varying(a) for a in args) and not _takes_varying(fn):
         given = replaced(fn, args)
         if given is not None:
@@ -108,6 +111,8 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
             _method(recording, args[0], fn.__name__, args[1:])
     elif isinstance(fn, type):
         _class(recording, fn, args)
+        if fn in (dict, set, frozenset) and any(map(_lists_varying, args)):
+            return lambda *given, **options: with_fixed_keys(fn(*given, **options))
     elif isinstance(fn, functools.partial):
         recording.look_into(recording.parts(fn, fn.keywords))
         told(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
@@ -147,6 +152,7 @@ def _takes_varying(fn: Any) -> bool:
     return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
 
 
+_KEYED = frozenset(("setdefault", "__setitem__", "insert"))
 _STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))
 
 

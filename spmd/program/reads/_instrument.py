@@ -149,6 +149,11 @@ class Instrumenter:
             instr = Instr("BINARY_SUBSCR", location=at)
         elif op == "MATCH_CLASS":
             yield from self._pattern(instr.arg, at)
+        elif op in ("BUILD_MAP", "BUILD_SET"):
+            yield from (instr, *self._tell("made_with_keys", copies(1), at))
+            return
+        elif op in ("MAP_ADD", "SET_ADD"):
+            yield from self._key(2 + (op == "MAP_ADD"), at)
         elif op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             yield from self._item("delete_item" if op == "DELETE_SUBSCR" else "store_item", op == "STORE_SLICE", at)
             instr = Instr("STORE_SUBSCR" if op == "STORE_SLICE" else op, location=at)
@@ -165,16 +170,11 @@ class Instrumenter:
             yield from self._tell("look_into", copies(1), at)
         elif op in _LOOKS_INTO:
             yield from self._tell("look_into", copies(1, _LOOKS_INTO[op] - 1), at)
-        elif op == ("PRECALL" if _VERSION < (3, 12) else "CALL"):
-            yield from self._call(arg, held, at, 0)
+        elif op in ("PRECALL" if _VERSION < (3, 12) else "CALL", "CALL_KW"):
+            yield from self._call(arg, held, at, int(op == "CALL_KW"))
             held.clear()
-        elif op == "CALL_KW":
-            yield from self._call(arg, held, at, 1)
         elif op == "CALL_FUNCTION_EX":
-            num = 2 + (instr.arg & 1)
-            below = [] if _VERSION < (3, 13) else [Instr("COPY", num + 3, location=at)]
-            yield from self._hook("call_ex", copies(num) if not below else [*below, *[Instr("COPY", num + 2, location=at)] * (num - 1)], at)
-            yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at))
+            yield from self._call_ex(2 + (instr.arg & 1), at)
         elif op == "LOAD_CONST" and isinstance(arg, types.CodeType):
             instr = Instr("LOAD_CONST", self.instrumented(arg), location=at)
         yield instr
@@ -200,6 +200,18 @@ class Instrumenter:
         yield Instr("UNPACK_SEQUENCE", 2, location=at)
         for _ in range(2):
             yield from (Instr("SWAP", 3, location=at), Instr("POP_TOP", location=at))
+
+    def _call_ex(self, num: int, at: Any) -> Iterator[Any]:
+        """The same of a call with `*args`, and `**kwargs` if `num` is 3."""
+        below = [] if _VERSION < (3, 13) else [Instr("COPY", num + 3, location=at)]
+        rest = [Instr("COPY", num + 2, location=at)] * (num - len(below))
+        yield from self._hook("call_ex", [*below, *rest], at)
+        yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at))
+
+    def _key(self, depth: int, at: Any) -> Iterator[Any]:
+        """The hook is handed the key that lies so deep, and returns what takes its place."""
+        yield from self._hook("as_key", [Instr("COPY", depth + 1, location=at)], at)
+        yield from (Instr("SWAP", depth, location=at), Instr("POP_TOP", location=at))
 
     def _pattern(self, num_positional: int, at: Any) -> Iterator[Any]:
         """The hook is handed the value, the class and the names of its attributes, and returns what takes the value's place."""

@@ -33,8 +33,8 @@ from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Like, Place, SlotPlace, shown_key
 from spmd.program.reads._places_read import PlacesRead
-from spmd.program.reads._varying import Varying
-from spmd.program.reads._varying_index import fixed, index_of, is_varying, read_at
+from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying, with_fixed_keys
+from spmd.program.reads._varying_index import index_of, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__"}
 _QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range})
@@ -300,6 +300,14 @@ class Recording(PlacesRead):
         if isinstance(holder, dict) and self.journal.is_written(holder, key):
             self.journal.removal(holder, key)
         return key, holder
+
+    def made_with_keys(self, container: Any) -> None:
+        """A dict or set was made of keys."""
+        with_fixed_keys(container)
+
+    def as_key(self, key: Any) -> Any:
+        """A key is about to be put in a dict or set; returns the key to use."""
+        return fixed_if_varying(key)
 
     def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
         """A class pattern is about to look at a value; returns the value to match."""

@@ -168,6 +168,38 @@ _PURE = frozenset(map(id, (v for v in vars(math).values() if callable(v)))) | fr
 )
 
 
+def is_varying(key: Any) -> bool:
+    """Whether a key of an item holds numbers that vary."""
+    if type(key) is slice:
+        return any(type(part) is Varying for part in (key.start, key.stop, key.step))
+    return type(key) is Varying or (type(key) is tuple and any(map(is_varying, key)))
+
+
+def fixed(key: Any) -> Any:
+    """The key with today's values; the program holds for these only."""
+    if type(key) is slice:
+        return slice(*map(fixed, (key.start, key.stop, key.step)))
+    if type(key) is tuple:
+        return tuple(map(fixed, key))
+    return key.concrete() if type(key) is Varying else key
+
+
+def with_fixed_keys(made: Any) -> Any:
+    """A dict or set that was just made, with keys that are plain numbers; the program holds for these only."""
+    if any(map(is_varying, made)):
+        if isinstance(made, frozenset):
+            return frozenset(map(fixed_if_varying, made))
+        items = list(made.items()) if isinstance(made, dict) else list(made)
+        made.clear()
+        made.update([(fixed_if_varying(k), v) for k, v in items] if isinstance(made, dict) else map(fixed_if_varying, items))
+    return made
+
+
+def fixed_if_varying(key: Any) -> Any:
+    """The key with today's values where it varies."""
+    return fixed(key) if is_varying(key) else key
+
+
 def replaced(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What to call instead of `fn` when some of its arguments vary; None if it is recorded code, which may get them."""
     if fn is builtins.isinstance:

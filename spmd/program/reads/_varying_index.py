@@ -23,22 +23,6 @@ class ViewNeeded(TraceAgain):
     """What was read at an index that varies must be a view: trace again, with a program for each index."""
 
 
-def is_varying(key: Any) -> bool:
-    """Whether a key of an item holds numbers that vary."""
-    if type(key) is slice:
-        return any(type(part) is Varying for part in (key.start, key.stop, key.step))
-    return type(key) is Varying or (type(key) is tuple and any(map(is_varying, key)))
-
-
-def fixed(key: Any) -> Any:
-    """The key with today's values; the program holds for these only."""
-    if type(key) is slice:
-        return slice(*map(fixed, (key.start, key.stop, key.step)))
-    if type(key) is tuple:
-        return tuple(map(fixed, key))
-    return key.concrete() if type(key) is Varying else key
-
-
 def index_of(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
     """The rows that `key` means, int64[n], or None if no program can take them from its inputs."""
     if type(key) is Varying:
