@@ -20,12 +20,14 @@ from spmd.base._torch import current_autograd_node
 from spmd.device._checks import Check
 from spmd.device._storage import load, recording
 
-# Between a branch and the question for its number: ours and torch-function modes; of torch's symbolic numbers `__bool__`.
+# Between a branch and the question for its number: our own files, torch's modes, methods of symbolic numbers and of sharded tensors.
 _BETWEEN = (
-    *(__file__, __file__.replace("_asserted", "_numbers")),
-    *(f"{torch.__path__[0]}/{name}.py" for name in ("utils/_device", "overrides", "_tensor")),
+    __file__,
+    __file__.replace("_asserted", "_numbers"),
+    f"{torch.__path__[0]}/utils/_device.py",
+    f"{torch.__path__[0]}/overrides.py",
 )
-_SYMBOLIC = torch.SymBool.__bool__.__code__
+_HANDED_ON = ("__bool__", "__torch_function__")
 
 
 def answered(is_true: Callable[[], Any]) -> bool | None:
@@ -36,7 +38,7 @@ def answered(is_true: Callable[[], Any]) -> bool | None:
     """
     recorder: Any = recording.get()
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename in _BETWEEN or frame.f_code is _SYMBOLIC):
+    while frame is not None and (frame.f_code.co_filename in _BETWEEN or frame.f_code.co_name in _HANDED_ON):
         frame = frame.f_back
     if recorder is None or frame is None:
         return None
