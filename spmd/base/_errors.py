@@ -29,8 +29,8 @@
         +-- UnequalCounters                            ... with counters lifted
         +-- NumbersNeeded                              ... with Python numbers as constants
         +-- ViewNeeded                                 ... with indices of tensors as constants
-        +-- Unreached                                  ... with a module or optimizer that was not found before
-        +-- NewHolders                                 ... with objects recognised as containers
+        +-- Undiscovered                                  ... with a module or optimizer that was not found before
+        +-- NewContainerTypes                                 ... with objects recognised as containers
     Exception                                          neither: always caught by ours
     +-- _StateComplete                                 an optimizer has all its state
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process

@@ -26,12 +26,12 @@ from spmd.base._torch import OpOverload, elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
-from spmd.device._kept import kept_or_new
+from spmd.device._kept import reuse_or_save
 from spmd.device._numbers import carried, sample
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
-from spmd.device._refusals import Judge, asked
-from spmd.device._storage import load, once, recording, store, told_by_program, wrap
+from spmd.device._refusals import MetaCheck, asked
+from spmd.device._storage import load, once, recording, store, trace_setting, wrap
 from spmd.device._turn import turn, was_taken
 from spmd.lowering._registry import Lowering
 
@@ -53,7 +53,7 @@ class _Dynamic:
 class Plan:
     """One way to run an overload: dtypes and static arguments are settled."""
 
-    __slots__ = ("bound", "compute", "jitted", "jitted_to", "judge", "lowering", "results", "seen", "template")
+    __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "meta_check", "results", "seen", "template")
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Plan:
         template: tuple[list[Any], dict[str, Any]],
         compute: tuple[np.dtype[Any] | None, ...],
         results: tuple[np.dtype[Any] | None, ...] | None,
-        judge: Judge,
+        meta_check: MetaCheck,
     ) -> None:
         self.lowering = lowering
-        self.judge = judge
+        self.meta_check = meta_check
         self.template = template
         self.compute = compute
         self.results = results
@@ -105,7 +105,7 @@ class Plan:
 
     def check(self, dynamic: Sequence[Any]) -> None:
         """Raise what torch raises for these shapes and arguments. Called where a rule is: while jax traces, once per shape."""
-        self.judge.check(dynamic)
+        self.meta_check.check(dynamic)
         if self.lowering.check is not None:
             args, kwargs = self.template
             self.lowering.check(*(_filled(arg, dynamic) for arg in args), **{n: _filled(a, dynamic) for n, a in kwargs.items()})
@@ -175,7 +175,7 @@ class Adapter:
                 out = self.arrays(args, kwargs)
             if not self.op._schema.returns:  # what it does is to write arguments
                 return None
-            out = kept_or_new(self.name, out)
+            out = reuse_or_save(self.name, out)
             return wrap(out) if isinstance(out, jax.Array) else self._wrapped(out)
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any = None) -> Any:
@@ -249,7 +249,7 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
-        key.extend(map(told_by_program, self.lowering.told))
+        key.extend(map(trace_setting, self.lowering.told))
         found = tuple(key)
         plan = self.plans.get(found)
         if plan is None:
@@ -292,13 +292,13 @@ class Adapter:
         counter = [0]
         positional = [self._placed(index, arg, counter) for index, arg in enumerate(args)]
         named = {name: self._placed(self.accepts[name], arg, counter) for name, arg in kwargs.items() if name not in _IGNORED}
-        judge = Judge(
+        meta_check = MetaCheck(
             self.op,
             tuple(asked(arg, place) for arg, place in zip(args, positional, strict=True)),
             {name: asked(arg, named.get(name)) for name, arg in kwargs.items()},
         )
-        results = judge.results(dynamic)
-        judge.check_dtypes(dynamic, draws=self.lowering.random)
+        results = meta_check.results(dynamic)
+        meta_check.check_dtypes(dynamic, draws=self.lowering.random)
         compute: list[np.dtype[Any] | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])
@@ -308,9 +308,9 @@ class Adapter:
                 positional[position] = to_numpy_dtype(results[0])
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
-        named |= {name: told_by_program(name) for name in self.lowering.told}
+        named |= {name: trace_setting(name) for name in self.lowering.told}
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
-        return Plan(self.lowering, (positional, named), tuple(compute), cast, judge)
+        return Plan(self.lowering, (positional, named), tuple(compute), cast, meta_check)
 
     def _placed(self, index: int, arg: Any, counter: list[int]) -> Any:
         """The argument as the rule's template holds it: a placeholder where the value is dynamic."""

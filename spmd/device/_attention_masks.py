@@ -14,7 +14,7 @@ from jax import lax
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import known_value
-from spmd.device._storage import buffer_of, is_device_tensor, load, once, recording, told_by_program
+from spmd.device._storage import buffer_of, is_device_tensor, load, once, recording, trace_setting
 from spmd.device._whole import WholeOp
 
 
@@ -25,7 +25,7 @@ class Attention(WholeOp):
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any
     ) -> Any:
         """Autograd kernel."""
-        if is_device_tensor(attn_mask) and not is_causal and told_by_program("platform") in ("gpu", "tpu"):
+        if is_device_tensor(attn_mask) and not is_causal and trace_setting("platform") in ("gpu", "tpu"):
             shown = _shown_by(attn_mask, query.shape[-2], key.shape[-2])
             if shown is not None:
                 attn_mask, is_causal = None, shown == "causal"

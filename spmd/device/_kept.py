@@ -54,10 +54,10 @@ def _active(take: Callable[[str, Any], Any]) -> Generator[None]:
         keeping.reset(token)
 
 
-def kept_or_new(name: str, result: Any) -> Any:
+def reuse_or_save(name: str, result: Any) -> Any:
     """The result (array or arrays) of operator `name` to go on with."""
     take = keeping.get()
     return result if take is None else take(name, result)
 
 
-__all__ = ["Kept", "kept_or_new"]
+__all__ = ["Kept", "reuse_or_save"]

@@ -1,12 +1,12 @@
 """What torch's CPU refuses, this device refuses: torch's own kernels are asked, with shapes and dtypes in place of values.
 
-A `Judge` asks the meta kernel once per plan and combination of shapes; the same answer gives the result dtypes. Where it
+A `MetaCheck` asks the meta kernel once per plan and combination of shapes; the same answer gives the result dtypes. Where it
 refuses, the CPU kernel has the last word, on zeros, so that a user sees the CPU's own error and a meta kernel that is too
 strict refuses nothing. What neither sees without values (an index out of bounds) is not refused; what a meta kernel leaves
 to others is in the `check` of a lowering. Tensors that an op writes are looked at where they are written.
 
-    judge = Judge(torch.ops.aten.gather.default, (Hole(0, torch.float32), 1, Hole(1, torch.int64)), {})
-    judge.results([jnp.ones((1, 1)), jnp.ones((2, 2))])     # RuntimeError: Size does not match at dimension 0 ...
+    meta_check = MetaCheck(torch.ops.aten.gather.default, (TensorSlot(0, torch.float32), 1, TensorSlot(1, torch.int64)), {})
+    meta_check.results([jnp.ones((1, 1)), jnp.ones((2, 2))])     # RuntimeError: Size does not match at dimension 0 ...
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Dtypes = tuple[torch.dtype | None, ...] | None
 _LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
 
 
-class Hole:
+class TensorSlot:
     """A device tensor's place among a call's arguments: its dtype, and the position of its shape."""
 
     __slots__ = ("dtype", "index")
@@ -47,7 +47,7 @@ class Hole:
         self.dtype = dtype
 
 
-class Judge:
+class MetaCheck:
     """One way to call an overload, shapes left open.
 
     Attributes:
@@ -61,7 +61,7 @@ class Judge:
         self.op = op
         self.args = args
         self.kwargs = {name: arg for name, arg in kwargs.items() if name != "generator"}
-        self.holes = [hole.index for hole in _holes((*args, *kwargs.values()))]
+        self.holes = [hole.index for hole in _tensor_slots((*args, *kwargs.values()))]
         self.accepted: set[Any] = set()
         rest = op._schema.arguments[len(args) :]  # C++ leaves an in-place form's defaults out, which its functional form may not have
         self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest) and _has_fake(op)
@@ -110,8 +110,8 @@ class Judge:
         """
         if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL | _OTHER_ON_ACCELERATORS:
             return
-        if self.op._schema.name == "aten::linear" and {h.dtype for h in _holes(self.args)} <= _MIXED:  # parameters are casts, inputs not
-            return
+        if self.op._schema.name == "aten::linear" and {slot.dtype for slot in _tensor_slots(self.args)} <= _MIXED:
+            return  # parameters are casts, inputs not
         shapes = {index: tuple(values[index].shape) for index in self.holes}
         if sum(map(math.prod, shapes.values())) > _FEW:
             shapes = {index: tuple(min(size, _SMALL) for size in shape) for index, shape in shapes.items()}
@@ -130,7 +130,7 @@ class Judge:
 
     def _asked(self, device: str, shapes: dict[int, tuple[int, ...]]) -> Any:
         def made(arg: Any) -> Any:
-            if isinstance(arg, Hole):
+            if isinstance(arg, TensorSlot):
                 return torch.zeros(shapes[arg.index], dtype=arg.dtype, device=device)  # the system gives no memory for unwritten zeros
             return [made(item) for item in arg] if isinstance(arg, list) else arg
 
@@ -154,16 +154,16 @@ def _has_fake(op: OpOverload) -> bool:
     return dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
 
 
-def _holes(args: Iterable[Any]) -> Iterable[Hole]:
+def _tensor_slots(args: Iterable[Any]) -> Iterable[TensorSlot]:
     for arg in args:
-        if isinstance(arg, Hole):
+        if isinstance(arg, TensorSlot):
             yield arg
         elif isinstance(arg, list):
-            yield from _holes(arg)
+            yield from _tensor_slots(arg)
 
 
 def asked(arg: Any, index_of: Any) -> Any:
-    """An argument as a `Judge` holds it.
+    """An argument as a `MetaCheck` holds it.
 
     Args:
         arg: what the call gave.
@@ -171,7 +171,7 @@ def asked(arg: Any, index_of: Any) -> Any:
     """
     if isinstance(arg, torch.Tensor):
         if arg.device.type == "jax":
-            return Hole(index_of.index, arg.dtype)
+            return TensorSlot(index_of.index, arg.dtype)
         number = getattr(arg, "__wrapped_number", None)
         return arg if number is None else sample(number)
     if isinstance(arg, list | tuple):
@@ -353,8 +353,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 __all__ = [
     "WRITES_APART",
     "Dtypes",
-    "Hole",
-    "Judge",
+    "TensorSlot",
+    "MetaCheck",
     "asked",
     "check_in_place",
     "check_out",

@@ -208,7 +208,7 @@ def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdErro
     )
 
 
-def told_by_program(what: str) -> Any:
+def trace_setting(what: str) -> Any:
     """What the program being traced says of itself (see `Lowering.told`): "platform", "reduce_dtype"; None outside a trace."""
     return getattr(recording.get(), what, None)
 
@@ -391,7 +391,7 @@ __all__ = [
     "recording",
     "store",
     "strided_alias",
-    "told_by_program",
+    "trace_setting",
     "wrap",
     "wrap_host",
     "wrap_stored",

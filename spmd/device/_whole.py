@@ -18,7 +18,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._jax import inputs_of_each_output
 from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
-from spmd.device._kept import kept_or_new
+from spmd.device._kept import reuse_or_save
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import load, wrap
@@ -164,7 +164,7 @@ class _Differentiable(torch.autograd.Function):
                     arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
                     out, vjp, new_values = call.forward_jit(arrays, key, wanted)
             note_operation(out)
-            out = kept_or_new(call.name, out)
+            out = reuse_or_save(call.name, out)
             flows = call.flows(arrays, key, wanted) if call.is_gradient else None
         updated.extend(new_values)
         leaves, ctx.tree = jax.tree.flatten(vjp)

@@ -21,7 +21,7 @@ from spmd.device._storage import is_device_tensor
 from spmd.patches._table import replaced
 
 
-def bring_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+def move_counts_to_device(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
     """Move the count of each `AveragedModel` to the device on which its parameters are (torch leaves it on the CPU)."""
     for _, module in modules:
         if (
@@ -101,4 +101,4 @@ def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Ten
     return out
 
 
-__all__ = ["bring_counts", "counting_on_device", "replaced_counts"]
+__all__ = ["move_counts_to_device", "counting_on_device", "replaced_counts"]

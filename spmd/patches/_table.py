@@ -56,7 +56,7 @@ class Patch:
 _ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_dlpack.py", "spmd/compat/torch_xla/_device_names.py"
 _CONTROL_FLOW, _REMAT = "spmd/program/flow/_control_flow.py", "spmd/program/flow/_remat.py"
 _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.optim._preparation.traceable"
-_RECOMPUTE = "spmd.program.flow._remat.recomputing_for_real"
+_RECOMPUTE = "spmd.program.flow._remat.barrier_on_recompute"
 _CONSTRAINTS, _WITHOUT_BRANCHES = "spmd/patches/_constraints.py", "spmd.patches._constraints.without_branches"
 _UNINSTALL = "spmd.compat.torch_xla.uninstall"
 _BAGS = (
@@ -102,7 +102,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.compiler.is_compiling",
         "libraries ask before they look at values, which a trace does not have",
         "spmd/program/trace/_watch.py",
-        "spmd.program.trace._watch.said_to_be_compiling",
+        "spmd.program.trace._watch.report_compiling",
         "",
     ),
     Patch(

@@ -1,7 +1,7 @@
 """What a compiled step does more in a job of several processes: it is the same in all of them, and watched.
 
 Before a program runs for the first time its digest is compared; each call enters the watchdog's count and the running
-check of what the processes feed. Alone, a step has no `Watched` and pays nothing.
+check of what the processes feed. Alone, a step has no `JobChecks` and pays nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def compiling() -> AbstractContextManager[None]:
     return nullcontext() if _join.job() is None else extended_timeout("compiling")
 
 
-class Watched:
+class JobChecks:
     """The job's hooks of one program."""
 
     def __init__(self, job: _join.Job) -> None:
@@ -103,10 +103,10 @@ def require_sound(hlo: str) -> None:
         )
 
 
-def watched() -> Watched | None:
+def watched() -> JobChecks | None:
     """The hooks for a new program, or None alone."""
     job = _join.job()
-    return None if job is None else Watched(job)
+    return None if job is None else JobChecks(job)
 
 
 def _layout(buffer: Buffer) -> str:

@@ -23,11 +23,11 @@ from spmd.base._errors import SpmdError, TraceError, message
 from spmd.device._indices import BY_ENVIRONMENT, checked
 from spmd.device._storage import recording
 from spmd.device._turn import turn
-from spmd.patches._running_averages import bring_counts
+from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
 from spmd.program.find._discover import Reachable, reachable
-from spmd.program.find._objects import Compiled, NewHolders
+from spmd.program.find._objects import Compiled, NewContainerTypes
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
@@ -39,7 +39,7 @@ from spmd.program.reuse._signature import Signature, changed_numbers, changed_si
 from spmd.program.trace._capture import Captured, NumbersNeeded, UnequalCounters, capture
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
-from spmd.program.trace._watch import Unreached
+from spmd.program.trace._watch import Undiscovered
 from spmd.program.xla import _hlo
 
 P = ParamSpec("P")
@@ -96,8 +96,8 @@ class Step(Compiled, Generic[P, R]):
     def _found(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         while True:
             try:
-                return self._obtained(args, kwargs)
-            except NewHolders as new:
+                return self._get_or_trace(args, kwargs)
+            except NewContainerTypes as new:
                 assert not new.classes <= self._holders, f"traced again for classes that are known: {new.classes}"
                 self._holders |= new.classes
             except NumbersNeeded:
@@ -109,7 +109,7 @@ class Step(Compiled, Generic[P, R]):
                 assert not self._fixes_indices, "an index varies that is fixed"
                 self._fixes_indices = True
 
-    def _obtained(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
+    def _get_or_trace(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         """The program of a call, and the call as that program knows it."""
         call = self._signature(args, kwargs)
         failed: str | None = None  # why the newest program of this signature does not hold any more
@@ -180,7 +180,7 @@ class Step(Compiled, Generic[P, R]):
         if self._options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
         found = reachable(self._fn, args, kwargs, self._holders)
-        bring_counts(found.all_modules())
+        move_counts_to_device(found.all_modules())
         with OptimizerStates() as states:
             while True:
                 start = time.perf_counter()
@@ -191,7 +191,7 @@ class Step(Compiled, Generic[P, R]):
                 try:
                     with checked(BY_ENVIRONMENT if self._options.check_indices is None else self._options.check_indices):
                         captured = self._captured(args, kwargs, found, call.numbers)
-                except Unreached as unreached:
+                except Undiscovered as unreached:
                     # It ends: a module brings tensors that were not known, and `keep` refuses an optimizer made anew.
                     found.add(unreached.value)
                     found.add_hooks()

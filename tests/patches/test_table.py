@@ -14,9 +14,9 @@ import pytest
 import spmd.compat.torch_xla
 from spmd.patches._running_averages import counting_on_device
 from spmd.patches._table import PATCHES, Patch, current, owner_of, replace, replaced
-from spmd.program.flow._remat import recomputing_for_real
+from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import traceable
-from spmd.program.trace._watch import said_to_be_compiling
+from spmd.program.trace._watch import report_compiling
 from tests.base.test_private_names import SOURCES, dotted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,9 +85,9 @@ def test_what_is_replaced_for_good_is_ours(patch: Patch) -> None:
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "spmd.program.flow._remat.recomputing_for_real": recomputing_for_real,
+    "spmd.program.flow._remat.barrier_on_recompute": barrier_on_recompute,
     "spmd.patches._running_averages.counting_on_device": counting_on_device,
-    "spmd.program.trace._watch.said_to_be_compiling": said_to_be_compiling,
+    "spmd.program.trace._watch.report_compiling": report_compiling,
     "spmd.program.optim._preparation.traceable": lambda: traceable([]),
     "spmd.compat.torch_xla.uninstall": spmd.compat.torch_xla.installed,
 }

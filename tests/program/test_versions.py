@@ -32,25 +32,25 @@ WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_every_write_is_seen(write: str, kind: Callable[[Any], dict[str, Any]]) -> None:
     dicts = [kind({"a": 1, "b": 2}) for _ in range(3)]
     versions = DictVersions(dicts)
-    assert not versions.are_known()
+    assert not versions.unchanged()
     versions.know()
-    assert versions.are_known()
+    assert versions.unchanged()
     WRITES[write](dicts[1])
-    assert not versions.are_known()
+    assert not versions.unchanged()
     versions.know()
-    assert versions.are_known()
+    assert versions.unchanged()
 
 
 def test_an_attribute_that_is_set_is_seen() -> None:
     module = nn.Linear(2, 2)
     versions = DictVersions([module.__dict__, module._parameters])
-    assert not versions.are_known()
+    assert not versions.unchanged()
     versions.know()
     module.training = False
-    assert not versions.are_known()
+    assert not versions.unchanged()
     versions.know()
     module.weight = nn.Parameter(torch.zeros(2, 2))
-    assert not versions.are_known()
+    assert not versions.unchanged()
 
 
 @pytest.mark.parametrize("can_tell", [True, False])

@@ -31,7 +31,7 @@ class Compiled:
     """Base of what `spmd.compile` returns. An object with a compiled method is the state of a program, which finds it by name."""
 
 
-class NewHolders(TraceAgain):
+class NewContainerTypes(TraceAgain):
     """The function put tensors into arguments that held none: trace again, with their `classes` taken for containers."""
 
     def __init__(self, classes: frozenset[type]) -> None:
@@ -112,20 +112,20 @@ def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) ->
     return value, made
 
 
-class Unfilled:
+class EmptyContainers:
     """The arguments that hold no tensor, as they are before a trace."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._objects = [leaf for leaf in leaves if _may_hold(leaf)]
         self._before = _taken_apart(None, self._objects, _may_hold)
 
-    def require_unfilled(self) -> None:
-        """If they hold tensors now, make them what they were, and raise NewHolders."""
+    def require_empty(self) -> None:
+        """If they hold tensors now, make them what they were, and raise NewContainerTypes."""
         now = _taken_apart(None, self._objects, _may_hold).objects if self._objects else []
         classes = frozenset(type(o) for o in now if is_holder(o))
         if classes:
             unflatten(self._before.leaves, self._before.tree, self._before.objects)
-            raise NewHolders(classes)
+            raise NewContainerTypes(classes)
 
 
 def is_holder(value: Any) -> bool:
@@ -201,10 +201,10 @@ __all__ = [
     "ITEMS",
     "Compiled",
     "Flat",
-    "NewHolders",
+    "NewContainerTypes",
     "Part",
     "Tree",
-    "Unfilled",
+    "EmptyContainers",
     "contents_of",
     "fill",
     "flatten",

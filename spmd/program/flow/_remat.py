@@ -102,7 +102,7 @@ def _ignoring_self(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def recomputing_for_real() -> Generator[None]:
+def barrier_on_recompute() -> Generator[None]:
     """While active, checkpointed functions recompute from inputs behind a barrier."""
     torchs_init: Callable[..., None] = CheckpointFrame.__init__
     detach_variable = current("torch.utils.checkpoint.detach_variable")

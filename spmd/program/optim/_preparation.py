@@ -90,7 +90,7 @@ class LiftedNumbers:
         """A call begins, with these numbers among its arguments."""
         self._arguments.update(arguments)
 
-    def are_of_their_kinds(self) -> bool:
+    def have_same_types(self) -> bool:
         """Whether the varying numbers are ints or floats as when they were traced."""
         return all(type(place.read()) is place.kind for place in self.varying)
 
@@ -199,7 +199,7 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
     if missing and type(optimizer) is torch.optim.SGD:
         _prepare_sgd(optimizer)
     elif missing and all(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"]):
-        _give_birth(optimizer, missing)
+        _trace_initial_state(optimizer, missing)
     for parameter, state in optimizer.state.items():
         if parameter.device.type == "jax":
             _settle(optimizer, parameter, state)
@@ -298,7 +298,7 @@ class _StateComplete(Exception):
     """Every parameter has its state: the rest of the step need not be traced."""
 
 
-class _Births:
+class _InitialStateRecorder:
     """Recorder of a birth trace: the first value that each new buffer gets.
 
     torch's own optimizers make a group's whole state before they use it, so their trace ends at the first write to anything
@@ -339,13 +339,17 @@ class _Births:
     def host_read(self, tensor: torch.Tensor) -> None:
         return None
 
+    def expect(self, flag: Any, check: Any) -> bool:
+        """Values are not known here: nothing is checked."""
+        return True
+
     def random_state(self) -> Any:
         raise TraceError("the optimizer draws random numbers while it creates its state")
 
 
-def _give_birth(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
+def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
     """Trace one `optimizer.step()` alone with zero gradients, and keep the first value of each state tensor it makes."""
-    births = _Births(optimizer, missing)
+    births = _InitialStateRecorder(optimizer, missing)
     made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
     others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not m for m in missing)]
     waiting = [b for b in dict.fromkeys(map(buffer_of, (*missing, *others))) if b.value is None and b.host is not None]
@@ -385,7 +389,9 @@ def _step_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _as_before(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _Births, made: list[Any]) -> Generator[None]:
+def _as_before(
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _InitialStateRecorder, made: list[Any]
+) -> Generator[None]:
     """Around a birth trace: flags, gradients and values are put back, and all state but what is in `made`."""
     groups = optimizer.param_groups
     kept_grads = [p.grad for p in params]

@@ -70,7 +70,7 @@ class ReadsGuard:
             if difference is not None:
                 return difference
             self._watch([*self._dicts, *self._empty])
-        if not self._versions.are_known():
+        if not self._versions.unchanged():
             difference = _first_difference(self._versions.changed(self._dicts))
             if difference is not None:
                 return difference

@@ -159,7 +159,7 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
     def check() -> str | None:
         if optimizer.state is not state:
             return f"{title}'s state was replaced (load_state_dict)"
-        if not versions.are_known():
+        if not versions.unchanged():
             if len(state) != len(sizes) or list(map(len, held)) != sizes:
                 return f"{title}'s state has other entries than when it was traced"
             is_same = all(map(is_, chain.from_iterable(map(dict.values, held)), values))
@@ -169,7 +169,7 @@ def optimizer_guard(optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) ->
         changed = f"{title}'s param_groups changed: other parameters, flags or kinds of numbers"
         if optimizer.param_groups is not groups or not has_same_parameters():
             return changed
-        if not (all(map(is_, groups, same_groups)) and group_versions.are_known()):
+        if not (all(map(is_, groups, same_groups)) and group_versions.unchanged()):
             if static_settings(optimizer) != settings:
                 return changed
             group_versions.know()
@@ -186,7 +186,7 @@ def numbers_guard(numbers: LiftedNumbers) -> Guard:
             numbers.today = numbers.values()
         except (KeyError, IndexError, TypeError, ValueError):
             return "an optimizer's param_groups or state lost a number"
-        return None if numbers.are_of_their_kinds() else "a number that is an input of the program is of another type now"
+        return None if numbers.have_same_types() else "a number that is an input of the program is of another type now"
 
     return check
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 class DictVersions:
     """Remembers a state of some dicts. Writing the value that an entry already has may count as a change; nothing else is missed.
 
-    `know` and `changed` speak of the versions that `are_known` has just seen.
+    `know` and `changed` speak of the versions that `unchanged` has just seen.
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
@@ -23,7 +23,7 @@ class DictVersions:
         self._known: list[int] | None = None
         self._seen: list[int] | None = None
 
-    def are_known(self) -> bool:
+    def unchanged(self) -> bool:
         """No dict was written to since `know`; False before it, and always with a torch that cannot tell."""
         if _version is None:
             return False

@@ -29,8 +29,8 @@ from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import scale_of_before
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
-from spmd.program.find._objects import ITEMS, Unfilled, contents_of, flatten, unflatten
-from spmd.program.flow._remat import recomputing_for_real
+from spmd.program.find._objects import ITEMS, EmptyContainers, contents_of, flatten, unflatten
+from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
 from spmd.program.reads import PLAIN, Effect, NumberPlace, ReadsGuard, Recording, recorded
@@ -45,7 +45,7 @@ from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._remade import Node, Remade
 from spmd.program.trace._results import Leaf, Results
-from spmd.program.trace._watch import functorch_left_on, said_to_be_compiling, watching
+from spmd.program.trace._watch import report_compiling, restore_functorch, watching
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
 
@@ -151,7 +151,7 @@ def capture(
         TraceAgain, TraceError: it must be traced in another way; Python needed a value of the program.
     """
     flat = flatten((args, kwargs), classes=found.holders)
-    unfilled = Unfilled(flat.leaves)
+    unfilled = EmptyContainers(flat.leaves)
     numbers = LiftedNumbers(found.optimizers, varying, arguments)
     bound, arg_buffers, host_tensors = bind([numbers.argument(i) if i in arguments else v for i, v in enumerate(flat.leaves)])
     leaves = [*found.leaves(), *(t for t in bound if is_device_tensor(t))]
@@ -172,18 +172,18 @@ def capture(
         first = flat.tree.root.objects.count(None) if is_stacked else 0  # what objects hold is no stack
         held = {id(bound[i]): i for i in range(first, len(bound)) if not isinstance(bound[i], PLAIN)}
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
-        state = _Running(
+        state = _Trace(
             *(fn, call, objects, held, positions, is_stacked, numbers, found, optim, gradients, memory),
             *(keep_grads, debug_nans, counters, likely_platform(reachable), fixes_indices),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
         )
-        unfilled.require_unfilled()
+        unfilled.require_empty()
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
 
 
-def _captured(state: _Running, jaxpr: Any, bound: list[Any], arg_buffers: list[Buffer], num_hosts: int, waiting: list[Buffer]) -> Captured:
+def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buffer], num_hosts: int, waiting: list[Buffer]) -> Captured:
     """What the trace found, now that everything is put back."""
     recorder, gradients = state.recorder, state.gradients
     assert recorder is not None
@@ -243,7 +243,7 @@ def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
 
 
 @dataclass
-class _Running:
+class _Trace:
     """The body of one trace and what it leaves behind."""
 
     fn: Callable[..., Any]
@@ -297,14 +297,14 @@ class _Running:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(watching(recorder, self.found, self.debug_nans))
-                stack.enter_context(said_to_be_compiling())
-                stack.enter_context(recomputing_for_real())
+                stack.enter_context(report_compiling())
+                stack.enter_context(barrier_on_recompute())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(without_branches())
                 stack.enter_context(scale_of_before())
                 stack.enter_context(called_directly())
                 stack.enter_context(traceable(self.found.optimizers))
-                stack.enter_context(functorch_left_on())
+                stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
                 reads.fixes_indices = self.fixes_indices
                 args, kwargs = self.call

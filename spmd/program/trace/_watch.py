@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spmd.program.trace._buffer_use import Recorder
 
 
-class Unreached(TraceAgain):
+class Undiscovered(TraceAgain):
     """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
 
     def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
@@ -46,7 +46,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
     def ran(module: torch.nn.Module) -> None:
         # A module that the function makes around tensors that are known is no news: each trace makes another one.
         if id(module) not in names and any(map(is_new, module.parameters())):
-            raise Unreached(module)
+            raise Undiscovered(module)
         recorder.modules[id(module)] = module
 
     def enter(module: torch.nn.Module, args: Any) -> None:
@@ -70,7 +70,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
         if get_ident() != thread:
             return
         if all(optimizer is not known for known in found.optimizers):
-            raise Unreached(optimizer)
+            raise Undiscovered(optimizer)
         recorder.stepped.append(optimizer)
 
     recorder.ran = ran
@@ -96,7 +96,7 @@ def _finite_flags(result: Any) -> list[Any]:
 
 
 @contextmanager
-def said_to_be_compiling() -> Generator[None]:
+def report_compiling() -> Generator[None]:
     """While active, `torch.compiler.is_compiling()` is true for all code but torch's own.
 
     Libraries ask it before they look at values (transformers, whether a mask hides anything). torch's optimizers and modules ask
@@ -113,7 +113,7 @@ def said_to_be_compiling() -> Generator[None]:
 
 
 @contextmanager
-def functorch_left_on() -> Generator[None]:
+def restore_functorch() -> Generator[None]:
     """An error inside torch's printing of a tensor leaves functorch as it was.
 
     `torch._tensor_str._str` turns functorch off for as long as a local of it lives. An error's traceback keeps the frame, and with
@@ -130,4 +130,4 @@ def functorch_left_on() -> Generator[None]:
         raise
 
 
-__all__ = ["Unreached", "functorch_left_on", "said_to_be_compiling", "watching"]
+__all__ = ["Undiscovered", "restore_functorch", "report_compiling", "watching"]

@@ -57,11 +57,11 @@ def lowered(jitted: Any, args: Sequence[Any], mesh: jax.sharding.Mesh | None, pl
     traced = jitted.trace(*args)
     if mesh is None or mesh.size == 1:
         return lowered_by(traced, {primitive: _by_kernel(kernel.run) for primitive, kernel in _KERNELS.items()})
-    asked = _Asked()
+    asked = _ProbeRules()
     first = lowered_by(traced, {primitive: asked.rule(kernel) for primitive, kernel in _KERNELS.items()})
     if not asked.count:
         return first
-    told = _Told(mesh, _propagated(first, asked.count))
+    told = _KernelRules(mesh, _propagated(first, asked.count))
     return lowered_by(traced, {primitive: told.rule(kernel) for primitive, kernel in _KERNELS.items()})
 
 
@@ -84,7 +84,7 @@ def _is_manual(ctx: Any) -> bool:
     return bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
 
 
-class _Asked:
+class _ProbeRules:
     """Lowering rules that put an operation without meaning in a kernel's place, numbered as they come."""
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class _Asked:
         return lower
 
 
-class _Told:
-    """Lowering rules that put each kernel into a `shard_map`, in the order of `_Asked`."""
+class _KernelRules:
+    """Lowering rules that put each kernel into a `shard_map`, in the order of `_ProbeRules`."""
 
     def __init__(self, mesh: jax.sharding.Mesh, splits: list[tuple[Axes, Axes]]) -> None:
         self.grid, self.splits = mesh, iter(splits)
