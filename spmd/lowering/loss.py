@@ -46,18 +46,27 @@ def _squared(x: Any, y: Any) -> Any:
     return (x - y) * (x - y)
 
 
+def _distance(x: Any, y: Any) -> Any:
+    """|x - y|, with the gradient that its sign is: NaN for NaN."""
+    return (x - y) * jax.lax.stop_gradient(jnp.sign(x - y))
+
+
 def _smooth_l1(x: Any, y: Any, beta: Any = 1.0) -> Any:
-    distance = jnp.abs(x - y)
-    return distance if beta == 0 else jnp.where(distance < beta, 0.5 * (x - y) * (x - y) / beta, distance - 0.5 * beta)
+    distance = _distance(x, y)
+    if beta == 0:
+        return distance
+    near = jnp.where(distance < beta, x - y, 0)  # of infinity the square has no gradient that `where` could leave out
+    return jnp.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta)
 
 
 def _huber(x: Any, y: Any, delta: Any = 1.0) -> Any:
-    distance = jnp.abs(x - y)
-    return jnp.where(distance <= delta, 0.5 * (x - y) * (x - y), delta * (distance - 0.5 * delta))
+    distance = _distance(x, y)
+    near = jnp.where(distance <= delta, x - y, 0)
+    return jnp.where(distance <= delta, 0.5 * near * near, delta * (distance - 0.5 * delta))
 
 
 def _soft_margin(x: Any, y: Any) -> Any:
-    return jax.nn.softplus(-y * x)
+    return jnp.log1p(jnp.exp(-y * x))  # infinite from 89 on, as torch's
 
 
 for _name, _loss in (("mse_loss", _squared), ("smooth_l1_loss", _smooth_l1), ("huber_loss", _huber), ("soft_margin_loss", _soft_margin)):

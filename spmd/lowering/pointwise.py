@@ -248,7 +248,10 @@ def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None,
 
 @lower("ldexp.Tensor", pointwise=True)
 def ldexp(self: Any, other: Any) -> Any:
-    return self * jnp.exp2(other)
+    """By a power of two in the exponent itself: it is exact, and does not overflow on its way."""
+    power = jnp.floor(other)
+    by_exponent = jnp.ldexp(self * jnp.exp2(other - power), jnp.clip(power, -5000, 5000).astype(jnp.int32))
+    return jnp.where(jnp.isfinite(other), by_exponent, self * jnp.exp2(other))
 
 
 @lower("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar", "bitwise_left_shift.Scalar_Tensor", pointwise=True)

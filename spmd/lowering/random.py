@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from spmd.base._convert import to_torch_dtype
+from spmd.base._convert import cast, to_torch_dtype
 from spmd.lowering._registry import is_static, lower
 from spmd.lowering.norm import wide
 
@@ -200,7 +200,7 @@ def dropout(key: Any, input: Any, p: float, train: bool) -> Any:
 def thinned(key: Any, input: Any, p: float, drawn: tuple[int, ...]) -> Any:
     """Zero with chance `p`, else scaled up by what is lost; one draw per element of `drawn`, which broadcasts to the input."""
     if p == 1.0:
-        return jnp.zeros_like(input)
+        return input * jnp.zeros((), input.dtype)  # NaN of what is infinite
     keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), drawn)
     return jnp.where(keep, input * (1.0 / (1.0 - p)), jnp.zeros((), input.dtype))
 
@@ -215,7 +215,7 @@ def native_dropout(key: Any, input: Any, p: float, train: bool | None) -> Any:
 
 @lower("native_dropout_backward")
 def native_dropout_backward(grad_output: Any, mask: Any, scale: float) -> Any:
-    return grad_output * mask.astype(grad_output.dtype) * scale
+    return grad_output * cast(mask, grad_output.dtype) * scale
 
 
 @lower("feature_dropout", whole=True, random=True)

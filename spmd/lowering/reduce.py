@@ -88,12 +88,33 @@ def aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
-@lower("max")
+def is_not_empty(name: str) -> Any:
+    """The check of a reduction over all elements that has no result for none."""
+
+    def check(self: Any) -> None:
+        if not self.size:
+            what = "Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument."
+            raise RuntimeError(f"{name}(): {what}")
+
+    return check
+
+
+def has_elements(name: str) -> Any:
+    """The check of a reduction over one dim that has no result for an empty one."""
+
+    def check(self: Any, dim: int = -1, keepdim: bool = False) -> None:
+        if self.ndim and not self.shape[dim]:
+            raise IndexError(f"{name}(): Expected reduction dim {dim % self.ndim} to have non-zero size.")
+
+    return check
+
+
+@lower("max", check=is_not_empty("max"))
 def max_(self: Any) -> Any:
     return jnp.max(self)
 
 
-@lower("min")
+@lower("min", check=is_not_empty("min"))
 def min_(self: Any) -> Any:
     return jnp.min(self)
 
@@ -108,12 +129,12 @@ def argmin(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return jnp.argmin(self, None if self.ndim == 0 else dim, keepdims=keepdim)
 
 
-@lower("max.dim")
+@lower("max.dim", check=has_elements("max"))
 def max_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return amax(self, dim, keepdim), argmax(self, dim, keepdim)
 
 
-@lower("min.dim")
+@lower("min.dim", check=has_elements("min"))
 def min_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return amin(self, dim, keepdim), argmin(self, dim, keepdim)
 

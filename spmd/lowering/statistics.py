@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from spmd.lowering._registry import lower
+from spmd.lowering.reduce import has_elements
 
 
 def _sorted(self: Any, dim: int) -> tuple[Any, Any]:
@@ -42,12 +43,12 @@ def _along(self: Any, dim: int, keepdim: bool, pick: Any) -> Any:
     return (values, positions) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(positions, dim))
 
 
-@lower("median.dim")
+@lower("median.dim", check=has_elements("median"))
 def median_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return _along(self, dim, keepdim, lambda x, d: _lower_median(x, d, False))
 
 
-@lower("nanmedian.dim")
+@lower("nanmedian.dim", check=has_elements("nanmedian"))
 def nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return _along(self, dim, keepdim, lambda x, d: _lower_median(x, d, True))
 
@@ -66,7 +67,7 @@ def _empty_median(self: Any) -> Any:
     return jnp.full((), jnp.nan if jnp.issubdtype(self.dtype, jnp.inexact) else jnp.iinfo(self.dtype).min, self.dtype)
 
 
-@lower("mode")
+@lower("mode", check=has_elements("mode"))
 def mode(self: Any, dim: int = -1, keepdim: bool = False) -> Any:
     """The most frequent value, the smallest of those, at its last position."""
     return _along(self, dim, keepdim, _most_frequent)

@@ -1,0 +1,66 @@
+"""Infinities, NaN, and nothing at all: the value, or the refusal, is the CPU's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lowering.against_cpu import check
+
+inf, nan = float("inf"), float("nan")
+
+
+def of(*values: float, grad: bool = False) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).requires_grad_(grad)
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "huber_loss": (
+        lambda x, y: F.huber_loss(x, y, reduction="sum"),
+        (of(inf, inf, nan, -inf, 0.5, 3.0, grad=True), of(0, inf, 1, 2, 0, 0)),
+    ),
+    "smooth_l1_loss": (lambda x, y: F.smooth_l1_loss(x, y), (of(inf, nan, 0.5, grad=True), of(0, 1, 0))),
+    "soft_margin_loss": (lambda x, y: F.soft_margin_loss(x, y, reduction="none"), (of(100, inf, 1, -3), of(-1, 1, 1, 1))),
+    "binary_cross_entropy": (F.binary_cross_entropy, (of(0, 1, 0.5, 0), of(0, 1, 0, 1))),
+    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, (of(inf, -inf, 0, nan, 100), of(1, 0, 1, 0, 0))),
+    "native_dropout_backward": (
+        lambda g, mask: torch.ops.aten.native_dropout_backward(g, mask, 2.0),
+        (of(inf, nan, 1, -2), torch.tensor([True, False, False, True])),
+    ),
+    "dropout of all": (lambda x: F.dropout(x, 1.0), (of(inf, nan, 1, -2),)),
+    "ldexp": (torch.ldexp, (of(1, inf, nan, 0, 1e-30, 1.0), torch.tensor([3, 200, 2, -3, 200, -100]))),
+    "ldexp in float64": (torch.ldexp, (torch.tensor([1.0, 3.0], dtype=torch.float64), torch.tensor([1000, -1000]))),
+    "ldexp of floats": (torch.ldexp, (of(1, 2, 3), of(0.5, inf, -inf))),
+    "gradient": (lambda x: torch.gradient(x)[0], (of(1, inf, 3, nan),)),
+    "einsum of nothing": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (torch.zeros(2, 0), torch.zeros(0, 3))),
+    "group_norm of nothing": (lambda x: F.group_norm(x, 2), (torch.zeros(0, 4, 2),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_the_cpus(name: str) -> None:
+    fn, args = CASES[name]
+    check(fn, *args)
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "max.dim": lambda x: x.max(0),
+    "min.dim": lambda x: x.min(0),
+    "median.dim": lambda x: x.median(0),
+    "nanmedian.dim": lambda x: x.nanmedian(0),
+    "mode": lambda x: x.mode(0),
+    "argmax": lambda x: x.argmax(0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_result_for_nothing_is_refused_as_on_the_cpu(name: str) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as cpu:
+        REFUSED[name](torch.zeros(0, 2))
+    with pytest.raises(type(cpu.value)) as found:
+        REFUSED[name](torch.zeros(0, 2, device="jax"))
+    assert str(found.value).splitlines()[0] == str(cpu.value).splitlines()[0]
