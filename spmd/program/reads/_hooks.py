@@ -93,4 +93,5 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _global_teller(name) for name in ("load_global", "store_global")},
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
     **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key")},
+    "super_of": lambda made_by, cls, instance: made_by(cls, instance),
 }

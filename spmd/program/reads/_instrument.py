@@ -137,7 +137,7 @@ class Instrumenter:
             yield from self._tell("store_cell", [_cell(arg, at), constant(arg.name)], at)
         elif op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             yield from self._tell("store_global", [constant(name)], at)
-        elif op in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif op in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             yield from self._attribute(instr, op == "LOAD_METHOD" or (isinstance(arg, tuple) and bool(arg[0])), name)
             return
         elif op == "IMPORT_FROM":
@@ -182,11 +182,14 @@ class Instrumenter:
     def _attribute(self, instr: Any, is_method: bool, name: Any) -> Iterator[Any]:
         """A method is loaded as a bound one: a call then sees what it calls."""
         at = instr.location
+        if instr.name == "LOAD_SUPER_ATTR":  # super, class, object: since 3.12
+            yield from self._hook("super_of", [Instr("COPY", 5, location=at)] * 3, at)
+            yield from (Instr("SWAP", 4, location=at), *[Instr("POP_TOP", location=at)] * 3)
         told = self._tell("load_attr", [Instr("COPY", 3, location=at), Instr("LOAD_CONST", name, location=at)], at)
         load = Instr("LOAD_ATTR", name if _VERSION < (3, 12) else (False, name), location=at)
         null = Instr("PUSH_NULL", location=at)
         if not is_method:
-            yield from (*told, instr)
+            yield from (*told, load)
         elif _VERSION < (3, 13):
             yield from (null, Instr("SWAP", 2, location=at), *told, load)
         else:

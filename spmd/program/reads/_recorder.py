@@ -407,7 +407,7 @@ class Recording(PlacesRead):
         held = collections.Counter(i for p in self.places.values() for i in {id(v) for v in p.values() if isinstance(v, torch.Tensor)})
         for effect in effects:
             is_replaced = is_device_tensor(effect.before) and is_device_tensor(effect.value) and held[id(effect.before)] == 1
-            if is_replaced and is_read(buffer_of(effect.before)):
+            if is_replaced and effect.was_read and is_read(buffer_of(effect.before)):
                 found.append((effect.read, buffer_of(effect.before)))
                 self.accept(effect, Like(effect.before))
         return found

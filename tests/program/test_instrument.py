@@ -1,0 +1,82 @@
+"""Code that tells a recorder what it does gives what the code itself gives, in every form of Python's syntax."""
+
+import importlib
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from spmd.program.reads._hooks import HOOKS
+from spmd.program.reads._instrument import Instrumenter
+from tests.program.instrumented_forms import FORMS, Derived
+
+REPLACING = {
+    "call": lambda fn, *rest: fn,
+    "call_ex": lambda fn, *rest: fn,
+    "match_class": lambda value, *rest: value,
+    "as_key": lambda key: key,
+}
+ITEMS = ("load_item", "store_item", "delete_item")
+LIBRARIES = (
+    "argparse",
+    "ast",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "inspect",
+    "typing",
+    "contextlib",
+    "textwrap",
+    "tokenize",
+)
+
+
+def instrumenter(told: Counter[str]) -> Instrumenter:
+    """One whose hooks count how often they are called."""
+
+    def counted(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(*operands: Any) -> Any:
+            told[name] += 1
+            return answer(*operands)
+
+        return hook
+
+    def item(holder: Any, key: Any) -> Any:
+        return key, holder
+
+    given = {**REPLACING, "super_of": HOOKS["super_of"], **dict.fromkeys(ITEMS, item)}
+    answers = {name: given.get(name, lambda *operands: None) for name in HOOKS}
+    return Instrumenter({name: counted(name, answer) for name, answer in answers.items()}, lambda *given: None)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_instrumented_code_does_what_the_code_does(name: str) -> None:
+    fn, told = FORMS[name], Counter[str]()
+    code = instrumenter(told).instrumented(fn.__code__)
+    made = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    assert repr(made([1, 2, 3])) == repr(fn([1, 2, 3]))
+    assert sum(told.values()) > 3
+    assert (code.co_name, code.co_firstlineno, code.co_argcount) == (fn.__code__.co_name, fn.__code__.co_firstlineno, 1)
+
+
+def test_attributes_of_super_are_told() -> None:
+    told, seen = Counter[str](), list[tuple[str, str]]()
+    rewriting = instrumenter(told)
+    rewriting._hooks["load_attr"] = lambda instance, name: seen.append((type(instance).__name__, name))
+    code = rewriting.instrumented(Derived.total.__code__)
+    total = types.FunctionType(code, Derived.total.__globals__, "total", None, Derived.total.__closure__)
+    total.__kwdefaults__ = {"scale": 1}
+    assert total(Derived(1), 5, scale=2) == Derived(1).total(5, scale=2)
+    assert seen == [("super", "total"), ("super", "kind")]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_all_code_of_a_library_can_be_instrumented(name: str) -> None:
+    rewrite = instrumenter(Counter()).instrumented
+    for value in vars(importlib.import_module(name)).values():
+        for fn in vars(value).values() if isinstance(value, type) else [value]:
+            if isinstance(fn, types.FunctionType):
+                rewrite(fn.__code__)
