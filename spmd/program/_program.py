@@ -31,6 +31,7 @@ from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
+from spmd.program.reads import touched_by
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._remade import remade
@@ -105,7 +106,7 @@ class Program:
         self.is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
-        self.rebound = [(held, bs, bs.index(b)) for held, b in captured.tensor_inputs for bs in (written, read) if b in bs]
+        self.rebound = [(i, buffers, k) for buffers in (written, read) for i, k in touched_by(captured.held, buffers)]
         self._numbers: bytes | None = None
         self._vector: Any = None
         self._words: Any = None
@@ -250,8 +251,9 @@ class Program:
         if self.is_ahead:
             raise self._not_here()
         self.captured.numbers.today = self.captured.numbers.values()
-        for held, buffers, index in self.rebound:
-            buffers[index] = buffer_of(held())
+        held = [place.read() for place in self.captured.held]
+        for position, buffers, index in self.rebound:
+            buffers[index] = buffer_of(held[position])
         changed: list[Any] = []
         if self.slots:
             self._take_gradients(given)
@@ -292,7 +294,7 @@ class Program:
         self._leave_gradients(grads, given)
         if self.watched is not None:
             self.watched.end()
-        return self._result(outputs, given)
+        return self._result(outputs, given, held)
 
     def _take_gradients(self, given: Any) -> None:
         """Put the buffers of today's gradients in their places among the state."""
@@ -375,13 +377,13 @@ class Program:
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
-    def _result(self, outputs: list[Any], given: Any) -> Any:
+    def _result(self, outputs: list[Any], given: Any, held: list[Any]) -> Any:
         captured = self.captured
         leaves, objects = [], []
         if captured.num_objects or any(leaf.kind in ("argument", "part") for leaf in captured.leaves):
             leaves, _, objects = flatten(given, classes=captured.holders)
         given = (*given, objects)
-        flat = made(captured.leaves, outputs, leaves, given)
+        flat = made(captured.leaves, outputs, leaves, given, held)
         result, *values = remade(captured.nodes, captured.refs, flat)
         holders = [of_caller(e.holder, given) if isinstance(e.holder, tuple) else None for e in captured.effects]
         for instance, contents in zip(objects, values[len(holders) :], strict=True):

@@ -8,6 +8,7 @@ from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library
 from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace
 from spmd.program.reads._recorder import Recording, recorded
+from spmd.program.reads._replaced import Held, touched_by
 from spmd.program.reads._swap import code_of
 from spmd.program.reads._varying import Numbers, Varying
 from spmd.program.reads._varying_index import ViewNeeded
@@ -16,6 +17,7 @@ __all__ = [
     "ABSENT",
     "PLAIN",
     "Effect",
+    "Held",
     "NumberPlace",
     "Numbers",
     "ReadsGuard",
@@ -25,4 +27,5 @@ __all__ = [
     "code_of",
     "is_library",
     "recorded",
+    "touched_by",
 ]

@@ -43,6 +43,46 @@ class Like:
         return buffer.dropped is None and buffer.annotation in (None, self._annotation) and is_whole(value, buffer)
 
 
+class LikeContainer(Like):
+    """Stands for a tuple, list or dict that holds such tensors: any other of the same build will do."""
+
+    def __init__(self, container: Any) -> None:
+        self._type = type(container)
+        self._keys = list(container) if isinstance(container, dict) else None
+        self._parts = [like(part) for part in parts_of(container)]
+        self._who = _who(container)
+
+    def fits(self, value: Any) -> bool:
+        if type(value) is not self._type or len(value) != len(self._parts) or (self._keys is not None and list(value) != self._keys):
+            return False
+        return all(map(is_same, parts_of(value), self._parts)) and _who(value) == self._who
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What a tuple, list or dict holds; nothing of other values."""
+    if isinstance(value, tuple) or type(value) is list:
+        return list(value)
+    return list(value.values()) if type(value) is dict else []
+
+
+def all_in(value: Any) -> list[Any]:
+    """A value, and all that it holds as far as tuples, lists and dicts go."""
+    return [value, *(inner for part in parts_of(value) for inner in all_in(part))]
+
+
+def like(value: Any) -> Any:
+    """What stands for a tensor, or a container of tensors, that is replaced; other values for themselves."""
+    if is_device_tensor(value):
+        return Like(value)
+    return LikeContainer(value) if any(map(is_device_tensor, all_in(value))) else value
+
+
+def _who(container: Any) -> list[int]:
+    """Of each tensor in a container, which one it is."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(inner), len(first)) for inner in all_in(container) if isinstance(inner, torch.Tensor)]
+
+
 def is_same(new: Any, old: Any) -> bool:
     """Whether two values mean the same to a program: one object, or equal plain values (-0.0 is not 0.0, NaN is NaN)."""
     if new is old:

@@ -24,15 +24,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.device._storage import buffer_of, is_device_tensor
+from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
 from spmd.program.reads._guard import ReadsGuard
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Like, Place, SlotPlace, shown_key
+from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Place, SlotPlace, like, parts_of, shown_key
 from spmd.program.reads._places_read import PlacesRead
+from spmd.program.reads._replaced import Held, replaced
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying, with_fixed_keys
 from spmd.program.reads._varying_index import index_of, read_at
 
@@ -61,6 +62,7 @@ class Recording(PlacesRead):
         self._seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
+        self._gone: set[int] = set()  # ids of containers that the next call does not meet
         self._born: frozenset[int] = frozenset()
         self._known: set[int] = set()
 
@@ -381,7 +383,7 @@ class Recording(PlacesRead):
 
     def read_places(self) -> list[Place]:
         """What the trace read of objects of before."""
-        return [place for place in self.places.values() if self.is_before(place.holder)]
+        return [place for place in self.places.values() if id(place.holder) not in self._gone and self.is_before(place.holder)]
 
     def guard(self, is_input: Callable[[Any, Any], bool]) -> ReadsGuard:
         """Whether all that was read is as it is now, when what the trace wrote is undone.
@@ -401,15 +403,16 @@ class Recording(PlacesRead):
         """The program may run again when the place of `effect` holds `value`."""
         self._accepted.append((effect, value))
 
-    def tensor_inputs(self, effects: list[Effect], is_read: Callable[[Any], bool]) -> list[tuple[Callable[[], Any], Any]]:
-        """Of tensors that the function reads under a name and then replaces: what reads the name now, and the buffer it held."""
-        found: list[tuple[Callable[[], Any], Any]] = []
-        held = collections.Counter(i for p in self.places.values() for i in {id(v) for v in p.values() if isinstance(v, torch.Tensor)})
+    def held(self, effects: list[Effect], is_fixed: Callable[[Any], bool]) -> list[Held]:
+        """What the function reads under a name and then replaces, if its program can take what is there in the next call."""
+        found: list[Held] = []
+        places = self.read_places()
         for effect in effects:
-            is_replaced = is_device_tensor(effect.before) and is_device_tensor(effect.value) and held[id(effect.before)] == 1
-            if is_replaced and effect.was_read and is_read(buffer_of(effect.before)):
-                found.append((effect.read, buffer_of(effect.before)))
-                self.accept(effect, Like(effect.before))
+            here = replaced(effect, effects, places, is_fixed)
+            if here:
+                self.accept(effect, like(effect.before))
+                self._gone.update(id(h.value) for h in here if parts_of(h.value))
+            found.extend(here)
         return found
 
     def effects(self) -> list[Effect]:

@@ -33,7 +33,7 @@ from spmd.program.find._objects import ITEMS, EmptyContainers, contents_of, flat
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
-from spmd.program.reads import PLAIN, Effect, NumberPlace, ReadsGuard, Recording, recorded
+from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, ReadsGuard, Recording, recorded
 from spmd.program.reuse import _guards
 from spmd.program.reuse._guards import Guard, LeafState
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
@@ -44,7 +44,7 @@ from spmd.program.trace._host_values import identity_of, no_host_random, no_host
 from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._remade import Node, Remade
-from spmd.program.trace._results import Leaf, Results
+from spmd.program.trace._results import Leaf, Results, is_shown_otherwise, show_held
 from spmd.program.trace._watch import report_compiling, restore_functorch, watching
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
@@ -71,7 +71,7 @@ class Captured:
         effects: what it wrote to Python objects, for every call to write; their values follow the function's result in `leaves`.
         stepped: the optimizers that stepped.
         actions: what it changed in the optimizers' state, for every call to change.
-        tensor_inputs: state that a name holds to which the function assigns anew: what reads the name, and the buffer it held.
+        held: what a name holds to which the function assigns anew.
         shared: arguments that the function also reaches without being passed them.
         slots: gradients that were there: buffer, and the parameter or position of an argument whose gradient a call takes.
         copies: state whose new value is that of other state. See Note [Equal counters].
@@ -99,7 +99,7 @@ class Captured:
     effects: list[Effect]
     stepped: list[torch.optim.Optimizer]
     actions: list[Action]
-    tensor_inputs: list[tuple[Callable[[], Any], Buffer]]
+    held: list[Held]
     born: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[Buffer]
     slots: dict[Buffer, torch.Tensor | int]
@@ -192,9 +192,9 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
     jaxpr = with_constants_first(jaxpr, len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in state.found.device_tensors()}
-    tensor_inputs = (
-        state.reads.tensor_inputs(state.effects, lambda b: b in recorder.touched and b not in arg_buffers) if state.reads else []
-    )
+    assert state.reads is not None
+    held = state.reads.held(state.effects, lambda t: buffer_of(t) in arg_buffers or is_shown_otherwise(t, state.leaves))
+    show_held(state.leaves, held)
     return Captured(
         jaxpr=jaxpr,
         arg_buffers=arg_buffers,
@@ -217,7 +217,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         effects=state.effects,
         stepped=recorder.stepped,
         actions=state.actions,
-        tensor_inputs=tensor_inputs,
+        held=held,
         born=state.optim.born,
         shared=[b for b in arg_buffers if b in state_buffers],
         slots={b: position.get(id(p), p) for b, p in state.slots(recorder).items()},

@@ -20,7 +20,7 @@ from spmd.device._arrays import fetched
 from spmd.device._numbers import carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
-from spmd.program.reads import PLAIN, Varying
+from spmd.program.reads import PLAIN, Held, Varying
 from spmd.program.trace._arguments import of_caller
 from spmd.program.trace._window import Window, class_of, leaves_whole
 
@@ -34,11 +34,11 @@ class Leaf:
     Attributes:
         kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
             before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "container"
-            (the caller's own container), "part"
-            (a view of one), "again" (an earlier leaf), "computed" (a number of the host), "view" (of a leaf),
-            "static" (any other value, as the trace returned it).
+            (the caller's own container), "part" (a view of one), "held" (what a place held when the call began), "again" (an
+            earlier leaf), "computed" (a number of the host), "view" (of a leaf), "static" (any other value, as the trace returned it).
         value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position, for
-            "container" the path, for "again" the number of the leaf, for "part" and "view" one of these and the Window.
+            "container" the path, for "held" the position among `Captured.held`, for "again" the number of the leaf, for "part"
+            and "view" one of these and the Window.
     """
 
     kind: str
@@ -133,8 +133,29 @@ class Results:
         return [buffer for buffer, tensors in groups.items() if leaves_whole(list(tensors.values()), buffer)]
 
 
-def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any], given: tuple[Any, Any, Any]) -> list[Any]:
-    """The leaves of a call's result, from the program's outputs and the caller's arguments. `given`: see `of_caller`."""
+def is_shown_otherwise(tensor: torch.Tensor, leaves: Sequence[Leaf]) -> bool:
+    """Whether a leaf shows the tensor's memory and is not the tensor itself."""
+    shown = [leaf.value for leaf in leaves if leaf.kind in ("same", "alias")]
+    return any(other is not tensor and is_device_tensor(other) and buffer_of(other) is buffer_of(tensor) for other in shown)
+
+
+def show_held(leaves: Sequence[Leaf], held: Sequence[Held]) -> None:
+    """Leaves that are what a place held become what it holds in each call."""
+    position = {id(h.value): i for i, h in enumerate(held)}
+    for leaf in leaves:
+        if leaf.kind in ("same", "static") and id(leaf.value) in position and not isinstance(leaf.value, PLAIN):
+            leaf.kind, leaf.value = "held", position[id(leaf.value)]
+
+
+def made(
+    leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any], given: tuple[Any, Any, Any], held: Sequence[Any]
+) -> list[Any]:
+    """The leaves of a call's result, from the program's outputs and the caller's arguments.
+
+    Args:
+        given: see `of_caller`.
+        held: what the places of `Captured.held` held when the call began.
+    """
     values = iter(outputs)
     flat: list[Any] = []
     for leaf in leaves:
@@ -146,6 +167,8 @@ def made(leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any
             flat.append(number.item() if number.ndim == 0 else number.tolist())
         elif leaf.kind == "argument":
             flat.append(arguments[leaf.value])
+        elif leaf.kind == "held":
+            flat.append(held[leaf.value])
         elif leaf.kind == "computed":
             flat.append(leaf.value())
         elif leaf.kind == "container":

@@ -1,0 +1,100 @@
+"""Tensors, alone or in containers, that a place holds and the function replaces in every call: inputs of its program.
+
+The next call finds others there, which are as good if they are like them (`like`): hidden state, caches, running values.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.program.reads._journal import Effect
+from spmd.program.reads._places import Place, all_in, is_same, parts_of
+
+
+class Held(NamedTuple):
+    """A tensor or container that the trace found in a place.
+
+    Attributes:
+        value: it.
+        read: what lies there now.
+    """
+
+    value: Any
+    read: Callable[[], Any]
+
+
+def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place], is_fixed: Callable[[Any], bool]) -> list[Held]:
+    """What the place of `effect` held, outside in, if the program can take what it holds today; empty if not.
+
+    Args:
+        effects: all that the trace wrote.
+        places: all that it read.
+        is_fixed: whether a tensor is something else too: an argument, or shown by a result under another name.
+    """
+    found = all_in(effect.before)
+    tensors = [value for value in found if is_device_tensor(value)]
+    if (
+        not effect.was_read
+        or effect.read() is not effect.before
+        or not tensors
+        or not _is_alike(effect.before, effect.value)
+        or any(map(is_fixed, tensors))
+    ):
+        return []
+    own = {id(value) for value in found if parts_of(value)}
+    if any(id(other.holder) in own for other in effects):
+        return []
+    holders = Counter(i for place in places if id(place.holder) not in own for i in _ids_in(place, effect.before))
+    if holders[id(effect.before)] != 1 or any(holders[id(value)] for value in found[1:] if id(value) in own or is_device_tensor(value)):
+        return []
+    return list(_with_readers(effect.before, effect.read))
+
+
+def touched_by(held: Sequence[Held], buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
+    """(position among `held`, position among `buffers`) of the tensors whose value the program has as state."""
+    return [
+        (i, buffers.index(buffer_of(h.value))) for i, h in enumerate(held) if is_device_tensor(h.value) and buffer_of(h.value) in buffers
+    ]
+
+
+def _is_alike(before: Any, value: Any) -> bool:
+    """Whether a container is of the build of another, and a tensor where that has one."""
+    if is_device_tensor(before):
+        return is_device_tensor(value)
+    parts, others = parts_of(before), parts_of(value)
+    if not parts:
+        return is_same(value, before)
+    if type(value) is not type(before) or len(parts) != len(others) or (isinstance(before, dict) and list(before) != list(value)):
+        return False
+    return all(map(_is_alike, parts, others))
+
+
+def _ids_in(place: Place, root: Any) -> set[int]:
+    """What a place holds, as far as tuples go, but not what `root` holds."""
+    found: set[int] = set()
+    waiting = list(place.values())
+    while waiting:
+        value = waiting.pop()
+        found.add(id(value))
+        if isinstance(value, tuple) and value is not root:
+            waiting.extend(value)
+    return found
+
+
+def _with_readers(value: Any, read: Callable[[], Any]) -> Iterable[Held]:
+    yield Held(value, read)
+    keys = value if isinstance(value, dict) else range(len(parts_of(value)))
+    for key, part in zip(keys, parts_of(value), strict=True):
+        yield from _with_readers(part, partial(_item, read, key))
+
+
+def _item(read: Callable[[], Any], key: Any) -> Any:
+    return operator.getitem(read(), key)
+
+
+__all__ = ["Held", "replaced", "touched_by"]

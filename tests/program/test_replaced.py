@@ -1,0 +1,212 @@
+"""Hidden state that a function reads under a name and replaces there: CPU torch's values, in one program where the build stays."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mesh
+import spmd
+from tests.oracle import assert_same
+
+Pair = namedtuple("Pair", ["h", "c"])
+Step = Callable[["Cell", torch.Tensor], Any]
+
+
+class Cell:
+    """Holds state; `shape` says in what."""
+
+    def __init__(self, device: str, shape: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        self.shape = shape
+        self.state = shape(torch.zeros(2, device=device), torch.ones(2, device=device))
+        self.other: Any = None
+
+
+SHAPES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "tuple": lambda h, c: (h, c),
+    "list": lambda h, c: [h, c],
+    "dict": lambda h, c: {0: h, 1: c},
+    "named tuple": lambda h, c: Pair(h, c),
+    "nested": lambda h, c: ((h,), [{"c": c}, 3]),
+    "one tensor twice": lambda h, c: (h, h, c),
+}
+PARTS: dict[str, Callable[[Any], tuple[torch.Tensor, torch.Tensor]]] = {
+    "nested": lambda s: (s[0][0], s[1][0]["c"]),
+    "one tensor twice": lambda s: (s[0], s[2]),
+}
+
+
+def parts_of(name: str) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor]]:
+    return PARTS.get(name, lambda s: (s[0], s[1]))
+
+
+def outcomes(
+    body: Callable[[Cell, torch.Tensor], Any], name: str, device: str, between: Callable[[Cell, int], Any] | None
+) -> tuple[Any, Any]:
+    """What five calls return and leave, and the step if it was compiled."""
+    cell, found = Cell(device, SHAPES[name]), []
+    step = spmd.compile(lambda x: body(cell, x)) if device == "jax" else lambda x: body(cell, x)
+    for i in range(5):
+        found.append((step(torch.full((2,), float(i), device=device)), cell.state, cell.other))
+        if between is not None:
+            between(cell, i)
+    return found, step
+
+
+def require_equal(body: Callable[[Cell, torch.Tensor], Any], name: str, between: Callable[[Cell, int], Any] | None = None) -> Any:
+    """The step, after it did what CPU torch does."""
+    want, _ = outcomes(body, name, "cpu", between)
+    got, step = outcomes(body, name, "jax", between)
+    assert_same(got, want)
+    return step
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_state_in_a_container_is_replaced_in_one_program(name: str) -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        h, c = parts_of(name)(cell.state)
+        c = torch.tanh(c + x)
+        h = h * 0.5 + c
+        cell.state = cell.shape(h, c)
+        return h
+
+    assert require_equal(body, name).num_traces == 1
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_part_that_moves_on_is_todays(name: str) -> None:
+    def body(cell: Cell, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        h, c = parts_of(name)(cell.state)
+        before, cell.state = cell.state, cell.shape(c, h + x)
+        return c, before
+
+    assert require_equal(body, name).num_traces == 1
+
+
+def test_what_a_name_held_before_is_returned_and_left_under_another() -> None:
+    class Delay:
+        def __init__(self, device: str) -> None:
+            self.now, self.last = torch.zeros(2, device=device), torch.zeros(2, device=device)
+
+    def run(device: str) -> tuple[list[Any], Any]:
+        line, found = Delay(device), []
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            old, line.last = line.last, line.now
+            line.now = line.now * 0.5 + x
+            return old
+
+        step = spmd.compile(body) if device == "jax" else body
+        for i in range(5):
+            before = line.last
+            found.append((step(torch.full((2,), float(i), device=device)), line.now, line.last))
+            assert found[-1][0] is before
+        return found, step
+
+    (want, _), (got, step) = run("cpu"), run("jax")
+    assert_same(got, want)
+    assert step.num_traces <= 2
+
+
+def test_a_view_of_what_was_replaced_is_todays() -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        h, c = cell.state
+        cell.state = (h + x, c)
+        return h[1:]
+
+    require_equal(body, "tuple")
+
+
+@pytest.mark.parametrize("name", ["tuple", "list", "dict"])
+def test_what_the_caller_puts_there_is_used(name: str) -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        h, c = parts_of(name)(cell.state)
+        cell.state = cell.shape(h + c * x, c)
+        return h
+
+    def between(cell: Cell, i: int) -> None:
+        h, c = parts_of(name)(cell.state)
+        if i == 1:
+            cell.state = cell.shape(h * 2, c + 1)
+        if i == 2 and not isinstance(cell.state, tuple):
+            cell.state[0] = h + 5
+        if i == 3:
+            c.mul_(3)
+
+    assert require_equal(body, name, between).num_traces <= 2
+
+
+def test_another_build_is_another_program() -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        h = cell.state[0]
+        cell.state = (h + x, *cell.state[1:])
+        return h.sum() + len(cell.state)
+
+    def between(cell: Cell, i: int) -> None:
+        if i == 2:
+            cell.state = (cell.state[0],)
+        if i == 3:
+            cell.state = (cell.state[0].double(),)
+
+    assert require_equal(body, "tuple", between).num_traces == 3
+
+
+def test_a_container_that_another_name_holds_too_is_right() -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        h = cell.state[0] + cell.other[0] if cell.other is not None else cell.state[0]
+        cell.other = cell.state
+        cell.state = [h + x, cell.state[1]]
+        return h
+
+    require_equal(body, "list")
+
+
+def test_a_container_that_is_written_before_it_is_replaced_is_right() -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        cell.state[0] = cell.state[0] + x
+        cell.other = cell.state
+        cell.state = [cell.state[1], cell.state[0] * 2]
+        return cell.state[0]
+
+    require_equal(body, "list")
+
+
+def test_the_hidden_state_of_an_lstm_goes_on_between_calls() -> None:
+    def run(device: str) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        lstm = nn.LSTM(3, 4).to(device)
+        optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+        kept = {"hidden": (torch.zeros(1, 2, 4, device=device), torch.zeros(1, 2, 4, device=device))}
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            out, hidden = lstm(x, kept["hidden"])
+            kept["hidden"] = tuple(t.detach() for t in hidden)
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = spmd.compile(body) if device == "jax" else body
+        return [(step(torch.full((5, 2, 3), 0.1 * i, device=device)), kept["hidden"]) for i in range(5)], step
+
+    (want, _), (got, step) = run("cpu"), run("jax")
+    assert_same(got, want)
+    assert step.num_traces == 1
+
+
+def test_a_sharded_cache_is_replaced_in_one_program(mesh_4x2: mesh.Mesh) -> None:
+    cache = {"kv": [spmd.mark_sharding(torch.zeros(8, 4, device="jax"), mesh_4x2, ("data", "model")), torch.ones(8, device="jax")]}
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        keys, scale = cache["kv"]
+        cache["kv"] = [keys * 0.5 + x, scale + 1]
+        return (keys * scale[:, None]).sum()
+
+    x = torch.ones(8, 4).to("jax")
+    assert [step(x).item() for _ in range(4)] == [0.0, 64.0, 144.0, 224.0]
+    assert step.num_traces <= 2
