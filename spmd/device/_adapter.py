@@ -165,7 +165,7 @@ class Adapter:
                 plan, dynamic = self.plan(args, kwargs)
                 try:
                     out = plan.jitted(dynamic)[0]
-                except RuntimeError as error:  # see Note [Threads]
+                except (RuntimeError, ValueError) as error:  # see Note [Threads]
                     if not was_taken(error):
                         raise
                     with turn:

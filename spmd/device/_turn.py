@@ -43,7 +43,7 @@ def wait_for_trace() -> None:
     turn.release()
 
 
-def was_taken(error: RuntimeError) -> bool:
+def was_taken(error: Exception) -> bool:
     """Whether an operation failed because a compiled call of another thread took the memory of an operand."""
     return "has been deleted" in str(error)
 

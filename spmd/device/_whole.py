@@ -157,7 +157,7 @@ class _Differentiable(torch.autograd.Function):
             arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
             try:
                 out, vjp, new_values = call.forward_jit(arrays, key, wanted)
-            except RuntimeError as error:  # see Note [Threads]
+            except (RuntimeError, ValueError) as error:  # see Note [Threads]
                 if not was_taken(error):
                     raise
                 with turn:

@@ -1,6 +1,6 @@
 """Branches that only raise are checks: the step compiles, a failure raises the same class at the next read, and later calls are right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -67,6 +67,15 @@ def test_a_check_that_fails_raises_the_same_class_at_the_next_read(name: str) ->
         assert isinstance(failed.value, spmd.CheckFailed)
         assert ".py:" in str(failed.value)
     assert step.num_traces <= 2  # the second: kl_divergence keeps the formula that it found
+
+
+@pytest.fixture(autouse=True)
+def validation() -> Generator[None]:
+    """torch.compile turns the validation of distributions off for the whole process when it is first used."""
+    before = D.Distribution._validate_args
+    D.Distribution.set_default_validate_args(True)
+    yield
+    D.Distribution.set_default_validate_args(before)
 
 
 def test_a_failure_is_raised_by_a_later_call_where_nothing_is_read() -> None:

@@ -66,8 +66,16 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def all_in(value: Any) -> list[Any]:
-    """A value, and all that it holds as far as tuples, lists and dicts go."""
-    return [value, *(inner for part in parts_of(value) for inner in all_in(part))]
+    """A value, and all that it holds as far as tuples, lists and dicts go; alone if one of these holds itself."""
+    found: list[Any] = []
+
+    def walk(inner: Any, around: tuple[Any, ...]) -> bool:
+        if any(inner is outer for outer in around):
+            return False
+        found.append(inner)
+        return all(walk(part, (*around, inner)) for part in parts_of(inner))
+
+    return found if walk(value, ()) else [value]
 
 
 def like(value: Any) -> Any:
