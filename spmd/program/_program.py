@@ -7,6 +7,7 @@ operation. State is written back only after the executable was dispatched, so an
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -254,6 +255,8 @@ class Program:
         held = [place.read() for place in self.captured.held]
         for position, buffers, index in self.rebound:
             buffers[index] = buffer_of(held[position])
+        if self.rebound:
+            self._refuse_aliases(arg_buffers)
         changed: list[Any] = []
         if self.slots:
             self._take_gradients(given)
@@ -320,6 +323,21 @@ class Program:
                     fix="pass the whole tensor and slice it inside the function, or pass a clone",
                 )
             )
+
+    def _refuse_aliases(self, arg_buffers: list[Buffer]) -> None:
+        """Raise if what a name holds today is an argument or other state too, and the program writes to one of them."""
+        count = Counter(map(id, (*self.written, *self.read, *arg_buffers)))
+        writes = {id(b) for b in (*self.written, *(arg_buffers[i] for i in self.written_args))}
+        for _, buffers, index in self.rebound:
+            buffer = buffers[index]
+            if count[id(buffer)] > 1 and id(buffer) in writes:
+                raise TraceError(
+                    message(
+                        "a tensor that is read under a name is an argument or other state too, and the function writes to one of them",
+                        f"the tensor has shape {buffer.shape}; when the function was traced they were two tensors",
+                        fix="give the name a clone: holder.name = tensor.clone()",
+                    )
+                )
 
     def _require_finite(self, flags: list[Any]) -> None:
         """Raise, before state is written back, if a module's output was not finite."""

@@ -139,6 +139,40 @@ def test_what_the_caller_puts_there_is_used(name: str) -> None:
     assert require_equal(body, name, between).num_traces <= 2
 
 
+def test_two_names_that_come_to_hold_one_tensor_are_another_program() -> None:
+    def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
+        h, c = cell.state
+        h.add_(x)
+        cell.state = (h * 1, c * 2)
+        return h + c
+
+    def between(cell: Cell, i: int) -> None:
+        if i == 1:
+            cell.state = (cell.state[0], cell.state[0])
+
+    assert require_equal(body, "tuple", between).num_traces == 2
+
+
+def test_an_argument_that_a_name_has_come_to_hold_is_refused_where_one_is_written() -> None:
+    cell = Cell("jax", SHAPES["tuple"])
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h, c = cell.state
+        x.add_(1)
+        cell.state = (h + x, c + h)
+        return h
+
+    step(torch.ones(2, device="jax"))
+    x = cell.state[0]
+    assert x.tolist() == [2.0, 2.0]
+    with pytest.raises(spmd.TraceError, match="a tensor that is read under a name is an argument"):
+        step(x)
+    assert x.tolist() == [2.0, 2.0] and cell.state[0] is x
+    step(x.clone())
+    assert cell.state[0].tolist() == [5.0, 5.0]
+
+
 def test_another_build_is_another_program() -> None:
     def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
         h = cell.state[0]

@@ -8,7 +8,7 @@ from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library
 from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace
 from spmd.program.reads._recorder import Recording, recorded
-from spmd.program.reads._replaced import Held, touched_by
+from spmd.program.reads._replaced import Held, touched_by, who_guard
 from spmd.program.reads._swap import code_of
 from spmd.program.reads._varying import Numbers, Varying
 from spmd.program.reads._varying_index import ViewNeeded
@@ -28,4 +28,5 @@ __all__ = [
     "is_library",
     "recorded",
     "touched_by",
+    "who_guard",
 ]

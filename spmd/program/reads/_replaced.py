@@ -62,6 +62,22 @@ def touched_by(held: Sequence[Held], buffers: Sequence[Buffer]) -> list[tuple[in
     ]
 
 
+def who_guard(held: Sequence[Held]) -> Callable[[], str | None]:
+    """Places that held one tensor in the trace hold one, those that held two hold two: a write to one is seen by the other, or not."""
+    places = [h.read for h in held if is_device_tensor(h.value)]
+
+    def who() -> list[int]:
+        first: dict[int, int] = {}
+        return [first.setdefault(id(buffer_of(read())), len(first)) for read in places]
+
+    expected = who()
+
+    def check() -> str | None:
+        return None if len(places) < 2 or who() == expected else "names that held different tensors hold one now, or the other way round"
+
+    return check
+
+
 def _is_alike(before: Any, value: Any) -> bool:
     """Whether a container is of the build of another, and a tensor where that has one."""
     if is_device_tensor(before):
@@ -97,4 +113,4 @@ def _item(read: Callable[[], Any], key: Any) -> Any:
     return operator.getitem(read(), key)
 
 
-__all__ = ["Held", "replaced", "touched_by"]
+__all__ = ["Held", "replaced", "touched_by", "who_guard"]

@@ -33,7 +33,7 @@ from spmd.program.find._objects import ITEMS, EmptyContainers, contents_of, flat
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
-from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, ReadsGuard, Recording, recorded
+from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, ReadsGuard, Recording, recorded, who_guard
 from spmd.program.reuse import _guards
 from spmd.program.reuse._guards import Guard, LeafState
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
@@ -206,7 +206,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         num_objects=len(state.objects),
         numbers=state.numbers,
         draws=state.draws,
-        guards=state.guards(recorder),
+        guards=[*state.guards(recorder), who_guard(held)],
         reads_guard=state.reads_guard,
         leaf_state=state.leaf_state,
         gradients=[(position.get(id(p), p), grad) for p, grad in gradients.left],
