@@ -131,14 +131,15 @@ def test_distributions_work_compiled_as_eagerly(name: str) -> None:
         grads = torch.autograd.grad(density.sum(), x) if density.requires_grad else []
         return [sample.detach(), density.detach(), *grads]
 
-    x, v = torch.tensor([0.3, -0.4, 1.2], device="jax"), torch.tensor([0.5, 1.0, 2.0], device="jax")
+    x, v = (torch.tensor(values, dtype=torch.float64, device="jax") for values in ([0.3, -0.4, 1.2], [0.5, 1.0, 2.0]))
     step = spmd.compile(probability)
     for shift in range(2):
         torch.manual_seed(shift)
         expected = probability(x + shift, v, 2)
         torch.manual_seed(shift)
         for got, want in zip(step(x + shift, v, 2), expected, strict=True):
-            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=2e-5, atol=2e-5)
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("fn", [caught_inside, with_two_sides, written_first, in_a_branch])

@@ -11,13 +11,13 @@ import torch.utils._pytree as pytree
 
 import spmd
 from spmd.device import _autocast
-from tests.lowering.against_cpu import assert_equal, normal, on_jax
+from tests.lowering.against_cpu import TOLERANCE, assert_equal, normal, on_jax
 from tests.lowering.whole_cases import BATCH_SIZES, CASES, Case, whole_ops
 
 VALUED = {name: case for name, case in CASES.items() if not case.is_random}
 LOW = [torch.bfloat16, torch.float16]
-# 16-bit results of two correct orders of the same sums
-TOLERANCE = {torch.bfloat16: (2e-2, 2e-2), torch.float16: (2e-3, 2e-3), torch.float32: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}
+# torch's decomposition rounds every value in between to 16 bits; a whole op computes in float32 and rounds its results
+ROUNDED = 2e-2
 
 
 def test_the_cases_are_the_operators_that_are_kept_whole() -> None:
@@ -91,11 +91,13 @@ def test_under_autocast_it_is_what_torch_makes_of_it(name: str) -> None:
         if isinstance(want, type) or isinstance(got, type):
             assert (isinstance(got, type), isinstance(want, type)) == (True, True), f"{kind}: {got}, expected {want}"
             continue
+        values = [*pytree.tree_leaves(with_dtypes(case, choose)), *want[0]]
+        has_16_bits = any(isinstance(value, torch.Tensor) and value.dtype in LOW for value in values)
         for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
             if b is None:
                 assert a is None, kind
                 continue
-            rtol, atol = TOLERANCE.get(b.dtype, (0, 0))
+            rtol, atol = (ROUNDED, ROUNDED) if has_16_bits and b.is_floating_point() else TOLERANCE.get(b.dtype, (0, 0))
             torch.testing.assert_close(a.detach().cpu(), b.detach().cpu(), rtol=rtol, atol=atol, msg=lambda m, k=kind: f"{k}: {m}")
 
 
@@ -114,8 +116,10 @@ def test_cross_entropy_under_autocast_is_in_float32_as_on_the_cpu(compiled: bool
     got = run(on_device[0], on_device[1], on_device[2], "jax")
     want = loss(weight.requires_grad_(), x.requires_grad_(), target, "cpu")
     assert got[0].dtype == torch.float32
+    # XLA may leave out the rounding of a product that is used in float32 next: the result is that much closer to the exact one
+    rtol, atol = (torch.finfo(low).eps,) * 2 if compiled else (2e-5, 2e-5)
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=rtol, atol=atol)
 
 
 # torch's CPU has no second derivative of these, or, for _weight_norm, a wrong one (v * (g / norm(v)) says so, as `gradgradcheck` does)
@@ -155,7 +159,8 @@ def test_gradients_of_gradients_are_none_where_torchs_are(name: str) -> None:
         for a, b in zip(got[key], want[key], strict=True):
             assert (a is None) == (b is None), key
             if b is not None:
-                torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-9, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
+                rtol, atol = TOLERANCE[torch.float64]
+                torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=rtol, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
 
 
 def test_second_gradient_of_weight_norm_is_that_of_its_definition() -> None:
@@ -205,12 +210,12 @@ def test_unused_inputs_raise_or_are_zeros_only_where_asked(device: str) -> None:
 def test_third_order_and_hessian_equal_the_cpus() -> None:
     results = []
     for device in ("jax", "cpu"):
-        w = torch.linspace(-1, 1, 6).reshape(2, 3).to(device).requires_grad_()
-        x = torch.linspace(0, 1, 3).to(device).requires_grad_()
+        w = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).to(device).requires_grad_()
+        x = torch.linspace(0, 1, 3, dtype=torch.float64).to(device).requires_grad_()
         value = F.layer_norm(F.linear(x, w).tanh(), [2]).exp().sum()
         for _ in range(3):
             (value,) = torch.autograd.grad(value, x, create_graph=True)
             value = value.square().sum()
         results.append(torch.autograd.grad(value, (w, x), allow_unused=True))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-4)
+        assert_equal(a, b)
