@@ -14,82 +14,41 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
-import os
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layouts import FAST_COMPILATION
-from benchmarks.worker import Worker
+from benchmarks.seeds import kind_of, trials
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.json"
 MINUTES = 30.0
 TIMEOUT_S = 180.0
-TRIALS_PER_WORKER = 100  # compiled programs pile up in its memory
 KINDS = ("equal", "refused", "wrong", "error", "abort")
-
-
-def work() -> None:
-    """Answer one JSON line per seed on standard output until standard input ends."""
-    warnings.simplefilter("ignore")
-    import jax
-    import torch
-
-    import mesh
-
-    mesh.virtual_devices(8)
-    from benchmarks.fuzz_trials import trial
-
-    torch.set_num_threads(1)
-    answer = sys.stdout
-    sys.stdout = sys.stderr
-    answer.write('"ready"\n')
-    answer.flush()
-    for number, line in enumerate(sys.stdin):
-        answer.write(json.dumps(trial(json.loads(line)["seed"])) + "\n")
-        answer.flush()
-        if number % 25 == 24:
-            jax.clear_caches()
-
-
-def start() -> Worker:
-    return Worker([sys.executable, "-m", "benchmarks.fuzz", "--worker"], env={**os.environ, "XLA_FLAGS": FAST_COMPILATION})
 
 
 def run(first: int, seconds: float, timeout_s: float) -> dict[int, dict[str, Any]]:
     """Trials from the seed `first` on, for so many seconds."""
     found: dict[int, dict[str, Any]] = {}
-    worker, began = start(), time.monotonic()
-    while time.monotonic() - began < seconds:
-        seed = first + len(found)
-        answer = worker.ask({"seed": seed}, timeout_s)
-        found[seed] = {"mode": "", "result": f"abort: {answer}"} if isinstance(answer, str) else answer
-        if isinstance(answer, str) or len(found) % TRIALS_PER_WORKER == 0:
-            worker.stop()
-            worker = start()
-        if kind_of(found[seed]) != "equal":
+    until = time.monotonic() + seconds
+    for seed, answer in trials("benchmarks.fuzz_trials", itertools.count(first), timeout_s):
+        found[seed] = {"mode": "", **answer}
+        if kind_of(found[seed]["result"]) != "equal":
             print(seed, found[seed]["mode"], found[seed]["result"], flush=True)
-        if len(found) % 100 == 0:
-            sys.stderr.write(f"{len(found)} programs, {time.monotonic() - began:.0f} s\n")
-    worker.stop()
+        if time.monotonic() > until:
+            break
     return found
-
-
-def kind_of(one: dict[str, Any]) -> str:
-    return one["result"].partition(":")[0]
 
 
 def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
     """What the record holds: counts, refusals by their message, and the programs that were not equal."""
     from benchmarks.fuzz_programs import source
 
-    kinds = collections.Counter(map(kind_of, found.values()))
+    kinds = collections.Counter(kind_of(one["result"]) for one in found.values())
     modes = collections.Counter(one["mode"] for one in found.values())
-    refusals = collections.Counter(one["result"].splitlines()[0] for one in found.values() if kind_of(one) == "refused")
+    refusals = collections.Counter(one["result"].splitlines()[0] for one in found.values() if kind_of(one["result"]) == "refused")
     return {
         "seeds": [min(found), max(found)],
         "programs": len(found),
@@ -99,7 +58,7 @@ def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
         "traces": sum(one.get("traces", 0) for one in found.values()),
         "modes": dict(modes),
         "refusals": dict(refusals.most_common()),
-        "not_equal": {str(s): {**one, "program": source(s).splitlines()} for s, one in found.items() if kind_of(one) != "equal"},
+        "not_equal": {str(s): {**one, "program": source(s).splitlines()} for s, one in found.items() if kind_of(one["result"]) != "equal"},
     }
 
 
@@ -123,11 +82,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="", metavar="S,S", help="only these, with their programs")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="seconds for each")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="OUT")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.worker:
-        work()
-        return
     if chosen.seeds:
         show([int(seed) for seed in chosen.seeds.split(",")])
         return

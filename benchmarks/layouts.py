@@ -14,76 +14,28 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import os
 import re
-import sys
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker import Worker
+from benchmarks.seeds import kind_of, trials
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "layouts.json"
 PAGE = ROOT / "docs" / "layouts.md"
 NUM_TRIALS = 3000
 TIMEOUT_S = 120.0
-TRIALS_PER_WORKER = 150  # compiled programs pile up in its memory
 KINDS = ("right", "refused", "wrong", "foreign", "abort")
-# The partitioner runs as ever; what LLVM would do to make the programs fast takes longer than to run them once.
-FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-
-def work() -> None:
-    """Answer one JSON line per seed on standard output until standard input ends."""
-    warnings.simplefilter("ignore")
-    import jax
-    import torch
-
-    import mesh
-
-    mesh.virtual_devices(8)
-    from benchmarks.layout_trials import trial
-
-    torch.set_num_threads(1)
-    answer = sys.stdout
-    sys.stdout = sys.stderr
-    answer.write('"ready"\n')
-    answer.flush()
-    for number, line in enumerate(sys.stdin):
-        answer.write(json.dumps(trial(json.loads(line)["seed"])) + "\n")
-        answer.flush()
-        if number % 25 == 24:
-            jax.clear_caches()
-
-
-def start() -> Worker:
-    return Worker([sys.executable, "-m", "benchmarks.layouts", "--worker"], env={**os.environ, "XLA_FLAGS": FAST_COMPILATION})
 
 
 def run(seeds: list[int], timeout_s: float, verbose: bool) -> dict[str, dict[str, str]]:
-    """The trials of these seeds, each {"what", "result"}; "abort: ..." where the process did not live to say what."""
+    """The trials of these seeds, each {"what", "result"}."""
     found: dict[str, dict[str, str]] = {}
-    worker, began = start(), time.monotonic()
-    for number, seed in enumerate(seeds, 1):
-        answer = worker.ask({"seed": seed}, timeout_s)
-        lost = isinstance(answer, str)
-        found[str(seed)] = {"what": "", "result": f"abort: {answer}"} if isinstance(answer, str) else answer
-        if lost or number % TRIALS_PER_WORKER == 0:
-            worker.stop()
-            worker = start()
-        kind = kind_of(found[str(seed)]["result"])
-        if verbose or kind not in ("right", "refused"):
-            print(f"{seed} {found[str(seed)]['what']}: {found[str(seed)]['result']}", flush=True)
-        if number % 100 == 0:
-            sys.stderr.write(f"{number} of {len(seeds)}, {time.monotonic() - began:.0f} s\n")
-    worker.stop()
+    for seed, answer in trials("benchmarks.layout_trials", seeds, timeout_s):
+        one = found[str(seed)] = {"what": "", **answer}
+        if verbose or kind_of(one["result"]) not in ("right", "refused"):
+            print(f"{seed} {one['what']}: {one['result']}", flush=True)
     return found
-
-
-def kind_of(result: str) -> str:
-    return result.partition(":")[0]
 
 
 def table(found: dict[str, dict[str, str]]) -> str:
@@ -117,11 +69,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="", metavar="S,S", help="only these, each result printed")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="seconds for each")
     parser.add_argument("--json", type=Path, default=None, metavar="OUT", help="write the trials here too")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.worker:
-        work()
-        return
     seeds = [int(s) for s in chosen.seeds.split(",") if s] or list(range(chosen.first, chosen.first + chosen.trials))
     found = run(seeds, chosen.timeout, bool(chosen.seeds))
     print(table(found))

@@ -35,6 +35,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks import zoo, zoo_timm
+from benchmarks.seeds import FAST_COMPILATION
 from benchmarks.sweep_record import guard
 from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
 
@@ -56,7 +57,6 @@ ROUNDING = 3.0
 # ... but no further from it than this, of the tensor's norm and of the largest norm beside it
 WORST_RTOL, WORST_ATOL = 1e-2, 1e-4
 # Compiling is what takes the time here, not running.
-FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 ZOO = zoo.ARCHITECTURES | zoo_timm.ARCHITECTURES
 Named = dict[str, torch.Tensor]

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.layout_trials import trial
-from benchmarks.layouts import kind_of
+from benchmarks.seeds import kind_of
 
 pytestmark = pytest.mark.multidevice(num=8)
 ONCE_WRONG = (0, 4, 24, 48, 73, 228, 238, 543)

@@ -1,0 +1,74 @@
+"""Random trials, each a seed, in a process of their own: one that crashes or hangs costs itself and not the run.
+
+for seed, answer in trials("benchmarks.fuzz_trials", range(100), timeout_s=60.0):   # its `trial(seed)`, or why there was none
+    ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks.worker import Worker
+
+# The partitioner runs as ever; what LLVM would do to make the programs fast takes longer than to run them once.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+TRIALS_PER_WORKER = 100  # compiled programs pile up in its memory
+_FORGET_EVERY = 25
+
+
+def trials(module: str, seeds: Iterable[int], timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each seed with what the module's `trial` says of it; {"result": "abort: ..."} where the process did not live to say it."""
+    worker, began = _start(module), time.monotonic()
+    try:
+        for number, seed in enumerate(seeds, 1):
+            answer = worker.ask({"seed": seed}, timeout_s)
+            if isinstance(answer, str) or number % TRIALS_PER_WORKER == 0:
+                worker.stop()
+                worker = _start(module)
+            if number % 100 == 0:
+                sys.stderr.write(f"{number} trials, {time.monotonic() - began:.0f} s\n")
+            yield seed, {"result": f"abort: {answer}"} if isinstance(answer, str) else answer
+    finally:
+        worker.stop()
+
+
+def kind_of(result: str) -> str:
+    """The first word of a result: "equal", "wrong", "abort", ..."""
+    return result.partition(":")[0]
+
+
+def _start(module: str) -> Worker:
+    return Worker([sys.executable, "-m", "benchmarks.seeds", module], env={**os.environ, "XLA_FLAGS": FAST_COMPILATION})
+
+
+def _serve(module: str) -> None:
+    """Answer one JSON line per seed on standard output until standard input ends."""
+    warnings.simplefilter("ignore")
+    import jax
+    import torch
+
+    import mesh
+
+    mesh.virtual_devices(8)
+    trial = importlib.import_module(module).trial
+    torch.set_num_threads(1)
+    answer = sys.stdout
+    sys.stdout = sys.stderr
+    answer.write('"ready"\n')
+    answer.flush()
+    for number, line in enumerate(sys.stdin, 1):
+        answer.write(json.dumps(trial(json.loads(line)["seed"])) + "\n")
+        answer.flush()
+        if number % _FORGET_EVERY == 0:
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
