@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,15 +43,25 @@ def special_entr(self: Any) -> Any:
     return jnp.where(jnp.isnan(self), self, entropy)
 
 
-if hasattr(jax.scipy.special, "erfcx"):  # jax 0.10.0 has none
-    lower("special_erfcx", pointwise=True)(jax.scipy.special.erfcx)
+if HAS_ERFCX := hasattr(jax.scipy.special, "erfcx"):  # jax 0.10.0 has none
+
+    @lower("special_erfcx", pointwise=True)
+    def special_erfcx(self: Any) -> Any:
+        """jax's, and the asymptotic series where jax's is 0: its erfc is no normal number from 9.19 (float64: 26.54) on."""
+        half = 0.5 / (self * self)
+        series = functools.reduce(lambda inner, odd: 1 - odd * half * inner, range(15, 0, -2), 1.0)
+        return jnp.where(
+            self > (26 if self.dtype == jnp.float64 else 9), series / (self * math.sqrt(math.pi)), jax.scipy.special.erfcx(self)
+        )
+
+
 lower("special_ndtri", pointwise=True)(jax.scipy.special.ndtri)
 
 
 @lower("special_log_ndtr", pointwise=True)
 def special_log_ndtr(self: Any) -> Any:
     t = self * math.sqrt(0.5)
-    left = jnp.log(jax.scipy.special.erfcx(-t) / 2) - t * t
+    left = jnp.log(special_erfcx(-t) / 2) - t * t if HAS_ERFCX else jax.scipy.special.log_ndtr(self)
     return jnp.where(self < -1.0, left, jnp.log1p(-lax.erfc(t) / 2))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spmd.lowering.special import HAS_ERFCX
 from tests.lowering.against_cpu import check
 
 inf, nan = float("inf"), float("nan")
@@ -37,6 +38,21 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "einsum of nothing": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (torch.zeros(2, 0), torch.zeros(0, 3))),
     "group_norm of nothing": (lambda x: F.group_norm(x, 2), (torch.zeros(0, 4, 2),)),
 }
+
+
+# Where erfc is below the smallest normal number, and exp(x * x) is not yet infinite.
+FAR = {torch.float32: (5.0, 9.0, 9.195, 9.3, 9.419, 9.5, 1e20, inf), torch.float64: (5.0, 26.0, 26.54, 26.6, 26.65, 27.0, 1e200, inf)}
+
+
+@pytest.mark.parametrize("dtype", FAR)
+def test_log_ndtr_of_a_number_far_out_is_the_cpus(dtype: torch.dtype) -> None:
+    check(torch.special.log_ndtr, torch.tensor(FAR[dtype][:-2], dtype=dtype) * -(2**0.5))
+
+
+@pytest.mark.skipif(not HAS_ERFCX, reason="jax 0.10.0 has no erfcx")
+@pytest.mark.parametrize("dtype", FAR)
+def test_erfcx_of_a_number_far_out_is_the_cpus(dtype: torch.dtype) -> None:
+    check(torch.special.erfcx, torch.tensor(FAR[dtype], dtype=dtype))
 
 
 @pytest.mark.parametrize("name", CASES)
