@@ -177,7 +177,8 @@ class Reachable:
         for name in found:
             self.visit(fn.__globals__[name], name, depth + 1)
         self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
-        self.visit(fn.__defaults__, "", depth + 1)
+        for defaults in (fn.__defaults__, fn.__kwdefaults__):
+            self.visit(defaults, "", depth + 1)
 
 
 def reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], holders: frozenset[type] = frozenset()) -> Reachable:
