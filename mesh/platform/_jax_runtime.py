@@ -12,7 +12,7 @@ import jax
 
 from mesh._mesh_errors import message
 
-TRIED = "jax 0.10.2"  # the versions that are known to have all private names
+TRIED = "jax 0.10.0 to 0.10.2"  # the versions that are known to have all private names
 
 
 def missing(what: str) -> ImportError:
@@ -21,7 +21,7 @@ def missing(what: str) -> ImportError:
         message(
             f"jax {jax.__version__} has no {what}, a private name that spmd is built on",
             f"versions that have all of them: {TRIED}",
-            fix="pip install 'jax==0.10.2'",
+            fix="pip install 'jax>=0.10,<0.11'",
         )
     )
 

@@ -11,13 +11,31 @@ skipped where kernels are registered. What is replaced in torch, and why, is tol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from mesh._mesh_errors import message
 
-TRIED = "torch 2.11 to 2.13"  # the versions that are known to have all these names
+TRIED, UNTRIED = "torch 2.11 to 2.15", "2.16"  # the versions that are known to have all these names, and the next one
+
+
+def torch_at_least(version: str) -> bool:
+    """Whether this torch is that version or a later one; a build on the way to it counts as it."""
+    return Version(torch.__version__).release >= Version(version).release
+
+
+def untried(what: str) -> ImportError:
+    """The error for a torch that is too old, or so new that something does not fit."""
+    return ImportError(
+        message(
+            f"torch {torch.__version__} is not among the versions that spmd works with: {what}",
+            f"versions that it works with: {TRIED}",
+            fix=f"pip install 'torch>=2.11,<{UNTRIED}'",
+        )
+    )
 
 
 def missing(what: str) -> ImportError:
@@ -26,10 +44,13 @@ def missing(what: str) -> ImportError:
         message(
             f"torch {torch.__version__} has no {what}, a private name that spmd is built on",
             f"versions that have all of them: {TRIED}",
-            fix="pip install 'torch>=2.11,<2.14'",
+            fix=f"pip install 'torch>=2.11,<{UNTRIED}'",
         )
     )
 
+
+if not torch_at_least("2.11"):
+    raise untried("it is too old")
 
 try:
     import torch.optim._adafactor
@@ -66,8 +87,8 @@ try:
     from torch._higher_order_ops.cond import cond_op as cond_op
     from torch._higher_order_ops.scan import scan_op as scan_op
     from torch._higher_order_ops.while_loop import while_loop_op as while_loop_op
+    from torch._library import opaque_object
     from torch._library.custom_ops import OPDEFS as custom_operators
-    from torch._library.opaque_object import register_opaque_type as register_opaque_type
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -93,6 +114,11 @@ try:
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    register_constant_type: Callable[[type], None] = (
+        partial(opaque_object.register_custom_class, typ="constant")
+        if torch_at_least("2.14")
+        else partial(opaque_object.register_opaque_type, typ="value")
+    )
     disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # torch.compiler.disable imports Dynamo, which takes seconds
 except (ImportError, AttributeError) as error:
     raise missing(str(error)) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spmd.base._torch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, OpOverload
+from spmd.base._torch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, OpOverload, torch_at_least
 from spmd.lowering._registry import exists, resolve
 
 LOW = [
@@ -71,7 +71,7 @@ FLOAT32 = [
     "softplus",
     "layer_norm",
     "native_layer_norm",
-    "rms_norm",
+    *(["rms_norm"] if torch_at_least("2.12") else []),
     "group_norm",
     "frobenius_norm.dim",
     "nuclear_norm",

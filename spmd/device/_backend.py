@@ -27,7 +27,7 @@ from spmd.device._kernels import Installed, install
 from spmd.device._random_stream import default_stream, share_seed
 from spmd.device._storage import recording
 from spmd.patches import _embedding_bag
-from spmd.patches._table import current, replace
+from spmd.patches._table import current, is_expected, replace
 
 NAME = "jax"
 _installed: list[Installed] = []
@@ -134,8 +134,9 @@ def register() -> None:
     _addresses.register()
     _dlpack.register()
     _embedding_bag.register()
-    if type(torch.Generator) is not type:  # an older torch has no class of its own there, and refuses Generator(device="jax")
-        replace("torch._opaque_base.OpaqueBaseMeta.__call__", made)
+    for target in ("torch._opaque_base.OpaqueBaseMeta.__call__", "torch._custom_class_base.CustomClassBaseMeta.__call__"):
+        if is_expected(target):  # not in an older torch, which refuses Generator(device="jax")
+            replace(target, made)
     _join.when_joined(lambda job: share_seed())
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.utils.dlpack
 
 from spmd.base._errors import called_at, message
+from spmd.base._torch import torch_at_least
 from spmd.device._copy import to_host
 from spmd.patches._table import current, replace
 
@@ -30,17 +31,22 @@ def register() -> None:
     replace("torch._C._to_dlpack_versioned", to_dlpack_versioned)
 
 
-def dlpack(self: torch.Tensor, *, stream: Any = -1, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> Any:
+def dlpack(
+    self: torch.Tensor, *, stream: Any = -1, max_version: Any = None, dl_device: Any = None, copy: bool | None = None, **more: Any
+) -> Any:
     """`tensor.__dlpack__()`: a capsule over a host copy; read-only where the consumer understands that.
+
+    Args:
+        more: `read_only`, which torch 2.14 brought.
 
     Raises:
         BufferError: the tensor requires grad, or what is asked for is not a copy on the host.
     """
     if self.device.type != "jax":
-        return _torchs_dlpack(self, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        return _torchs_dlpack(self, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy, **more)
     if stream not in (None, -1):
         raise BufferError(message("device 'jax' has no streams for DLPack", f"stream {stream} was asked for", fix="pass stream=None"))
-    return _capsule(self, max_version, dl_device, copy)
+    return _capsule(self, max_version, dl_device, copy, more)
 
 
 def dlpack_device(self: torch.Tensor) -> Any:
@@ -48,21 +54,21 @@ def dlpack_device(self: torch.Tensor) -> Any:
     return _torchs_dlpack_device(self) if self.device.type != "jax" else (torch.utils.dlpack.DLDeviceType.kDLCPU, 0)
 
 
-def to_dlpack(tensor: torch.Tensor, *, dl_device: Any = None, copy: bool | None = None) -> Any:
+def to_dlpack(tensor: torch.Tensor, *, dl_device: Any = None, copy: bool | None = None, **more: Any) -> Any:
     """`torch.utils.dlpack.to_dlpack`."""
     if tensor.device.type != "jax":
-        return _torchs_to_dlpack(tensor, dl_device=dl_device, copy=copy)
-    return _capsule(tensor, None, dl_device, copy)
+        return _torchs_to_dlpack(tensor, dl_device=dl_device, copy=copy, **more)
+    return _capsule(tensor, None, dl_device, copy, more)
 
 
-def to_dlpack_versioned(tensor: torch.Tensor, *, dl_device: Any = None, copy: bool | None = None) -> Any:
+def to_dlpack_versioned(tensor: torch.Tensor, *, dl_device: Any = None, copy: bool | None = None, **more: Any) -> Any:
     """`torch._C._to_dlpack_versioned`."""
     if tensor.device.type != "jax":
-        return _torchs_to_dlpack_versioned(tensor, dl_device=dl_device, copy=copy)
-    return _capsule(tensor, _READ_ONLY_SINCE, dl_device, copy)
+        return _torchs_to_dlpack_versioned(tensor, dl_device=dl_device, copy=copy, **more)
+    return _capsule(tensor, _READ_ONLY_SINCE, dl_device, copy, more)
 
 
-def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool | None) -> Any:
+def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool | None, more: dict[str, Any]) -> Any:
     if tensor.requires_grad:
         raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
     if copy is False or (dl_device is not None and tuple(dl_device) != _CPU):
@@ -75,6 +81,8 @@ def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool 
             )
         )
     host = to_host(tensor)
+    if more and not (torch_at_least("2.14") and more == {"read_only": False}):
+        return _torchs_dlpack(host, max_version=max_version, **more)
     if max_version is None or tuple(max_version) < _READ_ONLY_SINCE:
         return _torchs_to_dlpack(host)
     if host.dtype == torch.bfloat16 or (host.dtype.itemsize == 1 and host.dtype.is_floating_point):  # unknown to numpy

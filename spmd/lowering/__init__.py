@@ -2,6 +2,7 @@
 
 import importlib
 
+from spmd.base._torch import UNTRIED, torch_at_least, untried
 from spmd.lowering._registry import Lowering as Lowering
 from spmd.lowering._registry import lookup as lookup
 from spmd.lowering._registry import lower as lower
@@ -43,7 +44,18 @@ DOMAINS = (
     "statistics",
     "unique",
 )
-for _domain in DOMAINS:
-    importlib.import_module(f"{__name__}.{_domain}")
+
+
+def _fill() -> None:
+    for domain in DOMAINS:
+        try:
+            importlib.import_module(f"{__name__}.{domain}")
+        except ValueError as error:  # in a torch that was tried it is a mistake of ours
+            if torch_at_least(UNTRIED):
+                raise untried(str(error).splitlines()[0]) from error
+            raise
+
+
+_fill()
 
 __all__ = ["DOMAINS", "Lowering", "lookup", "lower", "lowerings", "num_lowerings"]

@@ -28,10 +28,9 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from packaging.version import Version
 
 from spmd.base._errors import message
-from spmd.base._torch import OpOverload, OpOverloadPacket, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
+from spmd.base._torch import OpOverload, OpOverloadPacket, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key, torch_at_least
 from spmd.lowering._arithmetic import mul
 from spmd.lowering._split import split
 
@@ -85,8 +84,9 @@ class Lowering:
 
 _table: dict[OpOverload, Lowering] = {}
 
-# Overloads that the oldest supported torch lacks, and the version of torch they came with. Any other unknown name is a mistake.
+# Overloads that not every supported torch has, and the version of torch they came with, or went with. Any other unknown name is a mistake.
 SINCE = {"_upsample_lanczos2d_aa": "2.12", "_upsample_lanczos2d_aa_backward": "2.12"}
+UNTIL = {"cholesky": "2.14"}
 
 
 class Listener(Protocol):
@@ -125,7 +125,7 @@ def lower(
     Raises:
         ValueError: the overload does not exist, has a lowering or a kernel already, or is a composite registered without
             `whole=True` (a plain kernel for a composite would cut its gradient silently). Then none of the names is registered.
-            A name in `SINCE` that this torch is too old for is left out instead.
+            A name in `SINCE` or `UNTIL` that this torch is too old or too new for is left out instead.
         TraceError: a function is being traced.
     """
 
@@ -133,7 +133,7 @@ def lower(
         source = _source(rule, sys._getframe(1))
         run = split(rule, sharding) if sharding else rule
         told_also = tuple(dict.fromkeys((*told, "platform"))) if sharding else told
-        ops = [_overload_of(name) for name in names if not (isinstance(name, str) and is_of_later_torch(name))]
+        ops = [_overload_of(name) for name in names if not (isinstance(name, str) and is_of_other_torch(name))]
         flags = (pointwise, promoted, whole, random, frozenset(static), data_dependent)
         _add([Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, check, sharding, source) for op in ops])
         return rule
@@ -220,9 +220,10 @@ def exists(name: str) -> bool:
     return True
 
 
-def is_of_later_torch(name: str) -> bool:
-    """True if this torch lacks the overload because it came with a later version, as `SINCE` says."""
-    return name in SINCE and Version(torch.__version__) < Version(SINCE[name]) and not exists(name)
+def is_of_other_torch(name: str) -> bool:
+    """True if this torch lacks the overload because it came with a later version or went with an earlier one, as the tables say."""
+    is_later, is_gone = name in SINCE and not torch_at_least(SINCE[name]), name in UNTIL and torch_at_least(UNTIL[name])
+    return (is_later or is_gone) and not exists(name)
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -19,10 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from packaging.version import Version
-
-from spmd.base._torch import missing
+from spmd.base._torch import missing, torch_at_least
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Patch:
     @property
     def is_expected(self) -> bool:
         """Whether it is replaced in this version of torch, and so has to be there."""
-        return Version(self.since).release <= Version(torch.__version__).release < Version(self.until).release
+        return torch_at_least(self.since) and not torch_at_least(self.until)
 
 
 _ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_dlpack.py", "spmd/compat/torch_xla/_device_names.py"
@@ -62,6 +59,7 @@ _UNINSTALL = "spmd.compat.torch_xla.uninstall"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
+_DLPACK_PARAMETERS = "self, stream, max_version, dl_device, copy"
 _FRAME = "self, recompute_fn, early_stop, unpack_error_cb, metadata_fn"
 
 PATCHES: tuple[Patch, ...] = (
@@ -156,7 +154,15 @@ PATCHES: tuple[Patch, ...] = (
         "C++ makes no generator for a device written in Python: torch.Generator(device='jax') makes one of ours",
         "spmd/device/_backend.py",
         parameters="self, args, kwargs",
-        since="2.12",
+        since="2.13",
+        until="2.14",
+    ),
+    Patch(
+        "torch._custom_class_base.CustomClassBaseMeta.__call__",
+        "the same: it was renamed",
+        "spmd/device/_backend.py",
+        parameters="self, args, kwargs",
+        since="2.14",
     ),
     # storages, which have no memory
     Patch("torch.UntypedStorage.clone", "copies the array", "spmd/device/_serialize.py", parameters="self"),
@@ -170,7 +176,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.UntypedStorage._share_fd_cpu_", "is refused: this is how a queue shares", _ADDRESSES, parameters="self, args, kwargs"),
     Patch("torch.UntypedStorage._share_filename_cpu_", "is refused: so is this", _ADDRESSES, parameters="self, args, kwargs"),
     Patch("torch.Tensor.data_ptr", "is that of the storage plus an offset", _ADDRESSES),
-    Patch("torch.Tensor.__dlpack__", "hands out a copy on the host", _DLPACK, parameters="self, stream, max_version, dl_device, copy"),
+    Patch("torch.Tensor.__dlpack__", "hands out a copy on the host", _DLPACK, parameters=_DLPACK_PARAMETERS, until="2.14"),
+    Patch("torch.Tensor.__dlpack__", "the same", _DLPACK, parameters=f"{_DLPACK_PARAMETERS}, read_only", since="2.14"),
     Patch("torch.Tensor.__dlpack_device__", "is the copy's device", _DLPACK, parameters="self"),
     Patch("torch.to_dlpack", "hands out a copy on the host", _DLPACK),
     Patch("torch.utils.dlpack.to_dlpack", "the same", _DLPACK),
@@ -259,6 +266,11 @@ def current(target: str) -> Any:
     if found is _ABSENT:
         raise missing(target)
     return found
+
+
+def is_expected(target: str) -> bool:
+    """Whether a target that goes by several names in several versions of torch goes by this one in this version."""
+    return any(patch.target == target and patch.is_expected for patch in PATCHES)
 
 
 def replace(target: str, by: Any) -> Any:

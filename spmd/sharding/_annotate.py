@@ -11,20 +11,19 @@ from typing import Any, Literal
 
 import jax
 import torch
-from packaging.version import Version
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, SpecLike
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer
-from spmd.base._torch import disable_dynamo, graph_break
+from spmd.base._torch import disable_dynamo, graph_break, torch_at_least
 from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 from spmd.sharding._constraint import constrain
 from spmd.sharding._names import name_of
 from spmd.sharding._tensor import XLAShardedTensor, become_plain, become_sharded
 
-IN_GRAPHS = Version(torch.__version__) >= Version("2.12.0.dev0")
+IN_GRAPHS = torch_at_least("2.12")
 """Whether Dynamo takes meshes and specs as constants of its graphs (see `spmd.sharding._dynamo`); torch 2.11 wants its own base class."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec
-from spmd.base._torch import FakeTensor, FunctionalTensor, register_opaque_type
+from spmd.base._torch import FakeTensor, FunctionalTensor, register_constant_type
 from spmd.sharding._annotate import IN_GRAPHS, checked_spec, mark_sharding
 from spmd.sharding._constraint import constrain
 
@@ -28,7 +28,7 @@ def register() -> None:
         return
     for kind, text in _TEXTS.items():
         kind.__fx_repr__ = _as_code(text)
-        register_opaque_type(kind, typ="value")
+        register_constant_type(kind)
     library = torch.library.Library("spmd", "DEF")
     _library.append(library)
     spec = f"{ShardingSpec.__module__}.{ShardingSpec.__qualname__}"

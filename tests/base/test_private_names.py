@@ -1,6 +1,7 @@
 """Private names of torch and of jax have one file each, and one that is gone is reported where it is imported."""
 
 import ast
+import importlib
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import jax._src.core
 import jax._src.distributed
 import pytest
 import torch.utils.checkpoint
+
+from spmd import lowering
 
 ROOT = Path(__file__).resolve().parents[2]
 # Peers of the benchmarks are scripts of their own, which import no spmd.
@@ -95,3 +98,25 @@ def test_a_name_that_is_gone_says_so_at_import_with_the_versions_that_have_it(
     assert "a private name that spmd is built on" in lines[0]
     assert lines[1].startswith(f"  versions that have all of them: {'torch' if 'torch' in file else 'jax'} ")
     assert lines[2].startswith("  fix: pip install ")
+
+
+def test_a_torch_that_is_too_old_says_so_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    with pytest.raises(
+        ImportError, match=r"2.10.1\+cpu is not among the versions (.*): it is too old\n(.*)2.11 to (.*)\n  fix: pip install"
+    ):
+        runpy.run_path(str(ROOT / "spmd/base/_torch.py"))
+
+
+def test_a_torch_that_is_too_new_for_a_lowering_says_so_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_overload(name: str) -> None:
+        raise ValueError("there is no ATen overload 'relu'\n  the nearest name is 'prelu'")
+
+    monkeypatch.setattr(importlib, "import_module", without_overload)
+    with pytest.raises(ValueError, match="nearest name"):  # a misspelt name, in a torch that was tried
+        lowering._fill()
+    monkeypatch.setattr(torch, "__version__", "99.0.0")
+    with pytest.raises(
+        ImportError, match=r"99.0.0 is not among the versions (.*): there is no ATen overload 'relu'\n(.*)\n  fix: pip install"
+    ):
+        lowering._fill()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spmd.base._torch import torch_at_least
 from spmd.device import _autocast
 from tests.oracle import assert_same
 
@@ -29,7 +30,8 @@ def listed(macro: str) -> set[str]:
     ],
 )
 def test_lists_are_those_of_the_installed_torch(macro: str, ours: list[str]) -> None:
-    assert set(ours) == listed(macro)
+    # Until torch 2.13 there were overloads for named tensors, which torch hands to no kernel written in Python.
+    assert set(ours) == {name for name in listed(macro) if torch_at_least("2.13") or "dimname" not in name.lower()}
 
 
 def test_matmul_runs_low_and_losses_run_in_float32() -> None:

@@ -10,6 +10,7 @@ import torch
 
 import mesh
 import spmd
+from spmd.base._torch import torch_at_least
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64]
 
@@ -48,6 +49,22 @@ def test_what_numpy_gets_is_read_only_and_a_copy() -> None:
     x.add_(1)
     assert got.tolist() == [0, 0, 0]
     assert x.tolist() == [1, 1, 1]
+
+
+def test_read_only_may_be_asked_for_where_torch_knows_the_word() -> None:
+    errors: list[str] = []
+    for device in ("cpu", "jax"):
+        x = torch.ones(3, device=device)
+        if torch_at_least("2.14"):
+            assert torch.equal(torch.from_dlpack(x.__dlpack__(read_only=False)), torch.ones(3))
+            assert torch.equal(torch.from_dlpack(x.__dlpack__(max_version=(1, 0), read_only=True)), torch.ones(3))
+            asked, error = {"read_only": True}, BufferError
+        else:
+            asked, error = {"read_only": True, "max_version": (1, 0)}, TypeError
+        with pytest.raises(error, match="read_only") as raised:
+            x.__dlpack__(**asked)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmd.lowering import _registry, lookup, lower, lowerings
-from spmd.lowering._registry import SINCE, exists, is_composite, resolve
+from spmd.lowering._registry import SINCE, UNTIL, exists, is_composite, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,16 @@ def test_overload_that_is_there_is_registered_whatever_its_version(monkeypatch: 
     assert lookup(resolve("_resize_output")) is not None
 
 
-@pytest.mark.parametrize("name", sorted(SINCE))
-def test_declared_overload_is_there_since_its_version_and_lowered(name: str) -> None:
-    assert exists(name) != _registry.is_of_later_torch(name)
+def test_overload_of_an_earlier_torch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(UNTIL, "add.OfThePast", "1.0")
+    before = lowerings()
+    assert lower("add.OfThePast")(rule) is rule
+    assert lowerings() == before
+
+
+@pytest.mark.parametrize("name", sorted({**SINCE, **UNTIL}))
+def test_declared_overload_is_there_in_its_versions_and_lowered(name: str) -> None:
+    assert exists(name) != _registry.is_of_other_torch(name)
     assert not exists(name) or lookup(resolve(name)) is not None
 
 
