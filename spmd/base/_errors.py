@@ -46,6 +46,7 @@ import os.path
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -59,6 +60,10 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 class TraceAgain(Noted):
     """Not an error: the trace goes on no further and starts again, otherwise. Seen by nobody outside."""
+
+    def other_way(self, way: Any) -> Any:
+        """The `spmd.program.trace._way.Way` to trace in then, where it was `way`."""
+        raise NotImplementedError
 
 
 class UnsupportedOpError(SpmdError, NotImplementedError):

@@ -7,16 +7,16 @@ Note [One call]
         _step.py Step.__call__                      one thread at a time; inside another trace it is a plain call
         reuse/_signature.py signature               tensors by shape, dtype, sharding; the rest by value
         reuse/_shelf.py Shelf.of                    the programs that were traced for this signature
-        reuse/_guards.py first_reason               per program: why it does not hold any more
-        reads/_guard.py ReadsGuard.__call__         what its trace read of Python is as it was
+        _program.py Program.reason_to_trace         per program: why it does not hold any more
+        reuse/_columns.py Guards.reason             what its trace read of Python, and its state, is as it was
 
     trace, if none holds
-        _step.py Step._traced                       again when a trace says that it needs another way, each way once
+        _step.py Step._new                          again when a trace says that it needs another way (trace/_way.py), each once
         find/_discover.py reachable                 the modules, optimizers and tensors that the function can reach
         optim/_preparation.py prepare_state         optimizer state exists before it is traced
         trace/_capture.py capture                   one trace
         trace/_arguments.py bind                    each argument a tensor whose value the trace gives
-        trace/_capture.py _Trace.run              jax calls it with tracers: every buffer holds one now
+        trace/_capture.py _Trace.run                jax calls it with tracers: every buffer holds one now
         reads/_swap.py swap                         code outside the libraries asks for its recorded form
         reads/_recorder.py Recording.run            the user's function runs, reads and writes noted
         reads/_recorder.py Recording.effects        what every call has to write in Python's objects
@@ -25,7 +25,7 @@ Note [One call]
         trace/_results.py Results.outputs           which results are values of the program, arguments, state, constants
         trace/_gradients.py Gradients.collect       the gradients that the function left
         trace/_buffer_use.py Recorder.put_back      every buffer as it was
-        trace/_capture.py _Trace.guards           what the trace baked in
+        trace/_capture.py _Trace.guards             what the trace baked in
         _program.py Program._lower                  jax.jit with donation and shardings, compiled
         reuse/_shelf.py Shelf.put                   kept
 

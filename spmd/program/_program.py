@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import jax
@@ -108,11 +109,17 @@ class Program:
         self.last: list[Any] = [None] * len(written)
         self.last_read: list[Any] = [None] * len(read)
         self.rebound = [(i, buffers, k) for buffers in (written, read) for i, k in touched_by(captured.held, buffers)]
-        self._numbers: bytes | None = None
+        left = [(owner, grad) for owner, grad in captured.gradients if isinstance(owner, torch.Tensor)]
+        is_left = not options.keep_grads and len(left) == len(captured.gradients)
+        self.leaves, self.left = ([p for p, _ in left], [grad for _, grad in left]) if is_left else (None, [])
+        self.shows_arguments = captured.num_objects > 0 or any(leaf.kind in ("argument", "part") for leaf in captured.leaves)
+        self._numbers: Any = None
+        self._digest: bytes | None = None
         self._vector: Any = None
         self._words: Any = None
         self.watched = watched()
         self.slots = [(captured.slots[b], state, i) for state in (written, read) for i, b in enumerate(state) if b in captured.slots]
+        captured.numbers.refresh({})  # with those that the trace was found to use
         self._lower(arg_buffers, name, spent)
         if self.slots and not self.is_ahead:
             captured.forget_gradients()
@@ -227,14 +234,16 @@ class Program:
     def _inputs(self, args: list[Any], hosts: list[Any]) -> tuple[Any, ...]:
         """(arguments not written, host arguments, numbers, random words) of a call."""
         kept = [args[i] for i in self.kept_args]
-        numbers = np.array(self.captured.numbers.today, np.float64)
-        digest = numbers.tobytes()  # -0.0 is not 0.0, and NaN is NaN
-        if digest != self._numbers:
-            self._numbers = digest
-            self._vector = self._on_device(numbers)
+        today = self.captured.numbers.today
+        if today is not self._numbers:
+            numbers = np.array(today, np.float64)
+            digest = numbers.tobytes()  # -0.0 is not 0.0, and NaN is NaN
+            if digest != self._digest:
+                self._vector = self._on_device(numbers)
+            self._numbers, self._digest = today, digest
         words = self._on_device(default_stream.words()) if self.captured.draws or self._words is None else self._words
         self._words = words
-        return kept, [self._on_device(h) for h in hosts], self._vector, words
+        return kept, [self._on_device(h) for h in hosts] if hosts else [], self._vector, words
 
     def _on_device(self, host: np.ndarray[Any, Any]) -> Any:
         if self.is_ahead:
@@ -247,12 +256,16 @@ class Program:
             # jax.device_put would run a collective of its own to compare the processes' values; see `_job_checks` for that
             return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
 
+    def reason_to_trace(self, numbers: Mapping[int, int | float]) -> str | None:
+        """Why it does not hold for a call with these numbers among its arguments; None if it does."""
+        self.captured.numbers.refresh(numbers)
+        return self.captured.guards.reason()
+
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         if self.is_ahead:
             raise self._not_here()
-        self.captured.numbers.today = self.captured.numbers.values()
-        held = [place.read() for place in self.captured.held]
+        held = [place.read() for place in self.captured.held] if self.captured.held else []
         for position, buffers, index in self.rebound:
             buffers[index] = buffer_of(held[position])
         if self.rebound:
@@ -269,14 +282,13 @@ class Program:
         donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
         if changed:
             self._refuse_shared(donated[0])
-        host_arrays = [host_array(t) for t in hosts]
+        host_arrays = [host_array(t) for t in hosts] if hosts else []
         if self.watched is not None:
             self.watched.begin(self.captured.numbers.today, arg_buffers, host_arrays)
         inputs = self._inputs([b.value for b in arg_buffers], host_arrays)
         if self.is_paced and self.watched is not None:  # the processes of a job run one program at a time: gloo has no order for two
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
-        with exact_dtypes():
-            new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
+        new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
         if self.is_paced:
             note_call((*outputs, *grads, *new_state[self.num_donated :]), new_state)
         if self.captured.finite:
@@ -353,7 +365,7 @@ class Program:
 
     def _values(self, buffers: list[Buffer], last: list[Any], shardings: list[Any] | None, changed: list[Any]) -> list[Any]:
         """The buffers' arrays; those that are not what the last call left (`last`) are laid out anew, and added to `changed`."""
-        values = [b.value for b in buffers]
+        values = list(map(_value, buffers))
         if len(last) == len(values) and all(map(is_, values, last)):
             return values
         for i, value in enumerate(values):
@@ -381,8 +393,7 @@ class Program:
 
     def _leave_gradients(self, grads: list[Any], given: Any) -> None:
         values = iter(grads)
-        are_there = self.captured.leaf_state.has_left_gradients and not self.options.keep_grads
-        for owner, grad in () if are_there else self.captured.gradients:
+        for owner, grad in () if self._has_left_gradients() else self.captured.gradients:
             leaf = owner if isinstance(owner, torch.Tensor) else flatten(given, classes=self.captured.holders).leaves[owner]
             left = grad
             if grad is not None and self.options.keep_grads:
@@ -395,10 +406,14 @@ class Program:
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
+    def _has_left_gradients(self) -> bool:
+        """Whether each parameter has the gradient that a call leaves there: none has to be put."""
+        return self.leaves is not None and all(map(is_, map(_grad, self.leaves), self.left))
+
     def _result(self, outputs: list[Any], given: Any, held: list[Any]) -> Any:
         captured = self.captured
         leaves, objects = [], []
-        if captured.num_objects or any(leaf.kind in ("argument", "part") for leaf in captured.leaves):
+        if self.shows_arguments:
             leaves, _, objects = flatten(given, classes=captured.holders)
         given = (*given, objects)
         flat = made(captured.leaves, outputs, leaves, given, held)
@@ -445,6 +460,7 @@ class Program:
 
 
 _EMPTY = Buffer(None, ())
+_grad, _value = attrgetter("grad"), attrgetter("value")
 
 
 def _lies_on(value: Any, mesh: Mesh) -> bool:

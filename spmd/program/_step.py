@@ -19,27 +19,26 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-from spmd.base._errors import SpmdError, TraceError, message
+from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.device._indices import BY_ENVIRONMENT, checked
 from spmd.device._storage import recording
 from spmd.device._turn import turn
 from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
-from spmd.program.find._discover import Reachable, reachable
-from spmd.program.find._objects import Compiled, NewContainerTypes
+from spmd.program.find._discover import reachable
+from spmd.program.find._objects import Compiled
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
-from spmd.program.reads import NumberPlace, ViewNeeded
-from spmd.program.reuse import _guards
+from spmd.program.reads import NumberPlace, changed_numbers
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._shelf import Shelf
-from spmd.program.reuse._signature import Signature, changed_numbers, changed_signature, signature
-from spmd.program.trace._capture import Captured, NumbersNeeded, UnequalCounters, capture
+from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
+from spmd.program.trace._capture import Captured, capture
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
-from spmd.program.trace._watch import Undiscovered
+from spmd.program.trace._way import Way
 from spmd.program.xla import _hlo
 
 P = ParamSpec("P")
@@ -66,9 +65,7 @@ class Step(Compiled, Generic[P, R]):
         self._programs = Shelf(options.max_programs)
         self._latest: Program | None = None
         self._latest_key: Any = None
-        self._holders: frozenset[type] = frozenset()
-        self._has_constant_numbers = False  # no Python number is an input: one was needed where only its value will do
-        self._fixes_indices = False  # what is read of a tensor at a number that varies is written to
+        self._way = Way()
         self._varying_arguments: dict[Any, set[int]] = {}
         self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
         self.retraces: list[str] = []
@@ -80,7 +77,14 @@ class Step(Compiled, Generic[P, R]):
             return self._fn(*args, **kwargs)
         with turn:
             program, call = self._found(args, kwargs)
-            return self._run(program, call, (args, kwargs))
+            for base, position in call.copied:
+                program.refuse_write_to_view(base, position)
+            self._latest, self._latest_key = program, call.key
+            self._programs.note_use(program)
+            result = program(call.buffers, call.hosts, (args, kwargs))
+            for action in program.captured.actions:
+                action()
+            return result
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
         """The program that a call with these arguments would run, traced and compiled if there is none, and not run.
@@ -94,45 +98,42 @@ class Step(Compiled, Generic[P, R]):
             return self._found(args, kwargs)[0]
 
     def _found(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
+        """The program of a call, traced if none holds, and the call as that program knows it."""
+        way = self._way
+        failed: str | None = None  # why the newest program of this signature does not hold any more
         while True:
             try:
-                return self._get_or_trace(args, kwargs)
-            except NewContainerTypes as new:
-                assert not new.classes <= self._holders, f"traced again for classes that are known: {new.classes}"
-                self._holders |= new.classes
-            except NumbersNeeded:
-                assert not self._has_constant_numbers, "numbers vary that are constants"
-                self._has_constant_numbers = True
-                self._varying.clear()
-                self._varying_arguments.clear()
-            except ViewNeeded:
-                assert not self._fixes_indices, "an index varies that is fixed"
-                self._fixes_indices = True
+                call = self._signature(args, kwargs)
+                for program in self._programs.of(call.key):
+                    reason = program.reason_to_trace(call.numbers)
+                    if reason is None:
+                        if self._options.check:
+                            require_same(self._name, program.captured, self._traced(call, way)[0])
+                        return program, call
+                    failed = failed or reason
+                    if not way.has_constant_numbers:
+                        self._varying.update((place.token, place) for place in changed_numbers(program.captured.places))
+                if failed is None and self._latest_key is not None:
+                    failed = changed_signature(self._latest_key, call.key)
+                return self._new(args, kwargs, call, failed, way)
+            except (TraceAgain, StaleGradients) as again:
+                before, way = way, again.other_way(way)
+                if way == before:
+                    raise
+                self._way = way.of_step()
+                if way.has_constant_numbers:
+                    self._varying.clear()
+                    self._varying_arguments.clear()
 
-    def _get_or_trace(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
-        """The program of a call, and the call as that program knows it."""
-        call = self._signature(args, kwargs)
-        failed: str | None = None  # why the newest program of this signature does not hold any more
-        if not self._programs.of(call.key) and self._note_numbers(call.key):
-            failed = None if self._latest_key is None else changed_signature(self._latest_key, call.key)
+    def _new(self, args: Any, kwargs: Any, call: Signature, failed: str | None, way: Way) -> tuple[Program, Signature]:
+        """A program that is traced and compiled now, and kept."""
+        if not way.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
             call = self._signature(args, kwargs)
-        for program in self._programs.of(call.key):
-            program.captured.numbers.take(call.numbers)
-            reason = _guards.first_reason(program.captured.guards)
-            failed = failed or reason
-            if reason is not None and not self._has_constant_numbers:
-                self._varying.update((place.token, place) for place in program.captured.reads_guard.changed_numbers())
-            if reason is None:
-                if self._options.check:
-                    require_same(self._name, program.captured, self._traced(call)[0])
-                return program, call
-        if failed is None and self._latest_key is not None:
-            failed = changed_signature(self._latest_key, call.key)
         if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
         start = time.perf_counter()
         with compiling(), _uncollected():
-            captured, prepare_s = self._traced(call)
+            captured, prepare_s = self._traced(call, way)
             trace_s = time.perf_counter() - start - prepare_s
             program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
         if program.is_ahead:
@@ -147,86 +148,55 @@ class Step(Compiled, Generic[P, R]):
         return program, call
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
-        return signature(args, kwargs, self._programs.state, self._holders, self._varying_arguments)
+        return signature(args, kwargs, self._programs.state, self._way.holders, self._varying_arguments)
 
     def _note_numbers(self, key: Any) -> bool:
         """If a program is there for other numbers among the arguments: from now on these are inputs. Whether any became one."""
-        if self._has_constant_numbers:
-            return False
         for other in self._programs.keys():  # noqa: SIM118 - iterating a shelf gives programs
-            positions = changed_numbers(other, key)
+            positions = changed_positions(other, key)
             if positions:
                 self._varying_arguments.setdefault(key[0], set()).update(positions)
                 return True
         return False
 
-    def _run(self, program: Program, call: Signature, given: Any) -> Any:
-        for base, position in call.copied:
-            program.refuse_write_to_view(base, position)
-        self._latest, self._latest_key = program, call.key
-        self._programs.note_use(program)
-        result = program(call.buffers, call.hosts, given)
-        for action in program.captured.actions:
-            action()
-        return result
-
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method, the step is bound to its object like any function."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _traced(self, call: Signature) -> tuple[Captured, float]:
+    def _traced(self, call: Signature, way: Way) -> tuple[Captured, float]:
         """One trace of the function, with its optimizers prepared, and the seconds that this took."""
-        prepare_s, args, kwargs = 0.0, call.args, call.kwargs
-        if self._options.steps_per_call > 1:
-            args, kwargs = first_of_stack(args, kwargs, self._options.steps_per_call)
-        found = reachable(self._fn, args, kwargs, self._holders)
+        options, args, kwargs = self._options, call.args, call.kwargs
+        if options.steps_per_call > 1:
+            args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
+        found = reachable(self._fn, args, kwargs, way.holders)
+        for value in way.unreached:
+            found.add(value)
+            found.add_hooks()
         move_counts_to_device(found.all_modules())
         with OptimizerStates() as states:
-            while True:
-                start = time.perf_counter()
-                for optimizer in found.optimizers:
-                    states.keep(optimizer)
-                    prepare_state(optimizer)
-                prepare_s += time.perf_counter() - start
-                try:
-                    with checked(BY_ENVIRONMENT if self._options.check_indices is None else self._options.check_indices):
-                        captured = self._captured(args, kwargs, found, call.numbers)
-                except Undiscovered as unreached:
-                    # It ends: a module brings tensors that were not known, and `keep` refuses an optimizer made anew.
-                    found.add(unreached.value)
-                    found.add_hooks()
-                    continue
-                if captured.is_ahead:
-                    states.put_back()
-                else:
-                    states.forget_all_but(captured.stepped)
-                return captured, prepare_s
-
-    def _captured(self, args: Any, kwargs: Any, found: Reachable, numbers: dict[int, int | float]) -> Captured:
-        options, unmarked, share_counters = self._options, frozenset[int](), True
-        while True:
-            try:
-                return capture(
+            start = time.perf_counter()
+            for optimizer in found.optimizers:
+                states.keep(optimizer)
+                prepare_state(optimizer)
+            prepare_s = time.perf_counter() - start
+            with checked(BY_ENVIRONMENT if options.check_indices is None else options.check_indices):
+                captured = capture(
                     self._fn,
                     args,
                     kwargs,
                     found,
+                    way,
                     keep_grads=options.keep_grads,
-                    unmarked=unmarked,
                     debug_nans=options.debug_nans,
-                    share_counters=share_counters,
                     is_stacked=options.steps_per_call > 1,
                     varying=list(self._varying.values()),
-                    arguments=numbers,
-                    fixes_indices=self._fixes_indices,
+                    arguments=call.numbers,
                 )
-            except UnequalCounters:
-                assert share_counters, "counters that are each read by themselves were said to be shared"
-                share_counters = False
-            except StaleGradients as stale:
-                if stale.unzeroed <= unmarked:
-                    raise
-                unmarked |= stale.unzeroed
+            if captured.is_ahead:
+                states.put_back()
+            else:
+                states.forget_all_but(captured.stepped)
+            return captured, prepare_s
 
     def _note_retrace(self, reason: str) -> None:
         self.retraces.append(reason)

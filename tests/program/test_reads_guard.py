@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from spmd.program.reads._guard import ReadsGuard
+from spmd.program.reads._guard import changed_numbers, guard_places
 from spmd.program.reads._places import INPUT, CellPlace, DictPlace, FunctionPlace, ListPlace, Place, SlotPlace
+from spmd.program.reuse._columns import Guards
 
 
 class Slotted:
@@ -26,6 +27,12 @@ def plain(x: int = 1000) -> int:
 
 def twice(x: int = 1000) -> int:
     return 2 * x
+
+
+def guard_of(places: list[Any]) -> Callable[[], str | None]:
+    guards = Guards()
+    guard_places(guards, places)
+    return guards.reason
 
 
 def whole(place: Any) -> Any:
@@ -123,7 +130,7 @@ PLACES: dict[str, Callable[[], tuple[Place, Any, Any]]] = {
 def test_a_change_is_seen_until_an_equal_value_is_there(name: str, beside: bool) -> None:
     place, change, put_equal = PLACES[name]()
     others = [make()[0] for make in PLACES.values()] if beside else []
-    guard = ReadsGuard([*others, place])
+    guard = guard_of([*others, place])
     assert guard() is None and guard() is None
     change()
     assert guard() is not None and guard() is not None
@@ -135,7 +142,7 @@ def test_a_change_is_seen_until_an_equal_value_is_there(name: str, beside: bool)
 
 def test_an_item_that_moved_from_one_list_to_the_next_is_seen() -> None:
     one, two = [1.5, 2.5], [3.5]
-    guard = ReadsGuard([whole(ListPlace(one, "one[{}]")), whole(ListPlace(two, "two[{}]"))])
+    guard = guard_of([whole(ListPlace(one, "one[{}]")), whole(ListPlace(two, "two[{}]"))])
     assert guard() is None
     two.insert(0, one.pop())
     assert guard() == "one has 1 items, it had 2"
@@ -145,7 +152,7 @@ def test_an_item_that_moved_from_one_list_to_the_next_is_seen() -> None:
 def test_what_is_an_input_of_the_program_may_change(kind: str) -> None:
     place, change, _ = PLACES[kind]()
     place.settle(lambda holder, key: True)
-    guard = ReadsGuard([place])
+    guard = guard_of([place])
     assert guard() is None
     if kind != "a list":  # its length is no input
         change()
@@ -158,6 +165,5 @@ def test_what_is_an_input_of_the_program_may_change(kind: str) -> None:
 def test_the_places_whose_numbers_changed_are_named() -> None:
     cell, entries = types.CellType(1.0), {"a": 1, "b": 2}
     places: list[Any] = [CellPlace(cell, "c"), whole(DictPlace(entries, "d[{!r}]"))]
-    guard = ReadsGuard(places)
     cell.cell_contents, entries["b"] = 2.0, 3
-    assert [(number.read(), number.kind) for number in guard.changed_numbers()] == [(2.0, float), (3, int)]
+    assert [(number.read(), number.kind) for number in changed_numbers(places)] == [(2.0, float), (3, int)]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.program.reuse import _versions
-from spmd.program.reuse._versions import DictVersions
+from spmd.program.reuse import _columns
+from spmd.program.reuse._columns import Guards
 from tests.oracle import batch, descend
 
 WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -31,32 +31,33 @@ WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_is_seen(write: str, kind: Callable[[Any], dict[str, Any]]) -> None:
     dicts = [kind({"a": 1, "b": 2}) for _ in range(3)]
-    versions = DictVersions(dicts)
-    assert not versions.unchanged()
-    versions.know()
-    assert versions.unchanged()
+    guards, asked = Guards(), list[int]()
+    for index, holder in enumerate(dicts):
+        guards.add(lambda index=index: asked.append(index), dicts=[holder])
+    assert guards.reason() is None and asked == [0, 1, 2]
+    asked.clear()
     WRITES[write](dicts[1])
-    assert not versions.unchanged()
-    versions.know()
-    assert versions.unchanged()
+    assert guards.reason() is None and 1 in asked
+    asked.clear()
+    assert guards.reason() is None and asked == ([0, 1, 2] if kind is OrderedDict else [])
 
 
 def test_an_attribute_that_is_set_is_seen() -> None:
-    module = nn.Linear(2, 2)
-    versions = DictVersions([module.__dict__, module._parameters])
-    assert not versions.unchanged()
-    versions.know()
+    module, guards, asked = nn.Linear(2, 2), Guards(), list[str]()
+    guards.add(lambda: asked.append("attributes"), dicts=[module.__dict__])
+    guards.add(lambda: asked.append("parameters"), dicts=[module._parameters])
+    guards.reason()
+    asked.clear()
     module.training = False
-    assert not versions.unchanged()
-    versions.know()
+    assert guards.reason() is None and asked == ["attributes"]
     module.weight = nn.Parameter(torch.zeros(2, 2))
-    assert not versions.unchanged()
+    assert guards.reason() is None and asked == ["attributes", "parameters"]
 
 
 @pytest.mark.parametrize("can_tell", [True, False])
 def test_a_step_notices_a_changed_module_and_a_replaced_state_without_versions_too(monkeypatch: pytest.MonkeyPatch, can_tell: bool) -> None:
     if not can_tell:
-        monkeypatch.setattr(_versions, "_version", None)
+        monkeypatch.setattr(_columns, "_version", None)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("jax")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

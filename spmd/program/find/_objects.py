@@ -12,7 +12,8 @@ from __future__ import annotations
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +22,9 @@ from spmd.base._torch import pytree
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import PLAIN, is_library
+
+if TYPE_CHECKING:
+    from spmd.program.trace._way import Way
 
 _DEPTH = 6
 _NOT_HOLDERS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
@@ -37,6 +41,9 @@ class NewContainerTypes(TraceAgain):
     def __init__(self, classes: frozenset[type]) -> None:
         super().__init__()
         self.classes = classes
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, holders=way.holders | self.classes)
 
 
 class Part(NamedTuple):

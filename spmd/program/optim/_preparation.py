@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import getitem, is_
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ class LiftedNumbers:
 
     Attributes:
         slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
+        today: the numbers as they were taken last, list[float]; None if one is not there any more.
         varying: other numbers that change from call to call; what of them the program uses follows in the vector.
         size: elements of the vector.
     """
@@ -63,15 +65,33 @@ class LiftedNumbers:
         self.size = len(self.slots) + self._capacity
         self._arguments = dict(arguments)
         self._used = Numbers(self._capacity)
-        self.today = self.values()
+        self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
+        self._held: list[Any] = []  # what the slots held when `today` was taken
+        self._may_change_unseen = True
+        self.today: Any = self._values()
 
-    def values(self) -> list[float]:
-        """The numbers now."""
+    def _values(self) -> list[float]:
         values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
         if self._capacity:
             values += [float(evaluate()) for evaluate in self._used.inputs]
             values += [0.0] * (self.size - len(values))
         return values
+
+    def refresh(self, arguments: Mapping[int, int | float]) -> None:
+        """Take the numbers of now for `today`; where none is another one than before it stays the same list.
+
+        Args:
+            arguments: those among the arguments of a call that begins.
+        """
+        if arguments:
+            self._arguments.update(arguments)
+        try:
+            held = list(map(getitem, self._holders, self._keys))
+            if self._may_change_unseen or not all(map(is_, held, self._held)):
+                self.today, self._held = self._values(), held
+                self._may_change_unseen = self._capacity > 0 or any(isinstance(value, torch.Tensor) for value in held)
+        except (KeyError, IndexError, TypeError, ValueError):
+            self.today, self._may_change_unseen = None, True
 
     def holds(self, holder: Any, key: Any) -> bool:
         """Whether a place is one of the numbers."""
@@ -85,10 +105,6 @@ class LiftedNumbers:
     def argument(self, index: int) -> Varying:
         """The number that stands for an argument in the trace."""
         return Varying(self._used, lambda: self._arguments[index])
-
-    def take(self, arguments: Mapping[int, int | float]) -> None:
-        """A call begins, with these numbers among its arguments."""
-        self._arguments.update(arguments)
 
     def have_same_types(self) -> bool:
         """Whether the varying numbers are ints or floats as when they were traced."""

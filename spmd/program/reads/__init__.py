@@ -3,12 +3,12 @@
 Every program is guarded by what its trace *read*, not by what its code names. See Note [Reads] in `_recorder`.
 """
 
-from spmd.program.reads._guard import ReadsGuard
+from spmd.program.reads._guard import changed_numbers, guard_places
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library
-from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace
+from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace, Place
 from spmd.program.reads._recorder import Recording, recorded
-from spmd.program.reads._replaced import Held, touched_by, who_guard
+from spmd.program.reads._replaced import Held, guard_who, touched_by
 from spmd.program.reads._swap import code_of
 from spmd.program.reads._varying import Numbers, Varying
 from spmd.program.reads._varying_index import ViewNeeded
@@ -20,13 +20,15 @@ __all__ = [
     "Held",
     "NumberPlace",
     "Numbers",
-    "ReadsGuard",
+    "Place",
     "Recording",
     "Varying",
     "ViewNeeded",
+    "changed_numbers",
     "code_of",
+    "guard_places",
+    "guard_who",
     "is_library",
     "recorded",
     "touched_by",
-    "who_guard",
 ]

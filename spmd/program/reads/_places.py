@@ -49,16 +49,16 @@ class LikeContainer(Like):
     def __init__(self, container: Any) -> None:
         self._type = type(container)
         self._keys = list(container) if isinstance(container, dict) else None
-        self._parts = [like(part) for part in parts_of(container)]
+        self._parts = [like(part) for part in items_in(container)]
         self._who = _who(container)
 
     def fits(self, value: Any) -> bool:
         if type(value) is not self._type or len(value) != len(self._parts) or (self._keys is not None and list(value) != self._keys):
             return False
-        return all(map(is_same, parts_of(value), self._parts)) and _who(value) == self._who
+        return all(map(is_same, items_in(value), self._parts)) and _who(value) == self._who
 
 
-def parts_of(value: Any) -> list[Any]:
+def items_in(value: Any) -> list[Any]:
     """What a tuple, list or dict holds; nothing of other values."""
     if isinstance(value, tuple) or type(value) is list:
         return list(value)
@@ -73,7 +73,7 @@ def all_in(value: Any) -> list[Any]:
         if any(inner is outer for outer in around):
             return False
         found.append(inner)
-        return all(walk(part, (*around, inner)) for part in parts_of(inner))
+        return all(walk(part, (*around, inner)) for part in items_in(inner))
 
     return found if walk(value, ()) else [value]
 
@@ -432,7 +432,7 @@ def slot_value(instance: Any, descriptor: types.MemberDescriptorType) -> Any:
 def _definition(fn: types.FunctionType) -> tuple[Any, ...]:
     from spmd.program.reads._swap import code_of
 
-    return (code_of(fn), fn.__defaults__, *(fn.__kwdefaults__ or {}).items())
+    return (code_of(fn), fn.__defaults__, fn.__kwdefaults__ is None, *(fn.__kwdefaults__ or {}).items())
 
 
 def host_bytes(tensor: torch.Tensor) -> Any:

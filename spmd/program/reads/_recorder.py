@@ -27,11 +27,10 @@ import torch
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
-from spmd.program.reads._guard import ReadsGuard
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Place, SlotPlace, like, parts_of, shown_key
+from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead
 from spmd.program.reads._replaced import Held, replaced
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying, with_fixed_keys
@@ -385,8 +384,8 @@ class Recording(PlacesRead):
         """What the trace read of objects of before."""
         return [place for place in self.places.values() if id(place.holder) not in self._gone and self.is_before(place.holder)]
 
-    def guard(self, is_input: Callable[[Any, Any], bool]) -> ReadsGuard:
-        """Whether all that was read is as it is now, when what the trace wrote is undone.
+    def settled(self, is_input: Callable[[Any, Any], bool]) -> list[Place]:
+        """All that was read, as it is now, when what the trace wrote is undone: so it is expected.
 
         Args:
             is_input: whether an entry (holder, key) is an input of the program, so that its value may change.
@@ -397,7 +396,7 @@ class Recording(PlacesRead):
         for effect, value in self._accepted:
             if effect.holder is not ABSENT and (place := self.places.get(id(effect.holder))) is not None:
                 place.expect(effect.key, value)
-        return ReadsGuard(places)
+        return places
 
     def accept(self, effect: Effect, value: Any) -> None:
         """The program may run again when the place of `effect` holds `value`."""
@@ -411,7 +410,7 @@ class Recording(PlacesRead):
             here = replaced(effect, effects, places, is_fixed)
             if here:
                 self.accept(effect, like(effect.before))
-                self._gone.update(id(h.value) for h in here if parts_of(h.value))
+                self._gone.update(id(h.value) for h in here if items_in(h.value))
             found.extend(here)
         return found
 

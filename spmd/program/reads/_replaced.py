@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.program.reads._journal import Effect
-from spmd.program.reads._places import Place, all_in, is_same, parts_of
+from spmd.program.reads._places import Place, all_in, is_same, items_in
+from spmd.program.reuse._columns import Guards
 
 
 class Held(NamedTuple):
@@ -46,7 +47,7 @@ def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place],
         or any(map(is_fixed, tensors))
     ):
         return []
-    own = {id(value) for value in found if parts_of(value)}
+    own = {id(value) for value in found if items_in(value)}
     if any(id(other.holder) in own for other in effects):
         return []
     holders = Counter(i for place in places if id(place.holder) not in own for i in _ids_in(place, effect.before))
@@ -62,7 +63,7 @@ def touched_by(held: Sequence[Held], buffers: Sequence[Buffer]) -> list[tuple[in
     ]
 
 
-def who_guard(held: Sequence[Held]) -> Callable[[], str | None]:
+def guard_who(guards: Guards, held: Sequence[Held]) -> None:
     """Places that held one tensor in the trace hold one, those that held two hold two: a write to one is seen by the other, or not."""
     places = [h.read for h in held if is_device_tensor(h.value)]
 
@@ -73,16 +74,17 @@ def who_guard(held: Sequence[Held]) -> Callable[[], str | None]:
     expected = who()
 
     def check() -> str | None:
-        return None if len(places) < 2 or who() == expected else "names that held different tensors hold one now, or the other way round"
+        return None if who() == expected else "names that held different tensors hold one now, or the other way round"
 
-    return check
+    if len(places) > 1:
+        guards.add(check)
 
 
 def _is_alike(before: Any, value: Any) -> bool:
     """Whether a container is of the build of another, and a tensor where that has one."""
     if is_device_tensor(before):
         return is_device_tensor(value)
-    parts, others = parts_of(before), parts_of(value)
+    parts, others = items_in(before), items_in(value)
     if not parts:
         return is_same(value, before)
     if type(value) is not type(before) or len(parts) != len(others) or (isinstance(before, dict) and list(before) != list(value)):
@@ -104,8 +106,8 @@ def _ids_in(place: Place, root: Any) -> set[int]:
 
 def _with_readers(value: Any, read: Callable[[], Any]) -> Iterable[Held]:
     yield Held(value, read)
-    keys = value if isinstance(value, dict) else range(len(parts_of(value)))
-    for key, part in zip(keys, parts_of(value), strict=True):
+    keys = value if isinstance(value, dict) else range(len(items_in(value)))
+    for key, part in zip(keys, items_in(value), strict=True):
         yield from _with_readers(part, partial(_item, read, key))
 
 
@@ -113,4 +115,4 @@ def _item(read: Callable[[], Any], key: Any) -> Any:
     return operator.getitem(read(), key)
 
 
-__all__ = ["Held", "replaced", "touched_by", "who_guard"]
+__all__ = ["Held", "guard_who", "replaced", "touched_by"]

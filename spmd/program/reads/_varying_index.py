@@ -7,7 +7,8 @@ index as a value that is guarded.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import torch
@@ -18,9 +19,15 @@ from spmd.device._numbers import carried
 from spmd.device._storage import buffer_of, recording, wrap
 from spmd.program.reads._varying import Varying
 
+if TYPE_CHECKING:
+    from spmd.program.trace._way import Way
+
 
 class ViewNeeded(TraceAgain):
     """What was read at an index that varies must be a view: trace again, with a program for each index."""
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, fixes_indices=True)
 
 
 def index_of(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.base._exact import exactly
-from spmd.device._storage import Buffer, buffer_of
+from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
 from spmd.program.trace._arguments import own_storage
@@ -76,8 +76,10 @@ def signature(
             hosts.append(value)
             key.append((str(value.device), tuple(value.shape), value.dtype))
             continue
-        own = own_storage(value)
-        buffer = buffer_of(own)
+        own, buffer = value, buffer_of(value)
+        if buffer.value is None or not is_whole(value, buffer):
+            own = own_storage(value)
+            buffer = buffer_of(own)
         position, _ = buffers.setdefault(id(buffer), (len(buffers), buffer))
         place: Any = ("state", id(buffer)) if id(buffer) in state else position
         if own is not value:
@@ -92,12 +94,16 @@ def signature(
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
     """The leaves of a call's arguments and what stands for their tree: of a few tensors, the usual arguments of a step, their number."""
-    if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
-        return flatten((args, kwargs), classes=holders)[:2]
-    return list(args), len(args)
+    if not kwargs:
+        for value in args:
+            if not isinstance(value, torch.Tensor):
+                break
+        else:
+            return list(args), len(args)
+    return flatten((args, kwargs), classes=holders)[:2]
 
 
-def changed_numbers(old: Any, new: Any) -> set[int]:
+def changed_positions(old: Any, new: Any) -> set[int]:
     """The positions of the leaves in which two keys differ, if all of these are numbers of one type each."""
     first = 1 + len(_MODES)
     if old[:first] != new[:first] or len(old) != len(new):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,9 +33,9 @@ from spmd.program.find._objects import ITEMS, EmptyContainers, contents_of, flat
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
-from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, ReadsGuard, Recording, recorded, who_guard
+from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, Place, Recording, guard_places, guard_who, recorded
 from spmd.program.reuse import _guards
-from spmd.program.reuse._guards import Guard, LeafState
+from spmd.program.reuse._columns import Guards
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
 from spmd.program.trace._arguments import ArgumentContainers, bind
 from spmd.program.trace._buffer_use import Recorder
@@ -46,6 +46,7 @@ from spmd.program.trace._modes import Switches
 from spmd.program.trace._remade import Node, Remade
 from spmd.program.trace._results import Leaf, Results, is_shown_otherwise, show_held
 from spmd.program.trace._watch import report_compiling, restore_functorch, watching
+from spmd.program.trace._way import Way
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
 
@@ -53,9 +54,15 @@ from spmd.program.xla._target import likely_platform
 class NumbersNeeded(TraceAgain):
     """Code that is not recorded needs the Python numbers that vary: trace again, each number as a constant that is guarded."""
 
+    def other_way(self, way: Way) -> Way:
+        return replace(way, has_constant_numbers=True)
+
 
 class UnequalCounters(TraceAgain):
     """Equal step counters that were read as one have different new values: trace again with each on its own."""
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, share_counters=False)
 
 
 @dataclass
@@ -88,9 +95,8 @@ class Captured:
     num_objects: int
     numbers: LiftedNumbers
     draws: int
-    guards: list[Guard]
-    reads_guard: ReadsGuard
-    leaf_state: LeafState
+    guards: Guards
+    places: list[Place]
     gradients: list[tuple[torch.Tensor | int, torch.Tensor | None]]
     kept_gradients: list[torch.Tensor]
     host_tensors: int
@@ -126,26 +132,23 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     found: Reachable,
+    way: Way,
     *,
     keep_grads: bool,
-    unmarked: frozenset[int],
     debug_nans: bool,
-    share_counters: bool,
     is_stacked: bool,
     varying: Sequence[NumberPlace],
     arguments: dict[int, int | float],
-    fixes_indices: bool,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
         found: modules and optimizers that the function can reach, the optimizers prepared.
+        way: in which way.
         keep_grads: gradients left on leaf tensors become outputs of the program.
-        unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         debug_nans: the program also says for each module that ran whether its outputs are finite.
-        share_counters: read equal step counters of an optimizer as one. See Note [Equal counters].
-        varying, arguments: numbers that are inputs: places, and by position among the arguments; fixes_indices: see `Recording`.
         is_stacked: the arguments are the first of a stack each, the results will be stacks.
+        varying, arguments: numbers that are inputs: places, and by position among the arguments.
 
     Raises:
         TraceAgain, TraceError: it must be traced in another way; Python needed a value of the program.
@@ -159,13 +162,13 @@ def capture(
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in arg_buffers] + [host_array(t) for t in host_tensors]
     waiting = {b: shape for b, shape in waiting.items() if b not in arg_buffers}
-    counters = equal_counters(found.optimizers) if share_counters else {}
+    counters = equal_counters(found.optimizers) if way.share_counters else {}
     with (
         exact_dtypes(),
         no_host_random(),
         no_host_writes(found.cpu_tensors()),
         TracedState(found.optimizers) as optim,
-        Gradients(leaves, unmarked) as gradients,
+        Gradients(leaves, way.unmarked) as gradients,
         Memory([*found.named_tensors(), *(("an argument", t) for t in bound if is_device_tensor(t))]) as memory,
     ):
         call, objects = unflatten(bound, flat.tree)
@@ -174,7 +177,7 @@ def capture(
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
         state = _Trace(
             *(fn, call, objects, held, positions, is_stacked, numbers, found, optim, gradients, memory),
-            *(keep_grads, debug_nans, counters, likely_platform(reachable), fixes_indices),
+            *(keep_grads, debug_nans, counters, likely_platform(reachable), way.fixes_indices),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
@@ -206,9 +209,8 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         num_objects=len(state.objects),
         numbers=state.numbers,
         draws=state.draws,
-        guards=[*state.guards(recorder), who_guard(held)],
-        reads_guard=state.reads_guard,
-        leaf_state=state.leaf_state,
+        guards=state.guards(recorder, held),
+        places=state.places,
         gradients=[(position.get(id(p), p), grad) for p, grad in gradients.left],
         kept_gradients=[g for _, g in gradients.left if g is not None] if state.keep_grads else [],
         host_tensors=num_hosts,
@@ -270,12 +272,11 @@ class _Trace:
     draws: int = 0
     num_outputs: int = 0
     containers: ArgumentContainers = field(init=False)
-    reads_guard: ReadsGuard = field(init=False)
+    places: list[Place] = field(default_factory=list[Place])
     returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
     reads: Recording | None = None
     effects: list[Effect] = field(default_factory=list[Effect])
     actions: list[Action] = field(default_factory=list[Action])
-    leaf_state: LeafState = field(default_factory=lambda: LeafState([], {}))
 
     def __post_init__(self) -> None:
         self.containers = ArgumentContainers(self.call, self.objects)
@@ -378,24 +379,27 @@ class _Trace:
         fixed = {buffer_of(t) for t in self.found.device_tensors()} | self.arguments
         return self.gradients.slots(recorder.touched.__contains__, fixed)
 
-    def guards(self, recorder: Recorder) -> list[Guard]:
+    def guards(self, recorder: Recorder, held: Sequence[Held]) -> Guards:
         """Everything the trace baked in."""
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
         assert self.reads is not None
-        self.reads_guard = self.reads.guard(self.numbers.holds)
-        stepped = [o for o in self.found.optimizers if any(o is s for s in recorder.stepped)]
-        guards: list[Guard] = [*(_guards.optimizer_guard(o, self.numbers) for o in stepped), _guards.numbers_guard(self.numbers)]
-        guards.append(self.reads_guard)
-        left = {id(p): grad for p, grad in self.gradients.left}
-        self.leaf_state = LeafState(_guards.parameters_of(modules), left)
-        guards.append(_guards.modules_guard(modules, self.leaf_state))
-        guards.append(_guards.storages_guard([(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]))
-        slots = self.slots(recorder)
-        guards.append(_guards.annotation_guard([b for b in recorder.touched if b not in self.arguments and b not in slots]))
-        guards.append(_guards.equal_counters_guard(recorder.leaders))
-        guards.extend(_guards.branch_guard(evaluate, outcome) for evaluate, outcome in recorder.branches.values())
-        guards.extend(_guards.host_tensor_guard(t) for t in recorder.host_reads)
-        guards.extend(self.memory.guards())
-        guards.extend(self.gradients.guards(recorder.touched.__contains__, slots, self.held))
+        self.places = self.reads.settled(self.numbers.holds)
+        guards, slots = Guards(), self.slots(recorder)
+        for optimizer in self.found.optimizers:
+            if any(optimizer is stepped for stepped in recorder.stepped):
+                _guards.guard_optimizer(guards, optimizer, self.numbers)
+        _guards.guard_numbers(guards, self.numbers)
+        guard_places(guards, self.places)
+        _guards.guard_modules(guards, modules)
+        _guards.guard_storages(guards, [(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched])
+        _guards.guard_annotations(guards, [b for b in recorder.touched if b not in self.arguments and b not in slots])
+        _guards.guard_equal_counters(guards, recorder.leaders)
+        for evaluate, outcome in recorder.branches.values():
+            _guards.guard_branch(guards, self.numbers, evaluate, outcome)
+        for tensor in recorder.host_reads:
+            _guards.guard_host_tensor(guards, tensor)
+        self.memory.guard(guards)
+        self.gradients.guard(guards, recorder.touched.__contains__, slots, self.held)
+        guard_who(guards, held)
         return guards

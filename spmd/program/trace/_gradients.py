@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import DroppedValueError
 from spmd.device._storage import Buffer, buffer_of, wrap
+from spmd.program.reuse._columns import Guards
+from spmd.program.trace._way import Way
 
 DROPPED_GRADIENT = (
     "this gradient was computed inside a compiled step and not kept\n"
@@ -30,15 +33,16 @@ STALE_GRADIENT = (
 )
 
 
-Guard = Callable[[], str | None]
-
-
 class StaleGradients(DroppedValueError):
     """The function read a marker. `unzeroed`: ids of the leaves that still had one."""
 
     def __init__(self, unzeroed: frozenset[int]) -> None:
         super().__init__(STALE_GRADIENT)
         self.unzeroed = unzeroed
+
+    def other_way(self, way: Way) -> Way:
+        """The way in which these may be added to; `way` itself if they may already."""
+        return replace(way, unmarked=way.unmarked | self.unzeroed)
 
 
 class Gradients:
@@ -126,7 +130,9 @@ class Gradients:
         times = Counter(b for _, b in kept)
         return {b: p for p, b in kept if is_touched(b) and b not in fixed and times[b] == 1}
 
-    def guards(self, is_touched: Callable[[Buffer], bool], slots: dict[Buffer, torch.Tensor], given: Collection[int]) -> list[Guard]:
+    def guard(
+        self, guards: Guards, is_touched: Callable[[Buffer], bool], slots: dict[Buffer, torch.Tensor], given: Collection[int]
+    ) -> None:
         """The gradients that the trace relied on are still there, or still missing. `slots`: those that may be other tensors of the
         same kind by now; `given`: ids of the leaves that are arguments, whose gradients are part of the signature."""
         relied: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -153,7 +159,8 @@ class Gradients:
                 return "two parameters share one gradient"
             return None
 
-        return [check] if relied or alike else []
+        if relied or alike:
+            guards.add(check)
 
 
 def gradient_kind(grad: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ tensor shares its memory, before a call or after it, the function is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from spmd.base._errors import TraceError, message
 from spmd.base._torch import storage_use_count
 from spmd.device._storage import Buffer, buffer_of, load, store
+from spmd.program.reuse._columns import Guards
 from spmd.program.trace._window import leaves_whole
 
 
@@ -66,7 +67,7 @@ class Memory:
             store(t, value)
             self.replaced.append((name, t))
 
-    def guards(self) -> list[Callable[[], str | None]]:
+    def guard(self, guards: Guards) -> None:
         """Nobody shares the memory of these tensors."""
         replaced = self.replaced
 
@@ -76,7 +77,8 @@ class Memory:
                     return f"another tensor shares the memory of {name}, whose .data the function replaces"
             return None
 
-        return [check] if replaced else []
+        if replaced:
+            guards.add(check)
 
 
 def _shown(tensor: torch.Tensor) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from spmd.base._torch import pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
+from spmd.program.trace._way import Way
 
 if TYPE_CHECKING:
     from spmd.program.trace._buffer_use import Recorder
@@ -30,6 +32,9 @@ class Undiscovered(TraceAgain):
     def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
         super().__init__()
         self.value = value
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, unreached=(*way.unreached, self.value))
 
 
 @contextmanager

@@ -1,0 +1,224 @@
+"""All guards of one program, asked before every call: does what its trace baked in still hold?
+
+Note [Columns]
+    Thousands of values are looked at in the time of one call of a jitted function, so none costs a step of Python while nothing
+    changed. A guard says what its answer depends on: dicts, of which the version is compared (of an empty one that it is empty),
+    and what is read of objects, which is compared by identity or, numbers, by value. What all guards look at in the same way is one
+    column, read in one pass in C. Only guards that look at something that differs are asked, and those that can name nothing to
+    look at; what they accept is what is expected next.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
+from operator import call, is_, is_not, ne
+from typing import Any, NamedTuple
+
+from spmd.base._torch import dict_version
+
+Guard = Callable[[], str | None]
+Read = Callable[[Any], Any]
+
+_call: Any = call
+_version: Any = dict_version
+_EMPTIABLE = (dict, collections.OrderedDict, collections.defaultdict)
+_GONE = (AttributeError, ValueError, LookupError)  # an unset slot, an empty cell, a list that got shorter
+
+
+class _Columns:
+    """What is read of objects, each column in one way, and which guard looks at it, by its place in their order."""
+
+    def __init__(self) -> None:
+        self.readers: list[Read] = []
+        self.objects: list[list[Any]] = []
+        self.ranks: list[list[int]] = []
+        self._index: dict[Read, int] = {}
+
+    def add(self, read: Read, objects: Sequence[Any], rank: int) -> None:
+        """Read these objects too."""
+        index = self._index.setdefault(read, len(self.readers))
+        if index == len(self.readers):
+            self.readers.append(read)
+            self.objects.append([])
+            self.ranks.append([])
+        self.objects[index].extend(objects)
+        self.ranks[index].extend([rank] * len(objects))
+
+    def now(self) -> Iterable[Any]:
+        """What is read, column by column."""
+        return chain.from_iterable(map(map, self.readers, self.objects))
+
+    def differing(self, differs: Callable[[Any, Any], bool], now: list[Any], known: list[Any]) -> Iterable[int]:
+        """The guards that look at something that differs."""
+        return compress(chain.from_iterable(self.ranks), map(differs, now, known))
+
+
+class _Dicts:
+    """Dicts, each once, and which guards look at each."""
+
+    def __init__(self) -> None:
+        self.dicts: list[dict[Any, Any]] = []
+        self.ranks: list[list[int]] = []
+        self._index: dict[int, int] = {}
+
+    def add(self, holder: dict[Any, Any], rank: int) -> None:
+        """Look at this one too."""
+        index = self._index.setdefault(id(holder), len(self.dicts))
+        if index == len(self.dicts):
+            self.dicts.append(holder)
+            self.ranks.append([])
+        self.ranks[index].append(rank)
+
+
+class _Seen(NamedTuple):
+    """What was read when all guards held."""
+
+    versions: list[int]
+    numbers: list[Any]
+    values: list[Any]
+    parts: list[list[Any]]
+
+
+class Guards:
+    """Guards in the order in which they are asked; each gives a reason to trace again, or None."""
+
+    def __init__(self) -> None:
+        self._guards: list[Guard] = []
+        self._always: list[int] = []
+        self._dicts, self._empty = _Dicts(), _Dicts()
+        self._numbers, self._values, self._blank = _Columns(), _Columns(), _Columns()
+        self._part_readers, self._part_holders, self._part_ranks = list[Read](), list[Any](), list[int]()
+        self._known: _Seen | None = None
+        self._known_items: list[Any] = []  # its values and parts, one after the other
+
+    def add(
+        self,
+        guard: Guard,
+        *,
+        dicts: Sequence[dict[Any, Any]] = (),
+        values: Iterable[tuple[Read, Sequence[Any]]] = (),
+        numbers: Iterable[tuple[Read, Sequence[Any]]] = (),
+        parts: Iterable[tuple[Read, Any]] = (),
+        blank: Iterable[tuple[Read, Sequence[Any]]] = (),
+    ) -> None:
+        """Add a guard, to be asked when something that it looks at differs; before every call if it looks at nothing.
+
+        Args:
+            dicts: any write to one of them counts.
+            values: (read, objects): of each object `read(object)`, by identity.
+            numbers: the same, by value.
+            parts: (read, object): all that `read(object)` gives, by identity.
+            blank: (read, objects): whether `read(object)` is still empty or None; the guard holds only if it is.
+        """
+        rank = len(self._guards)
+        self._guards.append(guard)
+        values, numbers, parts, blank = list(values), list(numbers), list(parts), list(blank)
+        if not (dicts or values or numbers or parts or blank):
+            self._always.append(rank)
+        for holder in dicts:
+            if type(holder) in _EMPTIABLE and not holder:
+                self._empty.add(holder, rank)
+            else:
+                self._add_dict(holder, rank)
+        for read, objects in values:
+            self._values.add(read, objects, rank)
+        for read, objects in [*numbers, *((len, [holder]) for read, holder in parts if read is iter)]:
+            self._numbers.add(read, objects, rank)
+        for read, objects in blank:
+            self._blank.add(read, objects, rank)
+        for read, holder in parts:
+            self._part_readers.append(read)
+            self._part_holders.append(holder)
+            self._part_ranks.append(rank)
+
+    def _add_dict(self, holder: dict[Any, Any], rank: int) -> None:
+        if _version is None or isinstance(holder, collections.OrderedDict):  # whose order changes without its version
+            self._always.append(rank)
+        else:
+            self._dicts.add(holder, rank)
+
+    def reason(self) -> str | None:
+        """The first reason for which the program does not hold any more, or None."""
+        if self._is_as_known():
+            for rank in self._always:
+                reason = self._guards[rank]()
+                if reason is not None:
+                    return reason
+            return None
+        seen = self._seen()
+        ranks = range(len(self._guards)) if seen is None else sorted({*self._always, *self._differing(seen)})
+        for rank in ranks:
+            reason = self._guards[rank]()
+            if reason is not None:
+                return reason
+        if any(self._empty.dicts):
+            self._expect_filled()
+            seen = None if seen is None else self._seen()
+        self._known = seen
+        self._known_items = [] if seen is None else [*seen.values, *chain.from_iterable(seen.parts)]
+        return None
+
+    def _is_as_known(self) -> bool:
+        known = self._known
+        if known is None or any(self._empty.dicts):
+            return False
+        blank, numbers, values = self._blank, self._numbers, self._values
+        try:
+            return (
+                list(map(_version, self._dicts.dicts)) == known.versions
+                and not any(chain.from_iterable(map(map, blank.readers, blank.objects)))
+                and list(chain.from_iterable(map(map, numbers.readers, numbers.objects))) == known.numbers
+                and all(
+                    map(
+                        is_,
+                        chain(
+                            chain.from_iterable(map(map, values.readers, values.objects)),
+                            chain.from_iterable(map(_call, self._part_readers, self._part_holders)),
+                        ),
+                        self._known_items,
+                    )
+                )
+            )
+        except _GONE:
+            return False
+
+    def _seen(self) -> _Seen | None:
+        """What there is now; None if some of it is gone."""
+        try:
+            parts = list(map(list, map(_call, self._part_readers, self._part_holders)))
+            return _Seen(list(map(_version, self._dicts.dicts)), list(self._numbers.now()), list(self._values.now()), parts)
+        except _GONE:
+            return None
+
+    def _differing(self, now: _Seen) -> Iterable[int]:
+        """The guards that look at something that is not as it was when all of them held."""
+        known = self._known
+        if known is None:
+            return range(len(self._guards))
+        return chain(
+            chain.from_iterable(compress(self._empty.ranks, self._empty.dicts)),
+            chain.from_iterable(compress(self._dicts.ranks, map(ne, now.versions, known.versions))),
+            compress(chain.from_iterable(self._blank.ranks), self._blank.now()),
+            self._numbers.differing(ne, now.numbers, known.numbers),
+            self._values.differing(is_not, now.values, known.values),
+            compress(self._part_ranks, map(_differ, now.parts, known.parts)),
+        )
+
+    def _expect_filled(self) -> None:
+        """From now on the versions of dicts count that were empty and are not."""
+        looked_at, self._empty = self._empty, _Dicts()
+        for holder, ranks in zip(looked_at.dicts, looked_at.ranks, strict=True):
+            for rank in ranks:
+                if holder:
+                    self._add_dict(holder, rank)
+                else:
+                    self._empty.add(holder, rank)
+
+
+def _differ(now: list[Any], known: list[Any]) -> bool:
+    return len(now) != len(known) or any(map(is_not, now, known))
+
+
+__all__ = ["Guard", "Guards"]

@@ -1,0 +1,31 @@
+"""How a function is traced, where a first trace cannot know: a trace that meets what another way needs is thrown away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to trace. `TraceAgain.other_way` gives another one.
+
+    Attributes:
+        holders: classes of arguments that are containers even while they hold no tensor.
+        has_constant_numbers: no Python number is an input: one was needed where only its value will do.
+        fixes_indices: what is read of a tensor at a number that varies is written to, so the number is a constant.
+        share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
+        unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
+        unreached: modules and optimizers that a trace met and `reachable` does not find.
+    """
+
+    holders: frozenset[type] = frozenset()
+    has_constant_numbers: bool = False
+    fixes_indices: bool = False
+    share_counters: bool = True
+    unmarked: frozenset[int] = frozenset()
+    unreached: tuple[Any, ...] = ()
+
+    def of_step(self) -> Way:
+        """What of it holds for the step's later traces too."""
+        return replace(self, share_counters=True, unmarked=frozenset(), unreached=())
