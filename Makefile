@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed
 TORCHAX := .venv-torchax
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
+# The package is imported by a hundred processes of `make test`: compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo check test test-all versions bench torchax ops models layouts fuzz docs faults endurance clean

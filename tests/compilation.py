@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 FAST: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,  # as many parts as there are functions otherwise, each with passes of its own
 }
 OPTIMIZED = (
     "tests/program/test_channels_last.py",
@@ -34,7 +37,13 @@ OPTIMIZED = (
 )
 _VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _MAX_MAPS = 20_000  # of 65,530 that Linux lets a process have
+_MAX_TESTS = 50  # between two looks at the maps: a look takes milliseconds
+_MAX_MODULES = 500  # that share a context, which keeps their types and attributes
 _options = compiler.get_compile_options
+_make_context = mlir.make_ir_context
+_context: Any = None
+_num_modules = 0
+_num_tests = 0
 _is_fast = False
 
 
@@ -51,10 +60,23 @@ def _with_fast_options(*args: Any, **kwargs: Any) -> Any:
     return options
 
 
+def share_context() -> Any:
+    """The MLIR context of the main thread's modules: jax makes one for each, which takes longer than lowering a small function."""
+    global _context, _num_modules
+    if threading.current_thread() is not threading.main_thread():  # XLA's own threads, which call a partitioning rule, among them
+        return _make_context()
+    if _context is None or _num_modules == _MAX_MODULES:
+        _context, _num_modules = _make_context(), 0
+    _num_modules += 1
+    return _context
+
+
 def drop_programs_that_pile_up() -> None:
     """Forget jax's compiled programs when there are thousands: each has memory maps, whose number is limited."""
+    global _num_tests
+    _num_tests += 1
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > _MAX_MAPS:
+    if _num_tests % _MAX_TESTS == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MAX_MAPS:
         jax.clear_caches()
         gc.collect()
 
@@ -65,6 +87,7 @@ def fast(active: bool) -> Iterator[None]:
     global _is_fast
     before, told = _is_fast, os.environ.pop(_VARIABLE, None)
     compiler.get_compile_options = _with_fast_options
+    mlir.make_ir_context = share_context
     _is_fast = active
     if active:
         os.environ[_VARIABLE] = "1"

@@ -23,7 +23,7 @@ def test_options_are_fast(request: pytest.FixtureRequest) -> None:
         pytest.skip("--optimize was given")
     assert options() == compilation.FAST
     assert os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-    assert compilation.flags().endswith("--xla_cpu_use_fusion_emitters=false")
+    assert compilation.flags().endswith("--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 
 
 @pytest.mark.optimized
