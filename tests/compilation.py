@@ -71,6 +71,9 @@ def share_context() -> Any:
     return _context
 
 
+share_context.__module__ = mlir.__name__  # a library's: what it reads is nothing that a trace depends on
+
+
 def drop_programs_that_pile_up() -> None:
     """Forget jax's compiled programs when there are thousands: each has memory maps, whose number is limited."""
     global _num_tests

@@ -12,13 +12,16 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import mesh
@@ -79,10 +82,25 @@ def has_error_inputs(op: OpInfo) -> bool:
     return torch.float32 in op.supported_dtypes("cpu") and not _inapplicable(op, torch.float32, "error")
 
 
-def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False, limit: int = MAX_SAMPLES) -> list[SampleInput]:
+def _seed(seed: int) -> None:
+    """Seed what samples are drawn from; of torch the CPU alone, because the others write the whole stack down each time."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+# Before each sample torch looks for a unittest.TestCase on the stack, which takes longer than running the sample: there is none.
+common_utils.extract_test_fn = core.extract_test_fn = lambda: None  # type: ignore[attr-defined]
+common_utils.set_rng_seed = _seed
+
+
+def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False, limit: int = MAX_SAMPLES) -> Iterable[SampleInput]:
     """The op's samples, the same ones in every run: first `limit` that are spread over the list, then the others."""
     torch.manual_seed(0)
-    found = list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad))
+    made = op.sample_inputs("cpu", dtype, requires_grad=requires_grad)
+    if limit == 1:
+        return made  # one by one: most are never asked for
+    found = list(made)
     if len(found) <= limit:
         return found
     spread = [round(i * (len(found) - 1) / max(limit - 1, 1)) for i in range(limit)]
