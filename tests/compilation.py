@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax._src import compiler
 from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
 
 FAST: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -63,7 +64,8 @@ def _with_fast_options(*args: Any, **kwargs: Any) -> Any:
 def share_context() -> Any:
     """The MLIR context of the main thread's modules: jax makes one for each, which takes longer than lowering a small function."""
     global _context, _num_modules
-    if threading.current_thread() is not threading.main_thread():  # XLA's own threads, which call a partitioning rule, among them
+    is_nested = ir.Context.current is not None  # where a module is made while another one is, it would become a part of that
+    if is_nested or threading.current_thread() is not threading.main_thread():  # as XLA's own, which call partitioning rules
         return _make_context()
     if _context is None or _num_modules == _MAX_MODULES:
         _context, _num_modules = _make_context(), 0
