@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -75,9 +76,11 @@ def _server() -> socket.socket:
 
 def _serve(channel: socket.socket) -> Callable[[], object]:
     """Fork for each request; returns in each fork with what to run there, and in the server when nobody asks any more."""
+    import torch._dynamo  # by the first optimizer, otherwise
+
     import spmd.cli
 
-    del spmd
+    del spmd, torch
     while True:
         request, descriptors, _, _ = socket.recv_fds(channel, _REQUEST_BYTES, 2)
         if not request:
@@ -94,6 +97,7 @@ def _serve(channel: socket.socket) -> Callable[[], object]:
 
 
 def _run(request: dict[str, object], out: int, err: int) -> object:
+    atexit.register(gc.freeze)  # runs last: the shutdown need not look through all that the server imported, a second and more
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
