@@ -20,7 +20,7 @@ from spmd.base._torch import (
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
 )
-from spmd.device import _addresses, _dlpack, _engine, _serialize
+from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _serialize
 from spmd.device._checks import raise_failed
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
@@ -106,6 +106,10 @@ class DeviceModule:
         raise_failed()
 
 
+for _function in _memory_statistics.FUNCTIONS:
+    setattr(DeviceModule, _function.__name__, staticmethod(_function))
+
+
 def synchronize(device: Any = None, /) -> None:
     """`torch.accelerator.synchronize`: the device is this process's only accelerator."""
     DeviceModule().synchronize(device)
@@ -128,6 +132,7 @@ def register() -> None:
     setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
     _engine.register()
     replace("torch.accelerator.synchronize", synchronize)
+    _memory_statistics.register()
     _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())
     _serialize.register()

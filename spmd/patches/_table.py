@@ -205,6 +205,20 @@ PATCHES: tuple[Patch, ...] = (
         "spmd/device/_backend.py",
         parameters="device",
     ),
+    *(
+        Patch(
+            f"torch.accelerator.memory.{name}",
+            "C++ knows no allocator of such a device: it ends in an internal assertion, or with the process",
+            "spmd/device/_memory_statistics.py",
+            parameters="device_index",
+        )
+        for name in (
+            *("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+            *("get_memory_info", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+        )
+    ),
+    Patch("torch.accelerator.memory.empty_cache", "the same", "spmd/device/_memory_statistics.py", parameters=""),
+    Patch("torch.accelerator.memory.empty_host_cache", "the same", "spmd/device/_memory_statistics.py", parameters="", since="2.12"),
     # control flow, which torch hands to Dynamo; replaced in every module of torch._higher_order_ops that has the function
     Patch(
         "torch._higher_order_ops.utils._hop_compile_and_call",

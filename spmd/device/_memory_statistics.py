@@ -1,0 +1,119 @@
+"""`torch.accelerator`'s functions for memory, which are also `torch.jax`'s: what jax counts on the chips of this process.
+
+To PyTorch all chips are one device, so each figure is that of the chip on which it is worst, the one that would run out first. jax
+counts on TPUs and GPUs; where it does not (CPU devices), and where torch would start a count anew, these functions refuse.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import jax
+
+import mesh
+from spmd.base._errors import SpmdError, called_at, message
+from spmd.patches._table import is_expected, replace_everywhere
+
+
+def empty_cache() -> None:
+    """Nothing to do: jax frees an array's memory with the array, and what its pool keeps it cannot give back."""
+
+
+def empty_host_cache() -> None:
+    """Nothing to do: pinned memory is ordinary memory here, and none of it is kept."""
+
+
+def memory_stats(device_index: Any = None, /) -> OrderedDict[str, Any]:
+    """Bytes, under torch's names: `allocated_bytes.all.current`, `.peak`, and what jax's pool holds, `reserved_bytes.all.current`, `.peak`.
+
+    Raises:
+        SpmdError: jax keeps no statistics on this platform.
+    """
+    chips = _chips()
+    kinds = {
+        "allocated_bytes.all.current": ("bytes_in_use",),
+        "allocated_bytes.all.peak": ("peak_bytes_in_use", "bytes_in_use"),
+        "reserved_bytes.all.current": ("pool_bytes", "bytes_in_use"),
+        "reserved_bytes.all.peak": ("peak_pool_bytes", "pool_bytes", "peak_bytes_in_use"),
+    }
+    return OrderedDict((name, max(_first(chip, keys) for chip in chips)) for name, keys in kinds.items())
+
+
+def memory_allocated(device_index: Any = None, /) -> int:
+    """Bytes of arrays on the chip."""
+    return memory_stats()["allocated_bytes.all.current"]
+
+
+def max_memory_allocated(device_index: Any = None, /) -> int:
+    """The most bytes that were allocated at one time since the process began."""
+    return memory_stats()["allocated_bytes.all.peak"]
+
+
+def memory_reserved(device_index: Any = None, /) -> int:
+    """Bytes that jax's pool holds."""
+    return memory_stats()["reserved_bytes.all.current"]
+
+
+def max_memory_reserved(device_index: Any = None, /) -> int:
+    """The most bytes that jax's pool held at one time since the process began."""
+    return memory_stats()["reserved_bytes.all.peak"]
+
+
+def get_memory_info(device_index: Any = None, /) -> tuple[int, int]:
+    """(free, total) bytes of what jax may use on the chip that has the least left."""
+    return min((chip["bytes_limit"] - chip["bytes_in_use"], chip["bytes_limit"]) for chip in _chips())
+
+
+def reset_peak_memory_stats(device_index: Any = None, /) -> None:
+    """Refused: jax's peak is that of the whole process."""
+    raise _no_reset("torch.accelerator.reset_peak_memory_stats")
+
+
+def reset_accumulated_memory_stats(device_index: Any = None, /) -> None:
+    """Refused, as `reset_peak_memory_stats` is."""
+    raise _no_reset("torch.accelerator.reset_accumulated_memory_stats")
+
+
+FUNCTIONS = (
+    *(empty_cache, empty_host_cache, memory_stats, memory_allocated, max_memory_allocated, memory_reserved, max_memory_reserved),
+    *(get_memory_info, reset_peak_memory_stats, reset_accumulated_memory_stats),
+)
+
+
+def register() -> None:
+    """Put them in the place of torch's, which end in an internal assertion of C++, `empty_host_cache` with the process."""
+    for function in FUNCTIONS:
+        target = f"torch.accelerator.memory.{function.__name__}"
+        if is_expected(target):
+            replace_everywhere(target, function, "torch.accelerator")
+
+
+def _chips() -> list[dict[str, int]]:
+    """jax's counts on each chip of this process."""
+    own: list[Any] = [device for device in mesh.devices() if device.process_index == jax.process_index()]
+    chips: list[dict[str, int] | None] = [chip.memory_stats() for chip in own]
+    counted = [chip for chip in chips if chip]
+    if len(counted) < len(chips):
+        raise SpmdError(
+            message(
+                f"jax keeps no statistics of memory on platform {jax.default_backend()!r}",
+                *called_at(),
+                fix="step.memory() says what a compiled function takes on each device",
+            )
+        )
+    return counted
+
+
+def _first(chip: dict[str, int], keys: tuple[str, ...]) -> int:
+    return next((chip[key] for key in keys if key in chip), 0)
+
+
+def _no_reset(name: str) -> SpmdError:
+    return SpmdError(
+        message(
+            f"{name} cannot start jax's counts anew: they are those of the whole process",
+            *called_at(),
+            fix="compare torch.accelerator.memory_allocated() before and after, or read step.memory()",
+        )
+    )
