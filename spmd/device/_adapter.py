@@ -249,6 +249,8 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
+            elif name == "memory_format":  # no part of the value, but of what is refused
+                key.append(arg)
         key.extend(map(trace_setting, self.lowering.told))
         found = tuple(key)
         plan = self.plans.get(found)

@@ -1,6 +1,7 @@
 """What torch's CPU refuses, device 'jax' refuses: with the CPU's error, before anything changes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -128,3 +129,16 @@ def test_asking_the_cpu_draws_nothing_from_its_stream() -> None:
     torch.nn.functional.dropout(torch.ones(3, 5, device="jax"), 0.25)
     torch.nn.functional.alpha_dropout(torch.ones(3, 5, device="jax"), 0.25, training=True)
     assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, lambda x, **kwargs: torch.full_like(x, 2.0, **kwargs)])
+def test_a_memory_format_is_refused_by_the_call_that_asks_for_it_and_by_no_other(like: Any) -> None:
+    for device in ("cpu", "jax"):
+        image, rows = torch.ones(2, 3, 4, 5, device=device).transpose(0, 3), torch.ones(3, 4, 5, device=device).transpose(0, 2)
+        assert like(image, memory_format=torch.channels_last).shape == image.shape
+        assert like(rows).shape == rows.shape
+        with pytest.raises(RuntimeError, match="required rank 4 tensor to use channels_last format"):
+            like(rows, memory_format=torch.channels_last)
+        with pytest.raises(RuntimeError, match="required rank 5 tensor to use channels_last_3d format"):
+            like(image, memory_format=torch.channels_last_3d)
+        assert like(rows, memory_format=torch.preserve_format).shape == rows.shape
