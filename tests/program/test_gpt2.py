@@ -15,7 +15,7 @@ import spmd
 from spmd.program.xla import _hlo
 from tests.models import GPT2
 
-VOCAB, DIM, HEADS, DEPTH, LENGTH, BATCH = 512, 128, 4, 2, 64, 32
+VOCAB, DIM, HEADS, DEPTH, LENGTH, BATCH = 512, 128, 4, 2, 64, 8
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 SPECS: dict[str, tuple[str | None, ...]] = {
     "tokens.weight": ("model", None),
