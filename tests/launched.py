@@ -14,6 +14,7 @@ from tests import compilation, fork_server
 ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "benchmarks" / "faulty_job.py"
 LAUNCH = (sys.executable, "-W", "ignore::UserWarning", "-m", "spmd.cli", "launch")
+LAUNCH_WITHOUT_TORCH = (sys.executable, "-W", "ignore::UserWarning", "-m", "mesh.launch")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ def environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **({"XLA_FLAGS": flags} if flags else {})}
 
 
-def command(*options: object, program: Path = JOB, arguments: tuple[object, ...] = ()) -> list[str]:
-    return [*LAUNCH, *map(str, options), str(program), *map(str, arguments)]
+def command(*options: object, program: Path = JOB, arguments: tuple[object, ...] = (), launcher: tuple[str, ...] = LAUNCH) -> list[str]:
+    return [*launcher, *map(str, options), str(program), *map(str, arguments)]
 
 
 def launch(*options: object, program: Path = JOB, arguments: tuple[object, ...] = (), timeout: float = 300) -> Done:

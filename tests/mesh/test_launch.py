@@ -20,7 +20,7 @@ from mesh.launch import main
 from mesh.launch._attempt import meaning
 from mesh.launch._emit import emit
 from mesh.launch._launch_options import KINDS, Options, parse
-from tests.launched import ROOT, command, environ, launch, steps
+from tests.launched import LAUNCH_WITHOUT_TORCH, ROOT, command, environ, launch, steps
 from tests.ports import reserve_port
 
 TWO = ("-n", 2, "--devices-per-process", 2)
@@ -165,7 +165,8 @@ child = subprocess.Popen(["sleep", "1000"])
 pathlib.Path({str(tmp_path)!r}, f"pids{{host.index}}").write_text(f"{{os.getpid()}} {{child.pid}}\\n")
 time.sleep(1000)
 """
-    running = subprocess.Popen(command(*QUICK, program=script(tmp_path, text)), env=environ(), stderr=subprocess.DEVNULL)
+    quick = command(*QUICK, program=script(tmp_path, text), launcher=LAUNCH_WITHOUT_TORCH)
+    running = subprocess.Popen(quick, env=environ(), stderr=subprocess.DEVNULL)
     files = [tmp_path / f"pids{i}" for i in range(2)]
     wait_for(lambda: all(path.exists() and path.read_text().endswith("\n") for path in files))
     pids = [int(pid) for path in files for pid in path.read_text().split()]
@@ -189,7 +190,10 @@ os.register_at_fork(before=count, after_in_child=hold)
     options = ("-n", 2, "--devices-per-process", 1, "--preload", "jax,holding", "--job-dir", job, "--watchdog", 1, "--restarts", 1)
     env = environ()
     running = subprocess.Popen(
-        command(*options, program=program), env={**env, "PYTHONPATH": f"{env['PYTHONPATH']}:{tmp_path}"}, stderr=subprocess.PIPE, text=True
+        command(*options, program=program, launcher=LAUNCH_WITHOUT_TORCH),
+        env={**env, "PYTHONPATH": f"{env['PYTHONPATH']}:{tmp_path}"},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for(lambda: pids_of(job))
     first = pids_of(job)
@@ -202,7 +206,7 @@ os.register_at_fork(before=count, after_in_child=hold)
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     text = "import mesh, time\nhost = mesh.init()\nprint('here', flush=True)\ntime.sleep(1000)\n"
     running = subprocess.Popen(
-        command(*QUICK, "--job-dir", tmp_path, program=script(tmp_path, text)),
+        command(*QUICK, "--job-dir", tmp_path, program=script(tmp_path, text), launcher=LAUNCH_WITHOUT_TORCH),
         env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -306,7 +310,8 @@ mesh.barrier("still fine")
 """
     address = ("--coordinator", f"127.0.0.1:{reserve_port()}")
     program = script(tmp_path, text)
-    first = subprocess.Popen(command(*QUICK, *address, program=program), env=environ(), stderr=subprocess.PIPE, text=True)
+    quick = command(*QUICK, *address, program=program, launcher=LAUNCH_WITHOUT_TORCH)
+    first = subprocess.Popen(quick, env=environ(), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (tmp_path / "in0").exists() and (tmp_path / "in1").exists())
     second = launch(*QUICK, *address, "--timeout", 3, program=program)
     (tmp_path / "go").touch()
