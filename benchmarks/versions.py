@@ -116,7 +116,8 @@ def main() -> None:
             results[f"{torch} {jax}"] = found = run(torch, jax, chosen.workers)
             print(f"torch {torch}, jax {jax}: {found['passed']} passed, {len(found['failed'])} failed", *found["failed"], sep="\n  ")
     if chosen.update:
-        results = {**json.loads(RESULTS.read_text(encoding="utf-8")), **results}
+        known = {**json.loads(RESULTS.read_text(encoding="utf-8")), **results}
+        results = {pair: known[pair] for pair in map(" ".join, PAIRS) if pair in known}
     if chosen.update or not chosen.pairs:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(results), encoding="utf-8")
