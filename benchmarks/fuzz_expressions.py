@@ -135,7 +135,8 @@ class Expressions:
         elif kind == "linear":
             self.declared.append("model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))")
         else:
-            self.declared.append("model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))")
+            # a bias before a batch norm has a gradient of rounding errors alone
+            self.declared.append("model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))")
         self.declared.append(f"fill(model, {self.rng.randrange(99)})")
         rule = self.one(
             "SGD(model.parameters(), lr=0.1)", "SGD(model.parameters(), lr=0.1, momentum=0.9)", "Adam(model.parameters(), lr=0.05, eps=0.1)"

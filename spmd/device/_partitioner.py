@@ -14,6 +14,11 @@ the compiler's own propagation would have said something else:
 Of convolutions in groups, split channels are wrong too: there only the batch may be split. A gradient of their kernels sums over the
 batch, and again over copies; so where the batch is split at all, it is split over all devices, which takes no communication.
 
+Note [Scatters that are split]
+Where the rows that a scatter adds are split into parts of unequal size (two rows over four devices), the partitioner adds what pads the
+parts too (openxla/xla, scatter_handler.cc; in plain JAX too). The gradients of embeddings and of pooling are scatters. A dim that what
+is known of the layouts would split unequally is kept whole; one that it splits equally is pinned to that.
+
 Note [Transforms that are split]
 A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
 collective left in another order in memory, which it refuses (fft_thunk.cc): the order is said too.
@@ -35,28 +40,33 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracing
 
-_CONVOLUTION, _TRANSFORM = "stablehlo.convolution", "stablehlo.fft"
+_CONVOLUTION, _TRANSFORM, _SCATTER = "stablehlo.convolution", "stablehlo.fft", "stablehlo.scatter"
 _ASKED = "spmd.asked"
 _Split = tuple[tuple[str, ...], ...]  # the axes of each dim
 
 
 def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
-    """Add to the lowered program the layouts that its convolutions and transforms need; whether it has any.
+    """Add to the lowered program the layouts that its convolutions, transforms and scatters need; whether it has any of these.
 
     Args:
         platform: 'cpu', 'gpu' or 'tpu', which the program is for.
     """
     module: Any = lowered.compiler_ir("stablehlo")
-    convolutions, transforms = _operations(module, _CONVOLUTION), _operations(module, _TRANSFORM)
-    if not convolutions and not transforms:
+    operations, transforms = _operations(module, _CONVOLUTION, _SCATTER), _operations(module, _TRANSFORM)
+    if not operations and not transforms:
         return False
     with module.context, ir.Location.unknown():
         mesh = _largest_mesh(module)
         if mesh is None:
             return True
-        said = _said_by_propagation(module, mesh) if convolutions else []
-        for operation, splits in zip(convolutions, said, strict=True):
-            left, right, out = _layouts(operation, *splits, mesh)
+        positions = [_positions_in_question(operation, mesh) for operation in operations]
+        said = _said_by_propagation(module, mesh, positions) if any(positions) else [[] for _ in operations]
+        for operation, asked, splits in zip(operations, positions, said, strict=True):
+            if operation.name == _SCATTER:
+                for position, split in zip(asked, splits, strict=True):
+                    _keep_parts_equal(operation, position, split, mesh)
+                continue
+            left, right, out = _layouts(operation, splits[0], splits[1], mesh)
             _constrain(operation, 0, left)
             _constrain(operation, 1, right)
             _constrain_result(operation, out)
@@ -134,11 +144,11 @@ def _described(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else type(leaf)
 
 
-def _operations(module: Any, name: str) -> list[Any]:
+def _operations(module: Any, *names: str) -> list[Any]:
     found: list[Any] = []
 
     def look(operation: Any) -> Any:
-        if operation.name == name:
+        if operation.name in names:
             found.append(operation)
         return ir.WalkResult.ADVANCE
 
@@ -169,24 +179,32 @@ class _Mesh:
     def num_devices(self) -> int:
         return math.prod(self.axes.values())
 
+    def num_parts(self, axes: Sequence[str]) -> int:
+        """Into how many parts axes split a dim."""
+        return math.prod(self.axes[axis] for axis in axes)
+
     def whole(self, value: Any, dims: Iterable[int]) -> Any:
         """The layout that keeps these dims whole and says nothing of the others."""
-        closed = set(dims)
-        return self._layout("{}" if dim in closed else "{?}" for dim in range(ir.RankedTensorType(value.type).rank))
+        return self.partly(value, dict.fromkeys(dims, ()))
 
     def split(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
         """The layout that splits dims by axes and keeps the others whole."""
         entries = [", ".join(f'"{axis}"' for axis in axes.get(dim, ())) for dim in range(ir.RankedTensorType(value.type).rank)]
         return self._layout(f"{{{entry}}}" for entry in entries)
 
+    def partly(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
+        """The layout that splits some dims by axes and says nothing of the others."""
+        entries = [", ".join(f'"{axis}"' for axis in axes[d]) if d in axes else "?" for d in range(ir.RankedTensorType(value.type).rank)]
+        return self._layout(f"{{{entry}}}" for entry in entries)
+
     def is_used_up(self, axes: Iterable[Sequence[str]]) -> bool:
         """Whether axes split something over all devices."""
-        return math.prod(self.axes[axis] for listed in axes for axis in listed) == self.num_devices
+        return math.prod(map(self.num_parts, axes)) == self.num_devices
 
     def divides(self, value: Any, axes: Mapping[int, Sequence[str]], dims: Iterable[int]) -> bool:
         """Whether these dims are split into equal parts."""
         shape = ir.RankedTensorType(value.type).shape
-        return all(shape[dim] % math.prod(self.axes[axis] for axis in axes[dim]) == 0 for dim in dims)
+        return all(shape[dim] % self.num_parts(axes[dim]) == 0 for dim in dims)
 
     def _layout(self, entries: Iterable[str]) -> Any:
         return ir.Attribute.parse(f'#sdy.sharding<@"{self.name}", [{", ".join(entries)}]>')
@@ -251,6 +269,30 @@ def _constrain_result(operation: Any, sharding: Any) -> None:
     result.replace_all_uses_except(constraint.result, constraint.operation)
 
 
+def _positions_in_question(operation: Any, mesh: _Mesh) -> list[int]:
+    """The operands of which it must be known how they are split."""
+    if operation.name == _CONVOLUTION:
+        return [0, 1]
+    first = len(operation.operands) // 2  # as many results as updates, and the indices between
+    return [i for i in range(first, len(operation.operands)) if _dims_at_risk(operation, i, mesh)]
+
+
+def _dims_at_risk(operation: Any, position: int, mesh: _Mesh) -> list[int]:
+    """The dims of a scatter's indices or updates that name its rows and may be split into parts of unequal size."""
+    numbers = stablehlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
+    others = [numbers.index_vector_dim] if position == len(operation.operands) // 2 else numbers.update_window_dims
+    shape = ir.RankedTensorType(operation.operands[position].type).shape
+    return [dim for dim, size in enumerate(shape) if dim not in others and size % mesh.num_devices]
+
+
+def _keep_parts_equal(operation: Any, position: int, split: _Split, mesh: _Mesh) -> None:
+    value = operation.operands[position]
+    at_risk = _dims_at_risk(operation, position, mesh)
+    shape = ir.RankedTensorType(value.type).shape
+    equal = {dim: split[dim] if shape[dim] % mesh.num_parts(split[dim]) == 0 else () for dim in at_risk}
+    _constrain(operation, position, mesh.partly(value, equal))
+
+
 def _keep_transform_whole(mesh: _Mesh, operation: Any, is_on_cpu: bool) -> None:
     count = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
     shapes = [ir.RankedTensorType(value.type).shape for value in (operation.operands[0], operation.results[0])]
@@ -276,22 +318,26 @@ def _row_major(value: Any) -> Any:
     return call
 
 
-def _said_by_propagation(module: Any, mesh: _Mesh) -> list[tuple[_Split, _Split]]:
-    """How the operands of each convolution are split; not at all where propagation says nothing, or several things."""
+def _said_by_propagation(module: Any, mesh: _Mesh, positions: Sequence[Sequence[int]]) -> list[list[_Split]]:
+    """How operands of convolutions and scatters are split; not at all where propagation says nothing, or several things.
+
+    Args:
+        positions: of each operation the operands in question.
+    """
     copy = module.operation.clone()
-    operands: list[tuple[int, int]] = []
-    for operation in _operations(copy, _CONVOLUTION):
-        for position in range(2):
-            operands.append((len(operands), ir.RankedTensorType(operation.operands[position].type).rank))
-            _ask(operation, position, operands[-1][0])
+    ranks: list[int] = []
+    for operation, asked in zip(_operations(copy, _CONVOLUTION, _SCATTER), positions, strict=True):
+        for position in asked:
+            _ask(operation, position, len(ranks))
+            ranks.append(ir.RankedTensorType(operation.operands[position].type).rank)
     passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
     said: dict[int, set[_Split]] = {}
     for operation in _operations(copy, "stablehlo.custom_call"):
         if operation.attributes["call_target_name"].value == _ASKED:
             said.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, mesh))
-    found = [said.get(number, set()) for number, _ in operands]
-    splits = [next(iter(answers)) if len(answers) == 1 else ((),) * rank for answers, (_, rank) in zip(found, operands, strict=True)]
-    return list(zip(splits[::2], splits[1::2], strict=True))
+    found = [said.get(number, set()) for number in range(len(ranks))]
+    splits = iter([next(iter(answers)) if len(answers) == 1 else ((),) * rank for answers, rank in zip(found, ranks, strict=True)])
+    return [[next(splits) for _ in asked] for asked in positions]
 
 
 def _ask(operation: Any, position: int, number: int) -> None:

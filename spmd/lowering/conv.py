@@ -27,6 +27,17 @@ def _check(input: Any, weight: Any, transposed: bool, groups: int) -> None:
         )
 
 
+def _require_output(size: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any) -> None:
+    """torch's own complaint about a transposed convolution that gives nothing; of groups the CPU makes none."""
+    dims = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
+    out = [(n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, d, more in dims]
+    if min(out) <= 0:
+        given, made = (" x ".join(map(str, sizes if len(sizes) > 1 else (1, *sizes))) for sizes in (size, out))
+        raise RuntimeError(
+            f"Given input size per channel: ({given}). Calculated output size per channel: ({made}). Output size is too small"
+        )
+
+
 def _is_valid(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any) -> None:
     if any(n < 0 for n in padding):
         raise RuntimeError("negative padding is not supported")
@@ -49,15 +60,10 @@ def convolution(
     if input.ndim == rank + 1:
         return convolution(input[None], weight, bias, stride, padding, dilation, transposed, output_padding, groups)[0]
     _check(input, weight, transposed, groups)
-    out = _convolved(
-        input,
-        weight,
-        _spread(stride, rank),
-        _spread(padding, rank),
-        _spread(dilation, rank),
-        _spread(output_padding, rank) if transposed else None,
-        groups,
-    )
+    stride, padding, dilation, output_padding = (_spread(values, rank) for values in (stride, padding, dilation, output_padding))
+    if transposed and groups == 1 and input.size:
+        _require_output(input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding)
+    out = _convolved(input, weight, stride, padding, dilation, output_padding if transposed else None, groups)
     return out if bias is None else out + bias.reshape((-1,) + (1,) * rank)
 
 

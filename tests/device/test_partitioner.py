@@ -1,4 +1,4 @@
-"""Layouts that XLA's partitioner gets wrong change no value: convolutions and Fourier transforms along dims that are split."""
+"""Layouts that XLA's partitioner gets wrong change no value: convolutions, scatters and Fourier transforms along dims that are split."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +84,37 @@ def test_images_split_over_all_devices_stay_split() -> None:
     step = spmd.compile(lambda x, k: F.conv2d(x, k, padding=1))
     step(x, k)
     assert set(step.collectives().counts()) == {"collective-permute"}  # rows at the edges
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("rows", "grid", "of_tokens"), [(2, "2x4", ("b", None)), (6, "2x4", ("b", "a")), (3, "2x2x2", (("a", "c"), None))])
+def test_gradient_of_an_embedding_of_rows_that_are_split_unequally(rows: int, grid: str, of_tokens: Any, compiled: bool) -> None:
+    def fn(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.detach().requires_grad_()
+        out = F.embedding(tokens, weight)
+        return torch.autograd.grad(out, weight, torch.cos(out.detach()))[0]
+
+    tokens, weight = torch.arange(rows * 6).reshape(rows, 6) % 11, batch(24, 32).double()
+    assert_same(_run(fn, compiled, _mesh(grid), (tokens, of_tokens), (weight, (None, None))), fn(tokens, weight))
+
+
+@pytest.mark.parametrize("fn", [torch.Tensor.index_add, torch.Tensor.index_copy], ids=["index_add", "index_copy"])
+def test_rows_that_are_split_unequally_are_added_once(fn: Any) -> None:
+    def run(x: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return fn(x, 0, index, torch.cos(rows))
+
+    x, rows, index = batch(24, 4), batch(6, 4, seed=2), torch.tensor([3, 0, 7, 5, 11, 23])
+    grid = _mesh("2x4")
+    assert_same(_run(run, True, grid, (x, (None, None)), (rows, ("b", None)), (index, ("b",))), run(x, rows, index))
+
+
+def test_rows_that_are_split_equally_stay_split() -> None:
+    grid = _mesh("2x4")
+    tokens = spmd.mark_sharding(torch.arange(12).reshape(4, 3).to("jax"), grid, ("b", None))  # 4 rows over 4 of 8 devices
+    x = torch.zeros(24, 32, device="jax")
+    step = spmd.compile(lambda x, tokens: x.index_put((tokens,), torch.cos(tokens)[..., None].expand(4, 3, 32), accumulate=True))
+    step(spmd.mark_sharding(x, grid, (None, None)), tokens)
+    assert set(step.collectives().counts()) == {"all-reduce"}
 
 
 @pytest.mark.parametrize(("dim", "compiled"), [(0, False), (1, True), (2, True)])
