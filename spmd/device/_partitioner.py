@@ -19,6 +19,14 @@ Where the rows that a scatter adds are split into parts of unequal size (two row
 parts too (openxla/xla, scatter_handler.cc; in plain JAX too). The gradients of embeddings and of pooling are scatters. A dim that what
 is known of the layouts would split unequally is kept whole; one that it splits equally is pinned to that.
 
+Note [Products over three axes]
+A matrix product, or a convolution, of which the dim that is summed over is split by one axis and the factors' other dims by two more, may
+give rows of another device (openxla/xla, dot_handler.cc; in plain JAX too): where an axis splits both factors' own dims, where the factors
+disagree about the dim that is summed over, or where all three are split and the result in yet another way. So on a mesh of three axes the
+factors are pinned to layouts that agree, in which no axis has two parts to play: first the factors' own dims are split, as the result has
+them, then the summed one, as the partitioner would do. The result is pinned to what follows, unless it has that, with or without the summed
+one's axis behind it. Of a convolution the features that are summed over are kept whole.
+
 Note [Transforms that are split]
 A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
 collective left in another order in memory, which it refuses (fft_thunk.cc): the order is said too.
@@ -28,7 +36,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +49,9 @@ from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracing
 
 _CONVOLUTION, _TRANSFORM, _SCATTER = "stablehlo.convolution", "stablehlo.fft", "stablehlo.scatter"
+_PRODUCT = "stablehlo.dot_general"
+_RESULT = -1  # in place of an operand's position
+_IN_QUESTION = (_CONVOLUTION, _SCATTER, _PRODUCT)
 _ASKED = "spmd.asked"
 _Split = tuple[tuple[str, ...], ...]  # the axes of each dim
 
@@ -52,7 +63,7 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
         platform: 'cpu', 'gpu' or 'tpu', which the program is for.
     """
     module: Any = lowered.compiler_ir("stablehlo")
-    operations, transforms = _operations(module, _CONVOLUTION, _SCATTER), _operations(module, _TRANSFORM)
+    operations, transforms = _operations(module, *_IN_QUESTION), _operations(module, _TRANSFORM)
     if not operations and not transforms:
         return False
     with module.context, ir.Location.unknown():
@@ -65,11 +76,9 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
             if operation.name == _SCATTER:
                 for position, split in zip(asked, splits, strict=True):
                     _keep_parts_equal(operation, position, split, mesh)
-                continue
-            left, right, out = _layouts(operation, splits[0], splits[1], mesh)
-            _constrain(operation, 0, left)
-            _constrain(operation, 1, right)
-            _constrain_result(operation, out)
+            elif asked:
+                layouts = _layouts if operation.name == _CONVOLUTION else _product_layouts
+                _constrain_all(operation, layouts(operation, splits[0], splits[1], splits[2], mesh))
         for operation in transforms:
             _keep_transform_whole(mesh, operation, platform == "cpu")
     return True
@@ -179,6 +188,11 @@ class _Mesh:
     def num_devices(self) -> int:
         return math.prod(self.axes.values())
 
+    @property
+    def num_axes(self) -> int:
+        """How many axes have several devices."""
+        return sum(size > 1 for size in self.axes.values())
+
     def num_parts(self, axes: Sequence[str]) -> int:
         """Into how many parts axes split a dim."""
         return math.prod(self.axes[axis] for axis in axes)
@@ -210,11 +224,11 @@ class _Mesh:
         return ir.Attribute.parse(f'#sdy.sharding<@"{self.name}", [{", ".join(entries)}]>')
 
 
-def _layouts(operation: Any, of_left: _Split, of_right: _Split, mesh: _Mesh) -> tuple[Any, Any, Any]:
+def _layouts(operation: Any, of_left: _Split, of_right: _Split, of_out: _Split, mesh: _Mesh) -> tuple[Any, Any, Any]:
     """Of a convolution's left operand, right operand and result.
 
     Args:
-        of_left, of_right: the axes of the operands' dims, as propagation says.
+        of_left, of_right, of_out: the axes of the dims of operands and result, as propagation says.
     """
     numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
     left, right, out = *operation.operands, operation.results[0]
@@ -242,8 +256,93 @@ def _layouts(operation: Any, of_left: _Split, of_right: _Split, mesh: _Mesh) -> 
         are_images = mesh.is_used_up(on_left.values()) and not any(of_right[dim] for dim in space[1])
         if are_images and mesh.divides(left, on_left, space[0]) and mesh.divides(out, on_out, space[2]):
             return mesh.split(left, on_left), mesh.split(right, {}), mesh.split(out, on_out)
+    features = numbers.input_feature_dimension, numbers.kernel_input_feature_dimension
+    if _has_three_axes((*of_left, *of_right, *of_out), mesh) and (of_left[features[0]] or of_right[features[1]]):
+        space = [*space[0], features[0]], [*space[1], features[1]], space[2]
     layouts = [mesh.whole(value, dims) for value, dims in zip((left, right, out), space, strict=True)]
     return layouts[0], layouts[1], layouts[2]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A sum of products of two factors.
+
+    Attributes:
+        shared, summed: dims of the left factor -> dims of the right one: those that stay, and those that are summed over.
+        own_left, own_right: dims that only one factor has -> dims of the result.
+    """
+
+    left: Any
+    right: Any
+    out: Any
+    shared: Mapping[int, int]
+    summed: Mapping[int, int]
+    own_left: Mapping[int, int]
+    own_right: Mapping[int, int]
+
+
+def _product_layouts(operation: Any, of_left: _Split, of_right: _Split, of_out: _Split, mesh: _Mesh) -> tuple[Any, Any, Any] | None:
+    """Of a matrix product's factors and result; None where it needs none."""
+    numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    left, right, out = *operation.operands, operation.results[0]
+    shared = dict(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
+    summed = dict(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True))
+    on_left = [dim for dim in range(len(of_left)) if dim not in shared and dim not in summed]
+    on_right = [dim for dim in range(len(of_right)) if dim not in shared.values() and dim not in summed.values()]
+    places = iter(range(len(shared), len(shared) + len(on_left) + len(on_right)))
+    own = [{dim: next(places) for dim in dims} for dims in (on_left, on_right)]
+    return _agreed(_Product(left, right, out, shared, summed, *own), of_left, of_right, of_out, mesh)
+
+
+def _agreed(product: _Product, of_left: _Split, of_right: _Split, of_out: _Split, mesh: _Mesh) -> tuple[Any, Any, Any] | None:
+    """Layouts of factors and result in which no axis has two parts to play; of the result None where any will do. See the Note."""
+    is_sum_split = any(of_left[dim] or of_right[other] for dim, other in product.summed.items())
+    if not is_sum_split or not _has_three_axes((*of_left, *of_right, *of_out), mesh):
+        return None
+    taken: set[str] = set()
+
+    def take(split: Sequence[str], but: Collection[str] = ()) -> Sequence[str]:
+        kept = [axis for axis in split if axis not in taken and axis not in but]
+        taken.update(kept)
+        return kept
+
+    is_left_larger = _size(product.left) >= _size(product.right)
+    on_left, on_right, on_out = dict[int, Sequence[str]](), dict[int, Sequence[str]](), dict[int, Sequence[str]]()
+    for place, (dim, other) in enumerate(product.shared.items()):
+        on_left[dim] = on_right[other] = on_out[place] = take(of_left[dim] if is_left_larger else of_right[other])
+    sides = [(of_left, product.own_left, on_left), (of_right, product.own_right, on_right)]
+    for (split, own, layout), (their_split, others, _) in (sides, sides[::-1]) if is_left_larger else (sides[::-1], sides):
+        # an axis that both have goes where the result has it
+        theirs = {axis for dim, place in others.items() for axis in their_split[dim] if axis in of_out[place]}
+        for dim, place in own.items():
+            layout[dim] = on_out[place] = take(split[dim], theirs)
+    for dim, other in product.summed.items():
+        larger, smaller = (of_left[dim], of_right[other]) if is_left_larger else (of_right[other], of_left[dim])
+        on_left[dim] = on_right[other] = take(larger) or take(smaller)
+    summed = {axis for dim in product.summed for axis in on_left[dim]}
+    follows = all(list(of_out[place][: len(axes)]) == list(axes) for place, axes in on_out.items())
+    more = {axis for place, axes in on_out.items() for axis in of_out[place][len(axes) :]}
+    are_all_split = summed and all(any(layout[dim] for dim in own) for _, own, layout in sides)
+    is_right = follows and more <= summed and not are_all_split
+    return mesh.split(product.left, on_left), mesh.split(product.right, on_right), None if is_right else mesh.split(product.out, on_out)
+
+
+def _has_three_axes(splits: Iterable[Sequence[str]], mesh: _Mesh) -> bool:
+    return len({axis for split in splits for axis in split if mesh.axes[axis] > 1}) > 2
+
+
+def _size(value: Any) -> int:
+    return math.prod(ir.RankedTensorType(value.type).shape)
+
+
+def _constrain_all(operation: Any, layouts: tuple[Any, Any, Any] | None) -> None:
+    """Lay both operands and the result out; None: as they are."""
+    if layouts is None:
+        return
+    _constrain(operation, 0, layouts[0])
+    _constrain(operation, 1, layouts[1])
+    if layouts[2] is not None:
+        _constrain_result(operation, layouts[2])
 
 
 def _is_plain(operation: Any) -> bool:
@@ -272,7 +371,9 @@ def _constrain_result(operation: Any, sharding: Any) -> None:
 def _positions_in_question(operation: Any, mesh: _Mesh) -> list[int]:
     """The operands of which it must be known how they are split."""
     if operation.name == _CONVOLUTION:
-        return [0, 1]
+        return [0, 1, _RESULT]
+    if operation.name == _PRODUCT:
+        return [0, 1, _RESULT] if mesh.num_axes > 2 else []
     first = len(operation.operands) // 2  # as many results as updates, and the indices between
     return [i for i in range(first, len(operation.operands)) if _dims_at_risk(operation, i, mesh)]
 
@@ -326,10 +427,11 @@ def _said_by_propagation(module: Any, mesh: _Mesh, positions: Sequence[Sequence[
     """
     copy = module.operation.clone()
     ranks: list[int] = []
-    for operation, asked in zip(_operations(copy, _CONVOLUTION, _SCATTER), positions, strict=True):
+    for operation, asked in zip(_operations(copy, *_IN_QUESTION), positions, strict=True):
         for position in asked:
-            _ask(operation, position, len(ranks))
-            ranks.append(ir.RankedTensorType(operation.operands[position].type).rank)
+            value = operation.results[0] if position == _RESULT else operation.operands[position]
+            _ask(operation, position, value, len(ranks))
+            ranks.append(ir.RankedTensorType(value.type).rank)
     passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
     said: dict[int, set[_Split]] = {}
     for operation in _operations(copy, "stablehlo.custom_call"):
@@ -340,17 +442,19 @@ def _said_by_propagation(module: Any, mesh: _Mesh, positions: Sequence[Sequence[
     return [[next(splits) for _ in asked] for asked in positions]
 
 
-def _ask(operation: Any, position: int, number: int) -> None:
-    """Put an operation without meaning before an operand, whose layout propagation will say."""
-    value = operation.operands[position]
+def _ask(operation: Any, position: int, value: Any, number: int) -> None:
+    """Put an operation without meaning before an operand or behind the result, whose layout propagation will say."""
     shape = ir.RankedTensorType(value.type).shape
     names = "ijklmnop"[: len(shape)]
     listed, sizes = ", ".join(names), ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-    with ir.InsertionPoint(operation):
+    with ir.InsertionPoint.after(operation) if position == _RESULT else ir.InsertionPoint(operation):
         config = ir.StringAttr.get(str(number))
         call = stablehlo.CustomCallOp([value.type], [value], call_target_name=_ASKED, backend_config=config)
         call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(f"#sdy.op_sharding_rule<([{listed}])->([{listed}]) {{{sizes}}}, custom>")
-    operation.operands[position] = call.results[0]
+    if position == _RESULT:
+        value.replace_all_uses_except(call.results[0], call.operation)
+    else:
+        operation.operands[position] = call.results[0]
 
 
 def _split_of_result(operation: Any, mesh: _Mesh) -> _Split:

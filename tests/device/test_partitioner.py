@@ -117,6 +117,45 @@ def test_rows_that_are_split_equally_stay_split() -> None:
     assert set(step.collectives().counts()) == {"all-reduce"}
 
 
+# x, weight and result of plain products that the partitioner gets wrong on a mesh of three axes
+THREE_AXES = [
+    (("a", "c"), ("c", "b"), (("a", "b"), "c")),
+    ((("b", "c"), "a"), ("a", "c"), ("b", "a")),
+    ((("a", "c"), "b"), ("a", "c"), ("a", ("b", "c"))),
+    (("c", "b"), ("b", ("a", "c")), ("b", None)),
+    ((None, "a"), ("a", None), (("c", "b"), "a")),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("of_x", "of_weight", "of_out"), THREE_AXES)
+def test_products_over_three_axes(of_x: Any, of_weight: Any, of_out: Any, compiled: bool) -> None:
+    grid = _mesh("2x2x2")
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = x @ weight
+        return spmd.mark_sharding(out, grid, of_out) if out.device.type == "jax" else out
+
+    x, weight = batch(8, 16), batch(16, 8, seed=2)
+    assert_same(_run(fn, compiled, grid, (x, of_x), (weight, of_weight)), fn(x, weight), SUMS)
+
+
+def test_images_and_kernels_over_three_axes() -> None:
+    x, k = batch(8, 8, 6, 6), batch(8, 8, 3, 3, seed=2)
+    layouts = ((("b", "c"), "a", None, None), (None, "c", None, None))
+    got = _run(_transposed, True, _mesh("2x2x2"), (x, layouts[0]), (k, layouts[1]))
+    assert_same(got, _transposed(x, k), SUMS)
+
+
+def test_weights_split_by_two_axes_and_a_batch_by_two_cost_what_they_cost() -> None:
+    grid = mesh.Mesh(range(8), (2, 2, 2), ("data", "fsdp", "model"))
+    given = (batch(8, 16), (("data", "fsdp"), None)), (batch(16, 32, seed=2), ("fsdp", "model")), (batch(32, 16, seed=3), ("model", "fsdp"))
+    marked = [spmd.mark_sharding(t.to("jax"), grid, spec) for t, spec in given]
+    step = spmd.compile(lambda x, up, down: spmd.mark_sharding(F.relu(x @ up) @ down, grid, (("data", "fsdp"), None)))
+    step(*marked)
+    assert step.collectives().counts() == {"all-gather": 2, "all-reduce": 1}  # the weights over "fsdp", the sum over "model"
+
+
 @pytest.mark.parametrize(("dim", "compiled"), [(0, False), (1, True), (2, True)])
 def test_fourier_transforms_along_split_dims(dim: int, compiled: bool) -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
