@@ -16,19 +16,17 @@ from spmd.program.optim._preparation import prepare_state
 from spmd.program.trace import _capture
 from spmd.program.trace._capture import Captured, NumbersNeeded, UnequalCounters
 from spmd.program.trace._gradients import StaleGradients
+from spmd.program.trace._way import Way
 
-OPTIONS: dict[str, Any] = {
-    **dict(keep_grads=False, unmarked=frozenset(), debug_nans=False, share_counters=True, is_stacked=False),
-    **dict(varying=(), arguments={}, fixes_indices=False),
-}
+OPTIONS: dict[str, Any] = dict(keep_grads=False, debug_nans=False, is_stacked=False, varying=(), arguments={})
 
 
-def capture(fn: Callable[..., Any], *args: Any, **options: Any) -> Captured:
+def capture(fn: Callable[..., Any], *args: Any, way: Way = Way(), **options: Any) -> Captured:  # noqa: B008 - it is frozen
     """One trace, its optimizers prepared."""
     found = reachable(fn, args, {})
     for optimizer in found.optimizers:
         prepare_state(optimizer)
-    return _capture.capture(fn, args, {}, found, **{**OPTIONS, **options})
+    return _capture.capture(fn, args, {}, found, way, **{**OPTIONS, **options})
 
 
 def ones(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -150,7 +148,7 @@ def test_adding_to_a_gradient_that_no_call_kept_says_whose() -> None:
     with pytest.raises(StaleGradients) as raised:
         capture(fn)
     assert raised.value.unzeroed == {id(weight)}
-    assert capture(fn, unmarked=raised.value.unzeroed).gradients[0][0] is weight
+    assert capture(fn, way=raised.value.other_way(Way())).gradients[0][0] is weight
 
 
 def test_state_that_the_step_creates_is_born_and_an_output() -> None:
@@ -163,7 +161,7 @@ def test_state_that_the_step_creates_is_born_and_an_output() -> None:
         optimizer.step()
 
     found = reachable(step, (), {})
-    captured = _capture.capture(step, (), {}, found, **OPTIONS)  # not prepared
+    captured = _capture.capture(step, (), {}, found, Way(), **OPTIONS)  # not prepared
     assert [(p is weight, tuple(t.shape)) for p, t in captured.born] == [(True, (3,))]
     assert captured.stepped == [optimizer] and len(captured.actions) == 1
     assert dict(optimizer.state) == {}
@@ -193,7 +191,7 @@ def test_equal_counters_are_read_as_one_and_copied() -> None:
     captured = capture(step)
     first, second = (buffer_of(optimizer.state[w]["step"]) for w in weights)
     assert captured.copies in ({second: first}, {first: second})
-    assert capture(step, share_counters=False).copies == {}
+    assert capture(step, way=Way(share_counters=False)).copies == {}
 
 
 def test_equal_counters_that_do_not_stay_equal_start_the_trace_again() -> None:
@@ -209,7 +207,7 @@ def test_equal_counters_that_do_not_stay_equal_start_the_trace_again() -> None:
 
     with pytest.raises(UnequalCounters):
         capture(step)
-    assert set(map(buffer_of, counters)) <= set(capture(step, share_counters=False).written)
+    assert set(map(buffer_of, counters)) <= set(capture(step, way=Way(share_counters=False)).written)
 
 
 def test_arguments_that_the_function_also_reaches_are_shared() -> None:
