@@ -28,8 +28,23 @@ try:
     from jax._src.source_info_util import current as _current_source
     from jax._src.source_info_util import current_name_stack as _current_name_stack
     from jax._src.source_info_util import user_context as _user_context
+    from jax._src.util import _caches
 except ImportError as error:
     raise missing(str(error)) from error
+
+
+# jax's caches of what it found while tracing, by the names of the functions whose results they keep
+_OF_TRACES = (
+    *("_infer_params_cached", "_process_in_axis_resources", "_check_and_canonicalize_out_shardings", "trace_to_jaxpr"),
+    *("_cached_abstract_eval", "_linearize_jaxpr", "_prune_closed_jaxpr_outputs", "_dce_jaxpr", "_dce_jaxpr_pjit"),
+)
+
+
+def forget_traces() -> None:
+    """Empty jax's caches of traces, some thousand jaxprs each; compiled programs stay, and the next trace takes longer."""
+    for cache, name in list(_caches.items()):
+        if any(f" {function} " in name for function in _OF_TRACES):
+            cache.cache_clear()
 
 
 def is_tracing() -> bool:

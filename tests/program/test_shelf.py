@@ -32,6 +32,19 @@ def test_fifty_lengths_keep_the_limit_and_every_result_is_right() -> None:
     assert sum(program() is not None for program in made[:50]) <= 4
 
 
+def test_what_jax_keeps_of_traces_does_not_grow_with_the_programs_that_were_dropped() -> None:
+    step = quiet(max_programs=1)
+
+    def num_objects(lengths: range) -> int:
+        for length in lengths:
+            step(ones(length))
+        gc.collect()
+        return sum(type(o).__name__ == "JaxprEqn" for o in gc.get_objects())
+
+    first = num_objects(range(1, 18))  # 16 are dropped
+    assert num_objects(range(18, 34)) <= first + 8
+
+
 def test_the_program_that_has_not_run_for_longest_goes() -> None:
     step = quiet(max_programs=2)
     for length in (1, 2, 1, 3, 1):  # 3 takes the place of 2

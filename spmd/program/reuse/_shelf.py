@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from spmd.base._jax import forget_traces
 from spmd.device._storage import Buffer
 
 if TYPE_CHECKING:
     from spmd.program._program import Program
+
+_FORGET_EVERY = 8  # dropped programs: jax keeps half a megabyte of traces for each
 
 
 class Shelf:
@@ -30,6 +33,7 @@ class Shelf:
         self._programs: dict[Any, list[Program]] = {}
         self._used: dict[int, int] = {}  # by the program's id: when it was used last
         self._clock = count()
+        self._num_dropped = 0
 
     def __iter__(self) -> Iterator[Program]:
         return (program for programs in self._programs.values() for program in programs)
@@ -62,6 +66,9 @@ class Shelf:
         self._programs, self._used, self.state = {}, {}, {}
 
     def _drop(self, program: Program) -> None:
+        self._num_dropped += 1
+        if self._num_dropped % _FORGET_EVERY == 0:
+            forget_traces()
         del self._used[id(program)]
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in self._programs.items() if programs}
