@@ -29,24 +29,16 @@ def torch_at_least(version: str) -> bool:
 
 def untried(what: str) -> ImportError:
     """The error for a torch that is too old, or so new that something does not fit."""
-    return ImportError(
-        message(
-            f"torch {torch.__version__} is not among the versions that spmd works with: {what}",
-            f"versions that it works with: {TRIED}",
-            fix=f"pip install 'torch>=2.11,<{UNTRIED}'",
-        )
-    )
+    return _refused(f"is not among the versions that spmd works with: {what}", "versions that it works with")
 
 
 def missing(what: str) -> ImportError:
     """The error for a private name that this torch does not have."""
-    return ImportError(
-        message(
-            f"torch {torch.__version__} has no {what}, a private name that spmd is built on",
-            f"versions that have all of them: {TRIED}",
-            fix=f"pip install 'torch>=2.11,<{UNTRIED}'",
-        )
-    )
+    return _refused(f"has no {what}, a private name that spmd is built on", "versions that have all of them")
+
+
+def _refused(why: str, versions: str) -> ImportError:
+    return ImportError(message(f"torch {torch.__version__} {why}", f"{versions}: {TRIED}", fix=f"pip install 'torch>=2.11,<{UNTRIED}'"))
 
 
 if not torch_at_least("2.11"):

@@ -121,6 +121,9 @@ DISTRIBUTIONS: dict[str, Two] = {
 }
 
 
+ROUNDINGS = 16 * torch.finfo(torch.float64).eps  # a program that is fused leaves out roundings that each operation makes alone
+
+
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_distributions_work_compiled_as_eagerly(name: str) -> None:
     def probability(x: torch.Tensor, v: torch.Tensor, draws: int) -> list[torch.Tensor]:
@@ -139,7 +142,7 @@ def test_distributions_work_compiled_as_eagerly(name: str) -> None:
         torch.manual_seed(shift)
         for got, want in zip(step(x + shift, v, 2), expected, strict=True):
             assert got.dtype == want.dtype
-            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=ROUNDINGS, atol=ROUNDINGS)
 
 
 @pytest.mark.parametrize("fn", [caught_inside, with_two_sides, written_first, in_a_branch])
