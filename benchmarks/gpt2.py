@@ -1,26 +1,43 @@
-"""GPT-2, trained as a language model: a block of our own, and Hugging Face's `GPT2LMHeadModel` unmodified.
+"""GPT-2, trained as a language model: `GPT` of `spmd/demo/_gpt2.py`, and Hugging Face's `GPT2LMHeadModel` unmodified.
 
     python benchmarks/gpt2.py                                     # 4 layers of width 256 on data 2 x model 4
     python benchmarks/gpt2.py --variant hf --mesh data=8
     python benchmarks/gpt2.py --preset full --real-data book.txt  # the 124M shape
 
-This file is the PyTorch script: model, loss, optimizer, data, and the table that says how parameters are split. It imports
-torch alone, so every contender that is torch runs this very file; `gpt2_jax.py` is the same step written by hand in JAX.
+This file is the PyTorch script: loss, optimizer, data, and the table that says how parameters are split. It and the model's file
+import torch alone, so every contender that is torch runs them; `gpt2_jax.py` is the same step written by hand in JAX.
 
     B sequences   T tokens in one   V vocabulary   D width   H heads   K width of a head, D = H * K
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+
+def _model() -> ModuleType:
+    """`spmd/demo/_gpt2.py` by its path, in a checkout or an installed package: `import spmd` would take the device slot of torchax."""
+    here = Path(__file__).resolve().parent
+    packages = here.parent / "spmd", here.parents[1]
+    path = next(package / "demo" / "_gpt2.py" for package in packages if (package / "demo").exists())
+    spec = importlib.util.spec_from_file_location("gpt2_model", path)
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MODEL = _model()
 UNIT = "tokens"
 VARIANTS = ("own", "hf")
 MESH = "data=2,model=4"
@@ -36,6 +53,7 @@ class Config:
     width: int = 768
     layers: int = 12
     heads: int = 12
+    dropout: float = 0.0
     batch: int = 16
 
 
@@ -73,82 +91,21 @@ BATCH_SPECS = ((("data", "fsdp"), None), (("data", "fsdp"), None))
 ACTIVATIONS = {"own": ("tokens", "blocks.?", "blocks.??"), "hf": ("transformer.wte", "transformer.h.?", "transformer.h.??")}
 
 
-class Attention(nn.Module):
-    """Causal self-attention. Rows of `qkv` are [H, 3, K], heads outermost: split over devices, each has whole heads."""
+class GPT(MODEL.GPT):
+    """With GPT-2's parameters at first: weights from a normal of 0.02, biases zero, norms one."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        qkv_BTH3K = self.qkv(x_BTD).unflatten(-1, (self.heads, 3, -1))
-        q_BHTK, k_BHTK, v_BHTK = qkv_BTH3K.transpose(1, 2).unbind(3)
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        return self.out(y_BHTK.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-
-
-class Block(nn.Module):
-    """One layer, norms first."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = MLP(config)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
-
-
-class GPT(nn.Module):
-    """Tokens in, the next token's logits out; the head is the token embedding."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.seq, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.tokens(tokens_BT) + self.positions(positions_T)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return self.head(self.norm(x_BTD))  # logits_BTV
-
-
-def initialise(model: nn.Module) -> None:
-    """GPT-2's: weights from a normal of 0.02, biases zero, norms one."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    def initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def build(config: Config) -> nn.Module:
     """The model on the CPU (or wherever torch makes tensors now), from torch's seed."""
     if config.variant == "own":
-        model = GPT(config)
-        initialise(model)
-        return model
+        return GPT(config)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     last = min(config.vocabulary, HF_TOKENS) - 1  # the token that ends a text

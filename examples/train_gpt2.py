@@ -5,30 +5,28 @@
     spmd launch -n 4 --devices-per-process 2 --restarts 3 examples/train_gpt2.py
     python examples/train_gpt2.py --devices 2 --mesh data=2 --steps 60        # the same run on another mesh
 
+The model and its step are the demo's (`spmd.demo.Training`); this file is what a job needs around them.
 Everything a run needs to go on bit for bit is in its checkpoints: model, optimizer, schedule, random streams, place in the
 data. `--out` holds them, beside `log.jsonl` (one line per step or evaluation) and, where tensorboard is installed, its files.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import spmd
 from mesh import PREEMPTED, Host, Mesh, extended_timeout, init, should_stop, virtual_devices
-from spmd.demo import GPT, SHARDINGS, GPTConfig, standard_library
+from spmd.demo import GPTConfig, Training, standard_library
 
 WARM_UP_STEPS = 10
 EVALUATION_BATCHES = 4
@@ -111,25 +109,6 @@ class Log:
                     self.board.add_scalar(name, value, step)
 
 
-def programs(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """The three functions that become programs. They know of nothing that changes from step to step but tensors."""
-
-    def loss(x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        return F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
-
-    def train_step(x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        value = loss(x_BT, y_BT)
-        value.backward()
-        optimizer.step()
-        return value
-
-    def logits(tokens_BT: Tensor) -> Tensor:
-        return spmd.mark_sharding(model(tokens_BT)[0, -1], mesh, (None,))  # whole on every host
-
-    return spmd.compile(train_step), spmd.compile(torch.no_grad()(loss)), spmd.compile(torch.no_grad()(logits))
-
-
 class Run:
     """Model, optimizer, data and logs of a run."""
 
@@ -138,37 +117,23 @@ class Run:
         self.mesh = Mesh.from_string(args.mesh)
         self.text = standard_library()
         torch.manual_seed(args.seed)
-        self.model = GPT(GPTConfig(len(self.text.characters), args.seq, args.width, args.layers, args.heads, args.dropout)).to("jax")
-        for name, parameter in self.model.named_parameters():
-            for pattern, spec in SHARDINGS.items():
-                if fnmatch.fnmatchcase(name, pattern):
-                    spmd.mark_sharding(parameter, self.mesh, self.known(spec))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
+        config = GPTConfig(len(self.text.characters), args.seq, args.width, args.layers, args.heads, args.dropout)
+        self.training = Training(config, self.mesh, args.learning_rate, WARM_UP_STEPS, args.schedule_steps)
         self.batches = self.loader(self.text.train, shuffle=True)
         self.log = Log(args.out, self.is_first)
-        self.train_step, self.loss, self.logits = programs(self.model, self.optimizer, self.mesh)
         self.step = 0
-
-    def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        """The spec without the axes that this mesh has not."""
-        return tuple(axis if axis in self.mesh.axis_names else None for axis in spec)
-
-    def factor(self, step: int) -> float:
-        """Of the learning rate: a warm-up, then half a cosine to a twentieth."""
-        cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.args.schedule_steps))
-        return min((step + 1) / WARM_UP_STEPS, 0.05 + 0.95 * cosine)
 
     def loader(self, text_N: Tensor, shuffle: bool) -> Any:
         """Batches for the devices. Every process draws the same ones and sends its devices their part, so that the run is
         the same on any number of processes; a loader of heavy data would yield slices, with a DistributedSampler."""
         loader = DataLoader(Windows(text_N, self.args.seq), self.args.batch, shuffle, drop_last=True)
-        return spmd.shard_loader(loader, self.mesh, self.known(("data", None)), feeds="batch")
+        return spmd.shard_loader(loader, self.mesh, self.training.known(("data", None)), feeds="batch")
 
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "batches": self.batches}
+        trained = {"model": self.training.model, "optimizer": self.training.optimizer, "schedule": self.training.schedule}
+        return {**trained, "batches": self.batches}
 
     def save(self) -> None:
         """In the background; an error of it comes with the next save."""
@@ -185,9 +150,9 @@ class Run:
         seconds = time.perf_counter()
         while self.step < self.args.steps:
             for x_BT, y_BT in self.batches:
-                rate = self.schedule.get_last_lr()[0]
-                loss = self.train_step(x_BT, y_BT)
-                self.schedule.step()
+                rate = self.training.schedule.get_last_lr()[0]
+                loss = self.training.train_step(x_BT, y_BT)
+                self.training.schedule.step()
                 self.step += 1
                 value, now = loss.item(), time.perf_counter()
                 self.log(self.step, loss=value, learning_rate=rate, tokens_per_s=x_BT.numel() / (now - seconds))
@@ -207,13 +172,9 @@ class Run:
 
     def evaluate(self) -> None:
         """Mean loss of held-out batches, without dropout."""
-        self.model.eval()
         with extended_timeout("evaluating"):
-            losses = [
-                self.loss(*batch) for batch, _ in zip(self.loader(self.text.held_out, False), range(EVALUATION_BATCHES), strict=False)
-            ]
-            mean = sum(loss.item() for loss in losses) / len(losses)
-        self.model.train()
+            batches = self.loader(self.text.held_out, False)
+            mean = self.training.mean_loss(batch for batch, _ in zip(batches, range(EVALUATION_BATCHES), strict=False))
         self.log(self.step, held_out_loss=mean)
         self.show(f"step {self.step}: held-out loss {mean:.4f}")
 
@@ -222,13 +183,9 @@ class Run:
         past = self.text.decode(self.text.held_out)
         end = past.index(SAMPLE_START, self.args.seq) + len(SAMPLE_START)
         window_T = self.text.held_out[end - self.args.seq : end]
-        generator, drawn = torch.Generator().manual_seed(self.args.seed), list[Tensor]()
-        self.model.eval()
-        for _ in range(self.args.sample):
-            logits_V = self.logits(window_T[None].to("jax")).cpu().as_subclass(Tensor)
-            drawn.append(torch.multinomial(torch.softmax(logits_V / 0.7, 0), 1, generator=generator))
-            window_T = torch.cat([window_T[1:], drawn[-1]])
-        text = self.text.decode(torch.cat(drawn)) if drawn else ""
+        self.training.model.eval()
+        drawn_T = self.training.sample(window_T, self.args.sample, 0.7, torch.Generator().manual_seed(self.args.seed))
+        text = self.text.decode(drawn_T)
         self.log(self.step, sample=text)
         self.show(SAMPLE_START + text)
 

@@ -1,50 +1,10 @@
-"""Small models of the kinds that people train, as they write them: GPT-2, ResNet-18, an LSTM language model, a U-Net."""
+"""Small models of the kinds that people train, as they write them: ResNet-18, an LSTM language model, a U-Net; GPT-2 is the demo's."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-
-class Block(nn.Module):
-    """GPT-2's: attention and MLP, each after a norm. Shapes: x [B, T, D]."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, d = x.shape
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(d, 2))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class GPT2(nn.Module):
-    """Ids [B, T] to logits [B, T, vocab]; the head is tied to the embedding."""
-
-    def __init__(self, vocab: int = 24, dim: int = 16, heads: int = 2, depth: int = 2, context: int = 16) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, dim), nn.Embedding(context, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02 if dim > 100 else 0.1)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Residual(nn.Module):

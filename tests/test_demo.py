@@ -50,8 +50,8 @@ def test_a_mesh_that_does_not_fit_is_explained_without_a_traceback(
 @pytest.mark.multidevice(num=8)
 def test_a_block_costs_two_all_reduces_over_model_each_way_and_gathers_nothing(tmp_path: Path) -> None:
     demo = Demo(tiny_args(8, tmp_path / "model.pt"), Console(file=io.StringIO()))
-    demo.train_step(*demo.batch(demo.text.train))
-    counts = demo.train_step.collectives().by_axis()
+    demo.training.train_step(*demo.batch(demo.text.train))
+    counts = demo.training.train_step.collectives().by_axis()
     assert counts.pop(("all-reduce", ("model",))) == 4 * demo.args.layers
     assert set(counts) == {("all-reduce", ("data",))}
 

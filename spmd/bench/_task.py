@@ -10,6 +10,7 @@ import fnmatch
 import importlib.util
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,6 +131,19 @@ class Job:
         if self.weights and not self.topology:
             self.script.load_weights(model, self.config, Path(self.weights))
         return model.to(getattr(torch, self.dtype))
+
+    def train_step(self, model: Any, optimizer: Any) -> Callable[..., Any]:
+        """The step as anyone writes it, for every contender whose gradients are torch's: a function of a batch."""
+        loss_of = self.script.loss
+
+        def train_step(*batch: Any) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, *batch)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return train_step
 
 
 def load(path: Path) -> ModuleType:

@@ -3,7 +3,8 @@
     spmd demo
     spmd demo --mesh data=8 --steps 200 --out model.pt
 
-The files in reading order: `_train` is the program, `_gpt2` the model, `_text` the characters, `_screens` what is printed.
+The files in reading order: `_train` is the program, `_training` the steps that it compiles, `_gpt2` the model, `_text` the characters,
+`_screens` what is printed.
 """
 
 from spmd.demo._gpt2 import GPT as GPT
@@ -12,5 +13,6 @@ from spmd.demo._gpt2 import GPTConfig as GPTConfig
 from spmd.demo._text import standard_library as standard_library
 from spmd.demo._train import DemoArgs as DemoArgs
 from spmd.demo._train import main as main
+from spmd.demo._training import Training as Training
 
-__all__ = ["GPT", "SHARDINGS", "DemoArgs", "GPTConfig", "main", "standard_library"]
+__all__ = ["GPT", "SHARDINGS", "DemoArgs", "GPTConfig", "Training", "main", "standard_library"]

@@ -1,10 +1,11 @@
-"""GPT-2 for `spmd demo`: an ordinary `nn.Module` in plain PyTorch, and the table that says how its parameters are split.
+"""GPT-2: an ordinary `nn.Module` in plain PyTorch, and the table that says how the demo splits its parameters.
 
-The model knows no device and no mesh; the file imports only torch, so the demo's checkpoint is read back without `spmd`.
+The one model of this name: the demo, the benchmark `gpt2` and the tests train it. It knows no device and no mesh; the file imports
+only torch, so that a process without `spmd` can run it by its path: the demo's checkpoint is read back so, and torchax takes part.
 
 Shapes are named by suffixes:
 
-    B  sequences in a batch        T  characters in a sequence        V  vocabulary
+    B  sequences in a batch        T  tokens in a sequence            V  vocabulary
     D  width of the model          H  heads                           K  width of one head, D = H * K
 """
 
@@ -39,6 +40,11 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     dropout: float = 0.1
+
+
+def _dropout(config: GPTConfig) -> nn.Module:
+    """None at all where nothing is dropped, so that no random number is drawn."""
+    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
 
 class Attention(nn.Module):
@@ -84,7 +90,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = _dropout(config)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
@@ -92,17 +98,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters in, the next character's logits out; the head is the token embedding."""
+    """Tokens in, the next token's logits out; the head is the token embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.seq, config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = _dropout(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Draw the parameters; a subclass may have a way of its own."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # GPT-2's 0.02 at its width of 768, for any width. Embeddings larger: at 0.05 and these few steps the held-out

@@ -1,9 +1,8 @@
-"""The demo's program: an ordinary PyTorch training script whose parameters and batches are marked with a sharding."""
+"""The demo's program: an ordinary PyTorch training loop, and what it shows."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import math
 import platform
@@ -17,7 +16,6 @@ from pathlib import Path
 import jax
 import rich.box
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,7 +26,8 @@ import mesh
 import spmd
 from mesh import Mesh, MeshError, virtual_devices
 from spmd.demo import _reader, _screens, _text
-from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
+from spmd.demo._gpt2 import GPTConfig
+from spmd.demo._training import Training
 
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 30
@@ -103,47 +102,13 @@ class Demo:
         self.host_rng = torch.Generator().manual_seed(args.seed)
         torch.manual_seed(args.seed)
         self.config = GPTConfig(len(self.text.characters), args.seq, args.width, args.layers, args.heads, args.dropout)
-        self.model = GPT(self.config).to("jax")
-        for name, parameter in self.model.named_parameters():
-            for pattern, spec in SHARDINGS.items():
-                if fnmatch.fnmatchcase(name, pattern):
-                    spmd.mark_sharding(parameter, self.mesh, self.known(spec))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
-        self.train_step = spmd.compile(self._train_step)
-        self.held_out_loss = spmd.compile(self._held_out_loss)
-        self.logits = spmd.compile(self._logits)
-
-    # The three functions that become programs. Nothing in them knows of devices, meshes or compilation.
-
-    def _train_step(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(x_BT).flatten(0, 1), y_BT.flatten())
-        loss.backward()
-        self.optimizer.step()
-        return loss
-
-    @torch.no_grad()
-    def _held_out_loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(x_BT).flatten(0, 1), y_BT.flatten())
-
-    @torch.no_grad()
-    def _logits(self, tokens_BT: Tensor) -> Tensor:
-        return self.model(tokens_BT)
-
-    def learning_rate(self, step: int) -> float:
-        """Factor of the learning rate: linear warm-up, then half a cosine to a twentieth."""
-        cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.args.steps)
-        return min((step + 1) / WARM_UP_STEPS, 0.05 + 0.95 * cosine)
-
-    def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        """The spec without the axes that this mesh has not."""
-        return tuple(axis if axis in self.mesh.axis_names else None for axis in spec)
+        self.training = Training(self.config, self.mesh, LEARNING_RATE, WARM_UP_STEPS, args.steps)
+        self.model = self.training.model
 
     def batch(self, text_N: Tensor) -> tuple[Tensor, Tensor]:
         """A batch drawn on the host, each device's part of it sent to that device."""
         x_BT, y_BT = _text.batch(text_N, self.args.batch, self.args.seq, self.host_rng)
-        spec = self.known(("data", None))
+        spec = self.training.known(("data", None))
         return spmd.mark_sharding(x_BT.to("jax"), self.mesh, spec), spmd.mark_sharding(y_BT.to("jax"), self.mesh, spec)
 
     def run(self) -> int:
@@ -182,7 +147,7 @@ class Demo:
         self.evaluate(losses)
         with self.console.status("tracing and compiling the step"):
             self.advance(losses)
-        timings = self.train_step.timings
+        timings = self.training.train_step.timings
         self.console.print(
             "\n[bold]compiled the step[/]: forward, backward and AdamW are one program\n"
             f"trace {timings.trace_s:.1f} s, lower {timings.lower_s:.1f} s, compile {timings.compile_s:.1f} s"
@@ -199,26 +164,25 @@ class Demo:
                 if (step + 1) % math.ceil(self.args.steps / EVALUATIONS) == 0:
                     self.evaluate(losses)
         self.evaluate(losses)
-        executables, retraces = self.train_step.num_executables, self.train_step.retraces
-        memory = _screens.size(self.train_step.memory().peak_bytes)
+        train_step = self.training.train_step
+        executables, retraces = train_step.num_executables, train_step.retraces
+        memory = _screens.size(train_step.memory().peak_bytes)
         self.console.print(f"{executables} executable, {len(retraces)} retraces, {memory} of memory on each device", *retraces)
         return losses
 
     def advance(self, losses: _Losses) -> None:
         """One step."""
-        losses.train.append(self.train_step(*self.batch(self.text.train)))
-        self.schedule.step()
+        losses.train.append(self.training.train_step(*self.batch(self.text.train)))
+        self.training.schedule.step()
 
     def evaluate(self, losses: _Losses) -> None:
         """The mean loss of a few held-out batches, without dropout."""
-        self.model.eval()
-        batches = [self.held_out_loss(*self.batch(self.text.held_out)) for _ in range(EVALUATION_BATCHES)]
-        losses.held_out[len(losses.train)] = sum(loss.item() for loss in batches) / EVALUATION_BATCHES
-        self.model.train()
+        batches = [self.batch(self.text.held_out) for _ in range(EVALUATION_BATCHES)]
+        losses.held_out[len(losses.train)] = self.training.mean_loss(batches)
 
     def show_collectives(self) -> None:
         """What the devices send each other in one step, read from the compiled program."""
-        report = self.train_step.collectives()
+        report = self.training.train_step.collectives()
         others = report.counts().keys() - {"all-reduce"}
         self.console.print("\n[bold]collectives of one step[/]")
         self.console.print(report)
@@ -237,13 +201,9 @@ class Demo:
         past = self.text.decode(self.text.held_out)
         end = past.index(SAMPLE_START, self.args.seq) + len(SAMPLE_START)
         window_T = self.text.held_out[end - self.args.seq : end]
-        drawn: list[Tensor] = []
         with self.console.status("generating"):
-            for _ in range(self.args.sample):
-                logits_V = self.logits(window_T[None].to("jax"))[0, -1].cpu()
-                drawn.append(torch.multinomial(torch.softmax(logits_V / TEMPERATURE, 0), 1, generator=self.host_rng))
-                window_T = torch.cat([window_T[1:], drawn[-1]])
-        sample = (SAMPLE_START.lstrip("\n") + self.text.decode(torch.cat(drawn))).rstrip()
+            drawn_T = self.training.sample(window_T, self.args.sample, TEMPERATURE, self.host_rng)
+        sample = (SAMPLE_START.lstrip("\n") + self.text.decode(drawn_T)).rstrip()
         self.console.print("\n", Panel(Syntax(sample, "python", word_wrap=True, background_color="default"), title="sample"), sep="")
 
     def save_and_read(self) -> float:
@@ -252,7 +212,7 @@ class Demo:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), path)
         tokens_BT = self.text.held_out[: self.args.seq][None]
-        ours_BTV = self.logits(tokens_BT.to("jax")).cpu()
+        ours_BTV = self.training.logits(tokens_BT.to("jax")).cpu().as_subclass(Tensor)
         difference = (_read_without_spmd(self.config, path, tokens_BT) - ours_BTV).abs().max().item()
         self.console.print(
             f"saved [bold]{path}[/], {_screens.size(path.stat().st_size)}\n"

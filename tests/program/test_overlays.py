@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import spmd
-from tests.models import GPT2, LSTMLanguageModel, ResNet18, UNet
+from spmd.demo import GPT, GPTConfig
+from tests.models import LSTMLanguageModel, ResNet18, UNet
 from tests.oracle import batch, on_device, twins
 
 STEPS = 200
@@ -85,7 +86,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 RECIPES = {
     "gpt2": Recipe(
-        GPT2, language, sentences, two_groups,
+        functools.partial(GPT, GPTConfig(24, 16, width=16, layers=2, heads=2, dropout=0.0)), language, sentences, two_groups,
         lambda o: schedules.OneCycleLR(o, max_lr=3e-3, total_steps=STEPS + 1),
         lambda ps: clip.clip_grad_norm_(ps, 1.0), rounds=2,
     ),

@@ -26,7 +26,7 @@ class Contender:
             spmd.mark_sharding(parameter, self.mesh, job.spec_of(name, parameter.dim()))
         for pattern, spec in job.activations().items():
             self._hold(pattern, spec)
-        self.train_step = train_step(self.model, job.script.optimizer(self.model.parameters()), job.script.loss)
+        self.train_step = job.train_step(self.model, job.script.optimizer(self.model.parameters()))
         self.batches = [[self._placed(t, s) for t, s in zip(batch, job.batch_specs(), strict=True)] for batch in job.batches()]
         self.compiled: Any = spmd.compile(self.train_step)
         self.count, self.last = 0, None
@@ -71,19 +71,6 @@ class Contender:
     def save(self, file: Path) -> None:
         state = {name: value.cpu() for name, value in self.model.state_dict().items()}
         self.job.script.save_weights(state, self.job.config, file)
-
-
-def train_step(model: Any, optimizer: Any, loss_of: Any) -> Any:
-    """The step as anyone writes it."""
-
-    def train_step(*batch: Any) -> Any:
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return train_step
 
 
 def prepare(job: Any) -> None:

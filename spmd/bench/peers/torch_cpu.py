@@ -16,16 +16,8 @@ class Contender:
         self.model = job.model().to(self.device)
         self.optimizer = job.script.optimizer(self.model.parameters())
         self.batches = [[t.to(self.device) for t in batch] for batch in job.batches()]
-        self.run = self.train_step
+        self.run = job.train_step(self.model, self.optimizer)
         self.count, self.last = 0, torch.zeros(())
-
-    def train_step(self, *batch: Any) -> Any:
-        """The step as anyone writes it."""
-        self.optimizer.zero_grad()
-        loss = self.job.script.loss(self.model, *batch)
-        loss.backward()
-        self.optimizer.step()
-        return loss
 
     def step(self) -> None:
         self.last = self.run(*self.batches[self.count % len(self.batches)])

@@ -31,7 +31,7 @@ class Rank:
         self.job, self.count, self.last = job, 0, torch.zeros(())
         self.model = job.model()
         data = self._shard()
-        self.optimizer = job.script.optimizer(self.model.parameters())
+        self.train_step = job.train_step(self.model, job.script.optimizer(self.model.parameters()))
         here = data.get_local_rank()
         self.batches = [[t.chunk(data.size())[here] for t in batch] for batch in job.batches()]
 
@@ -53,10 +53,7 @@ class Rank:
 
     def step(self) -> None:
         """One training step; every rank calls it."""
-        self.optimizer.zero_grad()
-        self.last = self.job.script.loss(self.model, *self.batches[self.count % len(self.batches)])
-        self.last.backward()
-        self.optimizer.step()
+        self.last = self.train_step(*self.batches[self.count % len(self.batches)])
         self.count += 1
 
     def mean_loss(self) -> float:
