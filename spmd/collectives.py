@@ -141,7 +141,8 @@ def _checked(collective: Callable[[], Any]) -> Any:
     try:
         return collective()
     except NameError as error:  # jax's word for an axis that nothing maps over here
-        axes: tuple[str, ...] | None = getattr(recording.get(), "axes", None)
+        recorder = recording.get()
+        axes = None if recorder is None else recorder.axes
         if axes is not None:
             name = str(error).partition("axis name: ")[2].partition(".")[0]
             what = f"a collective runs over axis {name!r}, which the mesh of its region does not have"

@@ -22,10 +22,11 @@ import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, TraceError, called_at, message
+from spmd.base._errors import SpmdError, TraceAgain, TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, is_tracing
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
+from spmd.program.trace._part import Part
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
 
@@ -138,9 +139,8 @@ class _Region:
 
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
         """Called by jax once per trace, with tracers for one device's pieces."""
-        outer: Any = recording.get()
-        token = recording.set(_Inside(outer, self.name, tuple(map(str, self.mesh.axis_names))))
-        num_flags = 0 if outer is None else len(outer.finite)
+        inside = _Inside(self.name, tuple(map(str, self.mesh.axis_names)))
+        token, num_flags = recording.set(inside), len(inside.finite)
         try:
             with exact_dtypes(), torch.no_grad():
                 result = self.fn(*(wrap(piece) for piece in pieces))
@@ -149,8 +149,7 @@ class _Region:
                 return tuple(load(tensor) for tensor in flat)
         finally:
             recording.reset(token)
-            if outer is not None:
-                del outer.finite[num_flags:]  # flags of modules that ran inside cannot leave it
+            del inside.finite[num_flags:]  # flags of modules that ran inside cannot leave it
 
     def _check_results(self, flat: list[Any]) -> None:
         if len(flat) != len(self.outputs) or not all(is_device_tensor(t) for t in flat):
@@ -192,14 +191,34 @@ class _Mapped(torch.autograd.Function):
         return tuple(result)
 
 
-class _Inside:
+class _Inside(Part):
     """The recorder of a region: refuses what has no meaning per device, and lets the outer trace know of the rest."""
 
-    def __init__(self, outer: Any, name: str, axes: tuple[str, ...]) -> None:
-        self.outer, self.name, self.axes = outer, name, axes
+    def __init__(self, name: str, axes: tuple[str, ...]) -> None:
+        super().__init__(None, 0)
+        self.name, self._axes = name, axes
         self.own: set[int] = set()
         self.kept: list[Buffer] = []  # an id names nothing once its owner is gone
-        self.scalars: dict[Any, Any] = {}
+        self._scalars: dict[Any, Any] = {}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self._axes
+
+    @property
+    def scalars(self) -> dict[Any, Any]:
+        return self._scalars
+
+    @property
+    def platform(self) -> None:
+        """Not told: rules that ask make equations that are to be split over devices."""
+
+    @property
+    def reduce_dtype(self) -> None:
+        """None: a region sums by itself."""
+
+    def reduce_in(self, dtype: Any) -> None:
+        """Nothing: a region sums by itself."""
 
     def born(self, buffer: Buffer) -> None:
         self.own.add(id(buffer))
@@ -223,25 +242,10 @@ class _Inside:
             )
         )
 
-    def ran(self, module: torch.nn.Module) -> None:
-        if self.outer is not None:
-            self.outer.ran(module)
+    def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
+        raise why()
 
-    def is_state(self, array: Any) -> bool:
-        return self.outer is not None and self.outer.is_state(array)
-
-    def host_argument(self, tensor: torch.Tensor) -> Any:
-        return None if self.outer is None else self.outer.host_argument(tensor)
-
-    def host_read(self, tensor: torch.Tensor) -> None:
-        if self.outer is not None:
-            self.outer.host_read(tensor)
-
-    def expect(self, flag: Any, check: Any) -> bool:
-        """A flag of one device cannot leave its piece of the program."""
-        return False
-
-    def random_state(self) -> Any:
+    def random_state(self) -> tuple[Any, int]:
         raise TraceError(
             message(
                 f"{self.name} draws random numbers inside shard_map",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from torch._higher_order_ops.while_loop import while_loop
 
 import mesh
 import spmd
@@ -150,6 +151,31 @@ def test_a_module_runs_in_a_region_while_outputs_are_checked(mesh_4x2: mesh.Mesh
     assert_same(spmd.compile(lambda x: mapped(x), debug_nans=True)(x.to("jax")), gelu(x))
 
 
+def count_down(x: torch.Tensor) -> torch.Tensor:
+    return while_loop(lambda i, x: i > 0, lambda i, x: (i - 1, x * 2), (torch.tensor(3, device=x.device), x))[1]
+
+
+# and what a device's piece becomes
+CONTROL_FLOW: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a branch": (
+        lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,)),
+        lambda x: x * 2 if x.sum() > 0 else x - 1,
+    ),
+    "a loop": (count_down, lambda x: x * 8),
+    "a scan": (lambda x: spmd.scan(lambda total, row: (total + row, total * row), x[0], x)[1], lambda x: (x.cumsum(0) - x + x[0]) * x),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_control_flow_in_a_region_is_each_devices_own(name: str, compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    fn, in_python = CONTROL_FLOW[name]
+    mapped = spmd.shard_map(fn, mesh_4x2, ((D, None),), (D, None))
+    x = batch(8, 8)
+    want = torch.cat([in_python(piece) for piece in x.chunk(4)])
+    assert_same((spmd.compile(lambda x: mapped(x)) if compiled else mapped)(x.to("jax")), want)
+
+
 def reads_outside(x: torch.Tensor) -> torch.Tensor:
     return x + _OUTSIDE[0]
 
@@ -158,6 +184,11 @@ _OUTSIDE: list[torch.Tensor] = []
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a tensor that was not passed": (reads_outside, ((D, None),), "reads a tensor of shape (8, 8) that is not an argument"),
     "random numbers": (lambda x: x + torch.rand_like(x), ((D, None),), "draws random numbers inside shard_map"),
+    "random numbers in a branch": (
+        lambda x: torch.cond(x.sum() > 0, torch.rand_like, torch.neg, (x,)),
+        ((D, None),),
+        "draws random numbers inside shard_map",
+    ),
     "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements, its axes make 8 pieces of it"),
     "too few specs": (lambda x: x, (), "0 in_specs and called with 1 arguments"),
     "another result": (lambda x: (x, x), ((D, None),), "returns 2 values, out_specs has 1 spec(s)"),

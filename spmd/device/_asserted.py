@@ -36,7 +36,7 @@ def answered(is_true: Callable[[], Any]) -> bool | None:
     Args:
         is_true: makes the 0-dim bool that the program computes.
     """
-    recorder: Any = recording.get()
+    recorder = recording.get()
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename in _BETWEEN or frame.f_code.co_name in _HANDED_ON):
         frame = frame.f_back
@@ -57,7 +57,7 @@ def answered(is_true: Callable[[], Any]) -> bool | None:
 
 def assert_async(self: torch.Tensor, assert_msg: str = "Expected Tensor with single nonzero value, but got zero") -> None:
     """`torch._assert_async`: at once where values are known."""
-    recorder: Any = recording.get()
+    recorder = recording.get()
     with exact_dtypes():
         is_noted = recorder is not None and recorder.expect(load(self).reshape(()) == 0, Check(RuntimeError, assert_msg, user_line()))
     if not is_noted and not self:

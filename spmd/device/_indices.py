@@ -86,7 +86,7 @@ def _host_view(tensor: torch.Tensor, host: Any) -> Any:
 
 def _check_on_device(bound: Bound, op: str) -> None:
     made = Check(bound.kind, f"{op}: {bound.text}", user_line(), fix="clamp the index, or mask what it stands for, before this line")
-    recorder: Any = recording.get()
+    recorder = recording.get()
     if recorder is None and is_tracing():
         return
     with exact_dtypes():

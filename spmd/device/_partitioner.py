@@ -1,5 +1,7 @@
 """Keeps programs away from layouts that XLA's partitioner gets wrong, whatever tensors were marked with.
 
+Convolutions, scatters and transforms are here, matrix products in `_products`.
+
 Note [Convolutions that are split]
 Where a height or a width of one operand is split, the partitioner sums partial results over all devices, also over those that hold
 copies of the same part: the result is too large by their number (openxla/xla, convolution_handler.cc; in plain JAX too). A transposed
@@ -19,14 +21,6 @@ Where the rows that a scatter adds are split into parts of unequal size (two row
 parts too (openxla/xla, scatter_handler.cc; in plain JAX too). The gradients of embeddings and of pooling are scatters. A dim that what
 is known of the layouts would split unequally is kept whole; one that it splits equally is pinned to that.
 
-Note [Products over three axes]
-A matrix product, or a convolution, of which the dim that is summed over is split by one axis and the factors' other dims by two more, may
-give rows of another device (openxla/xla, dot_handler.cc; in plain JAX too): where an axis splits both factors' own dims, where the factors
-disagree about the dim that is summed over, or where all three are split and the result in yet another way. So on a mesh of three axes the
-factors are pinned to layouts that agree, in which no axis has two parts to play: first the factors' own dims are split, as the result has
-them, then the summed one, as the partitioner would do. The result is pinned to what follows, unless it has that, with or without the summed
-one's axis behind it. Of a convolution the features that are summed over are kept whole.
-
 Note [Transforms that are split]
 A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
 collective left in another order in memory, which it refuses (fft_thunk.cc): the order is said too.
@@ -34,10 +28,8 @@ collective left in another order in memory, which it refuses (fft_thunk.cc): the
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,13 +39,14 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracing
+from spmd.device._module_mesh import ModuleMesh, Split, largest_mesh
+from spmd.device._products import product_layouts
 
 _CONVOLUTION, _TRANSFORM, _SCATTER = "stablehlo.convolution", "stablehlo.fft", "stablehlo.scatter"
 _PRODUCT = "stablehlo.dot_general"
 _RESULT = -1  # in place of an operand's position
 _IN_QUESTION = (_CONVOLUTION, _SCATTER, _PRODUCT)
 _ASKED = "spmd.asked"
-_Split = tuple[tuple[str, ...], ...]  # the axes of each dim
 
 
 def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
@@ -67,7 +60,7 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
     if not operations and not transforms:
         return False
     with module.context, ir.Location.unknown():
-        mesh = _largest_mesh(module)
+        mesh = largest_mesh(module)
         if mesh is None:
             return True
         positions = [_positions_in_question(operation, mesh) for operation in operations]
@@ -77,7 +70,7 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
                 for position, split in zip(asked, splits, strict=True):
                     _keep_parts_equal(operation, position, split, mesh)
             elif asked:
-                layouts = _layouts if operation.name == _CONVOLUTION else _product_layouts
+                layouts = _layouts if operation.name == _CONVOLUTION else product_layouts
                 _constrain_all(operation, layouts(operation, splits[0], splits[1], splits[2], mesh))
         for operation in transforms:
             _keep_transform_whole(mesh, operation, platform == "cpu")
@@ -165,66 +158,7 @@ def _operations(module: Any, *names: str) -> list[Any]:
     return found
 
 
-def _largest_mesh(module: Any) -> _Mesh | None:
-    """The mesh of most devices; None if the program has none of several."""
-    found = [_Mesh(op.attributes["sym_name"].value, _axes(op)) for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    largest = max(found, key=lambda mesh: mesh.num_devices, default=None)
-    return largest if largest is not None and largest.num_devices > 1 else None
-
-
-def _axes(operation: Any) -> dict[str, int]:
-    """Axis -> size, of an operation that declares a mesh."""
-    return {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(operation.attributes["mesh"]).axes)}
-
-
-@dataclass(frozen=True)
-class _Mesh:
-    """A mesh of the module, by name."""
-
-    name: str
-    axes: dict[str, int]
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.axes.values())
-
-    @property
-    def num_axes(self) -> int:
-        """How many axes have several devices."""
-        return sum(size > 1 for size in self.axes.values())
-
-    def num_parts(self, axes: Sequence[str]) -> int:
-        """Into how many parts axes split a dim."""
-        return math.prod(self.axes[axis] for axis in axes)
-
-    def whole(self, value: Any, dims: Iterable[int]) -> Any:
-        """The layout that keeps these dims whole and says nothing of the others."""
-        return self.partly(value, dict.fromkeys(dims, ()))
-
-    def split(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
-        """The layout that splits dims by axes and keeps the others whole."""
-        entries = [", ".join(f'"{axis}"' for axis in axes.get(dim, ())) for dim in range(ir.RankedTensorType(value.type).rank)]
-        return self._layout(f"{{{entry}}}" for entry in entries)
-
-    def partly(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
-        """The layout that splits some dims by axes and says nothing of the others."""
-        entries = [", ".join(f'"{axis}"' for axis in axes[d]) if d in axes else "?" for d in range(ir.RankedTensorType(value.type).rank)]
-        return self._layout(f"{{{entry}}}" for entry in entries)
-
-    def is_used_up(self, axes: Iterable[Sequence[str]]) -> bool:
-        """Whether axes split something over all devices."""
-        return math.prod(map(self.num_parts, axes)) == self.num_devices
-
-    def divides(self, value: Any, axes: Mapping[int, Sequence[str]], dims: Iterable[int]) -> bool:
-        """Whether these dims are split into equal parts."""
-        shape = ir.RankedTensorType(value.type).shape
-        return all(shape[dim] % self.num_parts(axes[dim]) == 0 for dim in dims)
-
-    def _layout(self, entries: Iterable[str]) -> Any:
-        return ir.Attribute.parse(f'#sdy.sharding<@"{self.name}", [{", ".join(entries)}]>')
-
-
-def _layouts(operation: Any, of_left: _Split, of_right: _Split, of_out: _Split, mesh: _Mesh) -> tuple[Any, Any, Any]:
+def _layouts(operation: Any, of_left: Split, of_right: Split, of_out: Split, mesh: ModuleMesh) -> tuple[Any, Any, Any]:
     """Of a convolution's left operand, right operand and result.
 
     Args:
@@ -257,82 +191,10 @@ def _layouts(operation: Any, of_left: _Split, of_right: _Split, of_out: _Split, 
         if are_images and mesh.divides(left, on_left, space[0]) and mesh.divides(out, on_out, space[2]):
             return mesh.split(left, on_left), mesh.split(right, {}), mesh.split(out, on_out)
     features = numbers.input_feature_dimension, numbers.kernel_input_feature_dimension
-    if _has_three_axes((*of_left, *of_right, *of_out), mesh) and (of_left[features[0]] or of_right[features[1]]):
+    if mesh.has_three_axes((*of_left, *of_right, *of_out)) and (of_left[features[0]] or of_right[features[1]]):
         space = [*space[0], features[0]], [*space[1], features[1]], space[2]
     layouts = [mesh.whole(value, dims) for value, dims in zip((left, right, out), space, strict=True)]
     return layouts[0], layouts[1], layouts[2]
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A sum of products of two factors.
-
-    Attributes:
-        shared, summed: dims of the left factor -> dims of the right one: those that stay, and those that are summed over.
-        own_left, own_right: dims that only one factor has -> dims of the result.
-    """
-
-    left: Any
-    right: Any
-    out: Any
-    shared: Mapping[int, int]
-    summed: Mapping[int, int]
-    own_left: Mapping[int, int]
-    own_right: Mapping[int, int]
-
-
-def _product_layouts(operation: Any, of_left: _Split, of_right: _Split, of_out: _Split, mesh: _Mesh) -> tuple[Any, Any, Any] | None:
-    """Of a matrix product's factors and result; None where it needs none."""
-    numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-    left, right, out = *operation.operands, operation.results[0]
-    shared = dict(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
-    summed = dict(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True))
-    on_left = [dim for dim in range(len(of_left)) if dim not in shared and dim not in summed]
-    on_right = [dim for dim in range(len(of_right)) if dim not in shared.values() and dim not in summed.values()]
-    places = iter(range(len(shared), len(shared) + len(on_left) + len(on_right)))
-    own = [{dim: next(places) for dim in dims} for dims in (on_left, on_right)]
-    return _agreed(_Product(left, right, out, shared, summed, *own), of_left, of_right, of_out, mesh)
-
-
-def _agreed(product: _Product, of_left: _Split, of_right: _Split, of_out: _Split, mesh: _Mesh) -> tuple[Any, Any, Any] | None:
-    """Layouts of factors and result in which no axis has two parts to play; of the result None where any will do. See the Note."""
-    is_sum_split = any(of_left[dim] or of_right[other] for dim, other in product.summed.items())
-    if not is_sum_split or not _has_three_axes((*of_left, *of_right, *of_out), mesh):
-        return None
-    taken: set[str] = set()
-
-    def take(split: Sequence[str], but: Collection[str] = ()) -> Sequence[str]:
-        kept = [axis for axis in split if axis not in taken and axis not in but]
-        taken.update(kept)
-        return kept
-
-    is_left_larger = _size(product.left) >= _size(product.right)
-    on_left, on_right, on_out = dict[int, Sequence[str]](), dict[int, Sequence[str]](), dict[int, Sequence[str]]()
-    for place, (dim, other) in enumerate(product.shared.items()):
-        on_left[dim] = on_right[other] = on_out[place] = take(of_left[dim] if is_left_larger else of_right[other])
-    sides = [(of_left, product.own_left, on_left), (of_right, product.own_right, on_right)]
-    for (split, own, layout), (their_split, others, _) in (sides, sides[::-1]) if is_left_larger else (sides[::-1], sides):
-        # an axis that both have goes where the result has it
-        theirs = {axis for dim, place in others.items() for axis in their_split[dim] if axis in of_out[place]}
-        for dim, place in own.items():
-            layout[dim] = on_out[place] = take(split[dim], theirs)
-    for dim, other in product.summed.items():
-        larger, smaller = (of_left[dim], of_right[other]) if is_left_larger else (of_right[other], of_left[dim])
-        on_left[dim] = on_right[other] = take(larger) or take(smaller)
-    summed = {axis for dim in product.summed for axis in on_left[dim]}
-    follows = all(list(of_out[place][: len(axes)]) == list(axes) for place, axes in on_out.items())
-    more = {axis for place, axes in on_out.items() for axis in of_out[place][len(axes) :]}
-    are_all_split = summed and all(any(layout[dim] for dim in own) for _, own, layout in sides)
-    is_right = follows and more <= summed and not are_all_split
-    return mesh.split(product.left, on_left), mesh.split(product.right, on_right), None if is_right else mesh.split(product.out, on_out)
-
-
-def _has_three_axes(splits: Iterable[Sequence[str]], mesh: _Mesh) -> bool:
-    return len({axis for split in splits for axis in split if mesh.axes[axis] > 1}) > 2
-
-
-def _size(value: Any) -> int:
-    return math.prod(ir.RankedTensorType(value.type).shape)
 
 
 def _constrain_all(operation: Any, layouts: tuple[Any, Any, Any] | None) -> None:
@@ -351,7 +213,7 @@ def _is_plain(operation: Any) -> bool:
     return padding is None or all(int(low) >= 0 for low in np.array(ir.DenseIntElementsAttr(padding))[:, 0])
 
 
-def _chosen(split: _Split, dims: Iterable[int]) -> dict[int, Sequence[str]]:
+def _chosen(split: Split, dims: Iterable[int]) -> dict[int, Sequence[str]]:
     return {dim: split[dim] for dim in dims}
 
 
@@ -368,7 +230,7 @@ def _constrain_result(operation: Any, sharding: Any) -> None:
     result.replace_all_uses_except(constraint.result, constraint.operation)
 
 
-def _positions_in_question(operation: Any, mesh: _Mesh) -> list[int]:
+def _positions_in_question(operation: Any, mesh: ModuleMesh) -> list[int]:
     """The operands of which it must be known how they are split."""
     if operation.name == _CONVOLUTION:
         return [0, 1, _RESULT]
@@ -378,7 +240,7 @@ def _positions_in_question(operation: Any, mesh: _Mesh) -> list[int]:
     return [i for i in range(first, len(operation.operands)) if _dims_at_risk(operation, i, mesh)]
 
 
-def _dims_at_risk(operation: Any, position: int, mesh: _Mesh) -> list[int]:
+def _dims_at_risk(operation: Any, position: int, mesh: ModuleMesh) -> list[int]:
     """The dims of a scatter's indices or updates that name its rows and may be split into parts of unequal size."""
     numbers = stablehlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
     others = [numbers.index_vector_dim] if position == len(operation.operands) // 2 else numbers.update_window_dims
@@ -386,7 +248,7 @@ def _dims_at_risk(operation: Any, position: int, mesh: _Mesh) -> list[int]:
     return [dim for dim, size in enumerate(shape) if dim not in others and size % mesh.num_devices]
 
 
-def _keep_parts_equal(operation: Any, position: int, split: _Split, mesh: _Mesh) -> None:
+def _keep_parts_equal(operation: Any, position: int, split: Split, mesh: ModuleMesh) -> None:
     value = operation.operands[position]
     at_risk = _dims_at_risk(operation, position, mesh)
     shape = ir.RankedTensorType(value.type).shape
@@ -394,7 +256,7 @@ def _keep_parts_equal(operation: Any, position: int, split: _Split, mesh: _Mesh)
     _constrain(operation, position, mesh.partly(value, equal))
 
 
-def _keep_transform_whole(mesh: _Mesh, operation: Any, is_on_cpu: bool) -> None:
+def _keep_transform_whole(mesh: ModuleMesh, operation: Any, is_on_cpu: bool) -> None:
     count = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
     shapes = [ir.RankedTensorType(value.type).shape for value in (operation.operands[0], operation.results[0])]
     dims = range(len(shapes[0]) - count, len(shapes[0]))
@@ -419,7 +281,7 @@ def _row_major(value: Any) -> Any:
     return call
 
 
-def _said_by_propagation(module: Any, mesh: _Mesh, positions: Sequence[Sequence[int]]) -> list[list[_Split]]:
+def _said_by_propagation(module: Any, mesh: ModuleMesh, positions: Sequence[Sequence[int]]) -> list[list[Split]]:
     """How operands of convolutions and scatters are split; not at all where propagation says nothing, or several things.
 
     Args:
@@ -433,7 +295,7 @@ def _said_by_propagation(module: Any, mesh: _Mesh, positions: Sequence[Sequence[
             _ask(operation, position, value, len(ranks))
             ranks.append(ir.RankedTensorType(value.type).rank)
     passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
-    said: dict[int, set[_Split]] = {}
+    said: dict[int, set[Split]] = {}
     for operation in _operations(copy, "stablehlo.custom_call"):
         if operation.attributes["call_target_name"].value == _ASKED:
             said.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, mesh))
@@ -457,7 +319,7 @@ def _ask(operation: Any, position: int, value: Any, number: int) -> None:
         operation.operands[position] = call.results[0]
 
 
-def _split_of_result(operation: Any, mesh: _Mesh) -> _Split:
+def _split_of_result(operation: Any, mesh: ModuleMesh) -> Split:
     """The axes of each dim; none of a dim that an axis splits in part, or where the mesh is another one."""
     rank = ir.RankedTensorType(operation.results[0].type).rank
     if "sdy.sharding" not in operation.attributes:

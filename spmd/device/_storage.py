@@ -25,7 +25,7 @@ from jax import lax
 
 import mesh
 from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
-from spmd.base._errors import DroppedValueError, SpmdError, message
+from spmd.base._errors import DroppedValueError, SpmdError, TraceAgain, message
 from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
@@ -40,7 +40,34 @@ META = DispatchKeySet(DispatchKey.Meta)
 
 
 class Recorder(Protocol):
-    """Told of what a program that is traced reads and writes, and asked for what it gets from the host."""
+    """Told of what a program that is traced reads and writes, and asked for what it gets from the host.
+
+    The trace has one (`trace/_buffer_use`), each of its parts one inside that (`trace/_part`).
+
+    Attributes:
+        words: the random state at the start; a recomputation has others.
+        scalars: what `once` computed.
+        finite: (name, 0-dim flag) of what ran and is to be looked at after the call.
+        platform, reduce_dtype: see `trace_setting`.
+        axes: of the mesh of a manual region; None outside one.
+    """
+
+    words: Any
+
+    @property
+    def scalars(self) -> dict[Any, Any]: ...
+
+    @property
+    def finite(self) -> list[tuple[str, Any]]: ...
+
+    @property
+    def platform(self) -> str | None: ...
+
+    @property
+    def reduce_dtype(self) -> Any: ...
+
+    @property
+    def axes(self) -> tuple[str, ...] | None: ...
 
     def born(self, buffer: Buffer) -> None: ...
 
@@ -48,7 +75,12 @@ class Recorder(Protocol):
 
     def will_write(self, buffer: Buffer) -> None: ...
 
-    def is_state(self, array: Any) -> bool: ...
+    def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
+        """What would show that `copy` is no view of `base` raises `why`."""
+
+    def is_state(self, array: Any) -> bool:
+        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
+        ...
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
         """The input that a CPU tensor stands for, or None."""
@@ -64,8 +96,11 @@ class Recorder(Protocol):
         """Words of the random state, and the count of the default stream's draws that belongs to them."""
         ...
 
-    @property
-    def scalars(self) -> dict[Any, Any]: ...
+    def ran(self, module: torch.nn.Module) -> None:
+        """A module runs, itself or in the shape of another."""
+
+    def reduce_in(self, dtype: Any) -> None:
+        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
 
 
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
@@ -210,7 +245,8 @@ def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdErro
 
 def trace_setting(what: str) -> Any:
     """What the program being traced says of itself (see `Lowering.told`): "platform", "reduce_dtype"; None outside a trace."""
-    return getattr(recording.get(), what, None)
+    recorder = recording.get()
+    return None if recorder is None else getattr(recorder, what)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ Note [One call]
         trace/_remade.py Remade.take                what leaves the trace, down to tensors, numbers and what was there before
         trace/_results.py Results.outputs           which results are values of the program, arguments, state, constants
         trace/_gradients.py Gradients.collect       the gradients that the function left
-        trace/_buffer_use.py Recorder.put_back      every buffer as it was
+        trace/_buffer_use.py TraceRecorder.put_back every buffer as it was
         trace/_capture.py _Trace.guards             what the trace baked in
         _program.py Program._lower                  jax.jit with donation and shardings, compiled
         reuse/_shelf.py Shelf.put                   kept

@@ -82,11 +82,10 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 def sum_gradients_wide(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
     """Tell the program being traced, if there is one, to sum gradients in `reduce_dtype` where that is wider than `param_dtype`."""
-    recorder: Any = recording.get()
+    recorder = recording.get()
     if recorder is None or param_dtype is None or reduce_dtype is None or reduce_dtype.itemsize <= param_dtype.itemsize:
         return
-    if hasattr(recorder, "reduce_in"):  # a manual region sums by itself
-        recorder.reduce_in(to_numpy_dtype(reduce_dtype))
+    recorder.reduce_in(to_numpy_dtype(reduce_dtype))
 
 
 _active: ContextVar[tuple[tuple[torch.nn.Module, MixedPrecisionPolicy], ...]] = ContextVar("modules that compute by a policy", default=())

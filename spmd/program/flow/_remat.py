@@ -140,7 +140,7 @@ def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` as a recomputation: it draws the same numbers again instead of keeping them, a dropout mask is as large as what it masks."""
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        recorder: Any = recording.get()
+        recorder = recording.get()
         if recorder is None:
             return fn(*args, **kwargs)
         words = recorder.words

@@ -10,55 +10,50 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
 
 from spmd.device._arrays import padded
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, recording
-from spmd.program.trace._buffer_use import DROPPED_VALUE, Recorder
+from spmd.program.trace._buffer_use import DROPPED_VALUE
+from spmd.program.trace._part import Part
 
 
-@dataclass
-class Round:
+class Round(Part):
     """Recorder of one part of a trace.
 
     Attributes:
-        trace: the recorder around it.
-        words: the random state at its start.
+        newborn: buffers made in it.
         seen: each buffer from before that it read or wrote, with the value from before.
         written: buffers from before that it wrote, in order.
         draws: how many random numbers it drew; known once it is over.
     """
 
-    trace: Any
-    words: Any
-    start_draws: int
-    newborn: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
-    seen: dict[Buffer, Any] = field(default_factory=dict[Buffer, Any])
-    written: dict[Buffer, None] = field(default_factory=dict[Buffer, None])
-    draws: int = 0
+    def __init__(self, words: Any, start_draws: int) -> None:
+        super().__init__(words, start_draws)
+        self.newborn: weakref.WeakSet[Buffer] = weakref.WeakSet()
+        self.seen: dict[Buffer, Any] = {}
+        self.written: dict[Buffer, None] = {}
+        self.draws = 0
 
     def born(self, buffer: Buffer) -> None:
         self.newborn.add(buffer)
-        self.trace.born(buffer)
+        super().born(buffer)
 
     def read(self, buffer: Buffer) -> None:
-        self.trace.read(buffer)
+        super().read(buffer)
         self._see(buffer)
 
     def will_write(self, buffer: Buffer) -> None:
-        self.trace.will_write(buffer)
+        super().will_write(buffer)
         if buffer not in self.newborn:
             self._see(buffer)
             self.written[buffer] = None
 
-    def expect(self, flag: Any, check: Any) -> bool:
-        """No flag made here can leave it."""
-        return False
-
     def random_state(self) -> tuple[Any, int]:
-        return self.words, self.start_draws
+        return super().random_state() if self.axes is None else self.outer.random_state()
 
     def hold(self, values: Mapping[Buffer, Any]) -> None:
         """Let buffers from before have these values inside the round."""
@@ -70,9 +65,6 @@ class Round:
         if buffer not in self.seen and buffer not in self.newborn:
             self.seen[buffer] = buffer.value
             buffer.reads.clear()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.trace, name)
 
     def put_back(self) -> None:
         """Buffers from before the round have their values again; those born in it have none."""
@@ -92,14 +84,16 @@ def stored_value(buffer: Buffer) -> Any:
     return padded(value, buffer.annotation.to_jax())
 
 
+RoundT = TypeVar("RoundT", bound=Round)
+
+
 @contextmanager
-def one_round(words: Any, kind: type[Round] = Round) -> Generator[Round]:
+def one_round(words: Any, kind: type[RoundT] = Round) -> Generator[RoundT]:
     """Record one round whose random state is `words`; afterwards the count of draws, and the trace around it, if any, is as before."""
     start = default_stream.draws
-    trace: Any = recording.get() or Recorder(words, {}, start, {})
-    round_ = kind(trace, words, start)
-    token = recording.set(round_)  # pyright: ignore[reportArgumentType]
-    num_flags = len(trace.finite)
+    round_ = kind(words, start)
+    token = recording.set(round_)
+    num_flags = len(round_.finite)
     try:
         yield round_
     finally:
@@ -107,12 +101,15 @@ def one_round(words: Any, kind: type[Round] = Round) -> Generator[Round]:
         round_.put_back()
         round_.draws = default_stream.draws - start
         default_stream.draws = start
-        del trace.finite[num_flags:]  # flags of modules that ran inside cannot leave it
+        del round_.finite[num_flags:]  # flags of modules that ran inside cannot leave it
 
 
 def words_now() -> Any:
     """The random state at this point of the trace."""
-    recorder: Any = recording.get()
+    recorder = recording.get()
+    assert recorder is not None
+    if recorder.axes is not None:  # in a region nothing draws, so any will do
+        return jnp.asarray(default_stream.words())
     words, start = recorder.random_state()
     return advanced(words, default_stream.draws - start)
 

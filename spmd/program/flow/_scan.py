@@ -79,7 +79,7 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any 
     state = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed]
     _require_alike(state)
     _require_same_settings(listed)
-    recorder: Any = recording.get()
+    recorder = recording.get()
     if recorder is None or len(listed) == 1 or not state[0]:
         for layer in listed:
             input_data = layer(input_data)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import torch
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
-from spmd.base._errors import TraceError, message
+from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._jax import eval_jaxpr
 from spmd.base._torch import device_dtype_check_for_fused
 from spmd.device._arrays import padded, padded_shape
@@ -315,7 +315,7 @@ class _StateComplete(Exception):
 
 
 class _InitialStateRecorder:
-    """Recorder of a birth trace: the first value that each new buffer gets.
+    """Recorder of the trace of an optimizer's first step: the first value that each new buffer gets.
 
     torch's own optimizers make a group's whole state before they use it, so their trace ends at the first write to anything
     that existed before, once every parameter of `missing` has state.
@@ -325,7 +325,10 @@ class _InitialStateRecorder:
         self.first: dict[Buffer, Any] = {}
         self.before: dict[Buffer, tuple[Any, Any]] = {}
         self.existing: set[int] = set()  # ids of the arrays that were read and not made here
+        self.words: Any = None
         self.scalars: dict[Any, Any] = {}
+        self.finite: list[tuple[str, Any]] = []
+        self.platform = self.reduce_dtype = self.axes = None
         self._state = optimizer.state
         self._waiting_for = missing if type(optimizer).__module__.startswith("torch.optim.") else []
 
@@ -345,6 +348,15 @@ class _InitialStateRecorder:
         if buffer not in self.first:
             self.before.setdefault(buffer, (buffer.value, buffer.host))
 
+    def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
+        raise why()
+
+    def ran(self, module: torch.nn.Module) -> None:
+        """Nothing: the trace of the whole function is told."""
+
+    def reduce_in(self, dtype: Any) -> None:
+        """Nothing: gradients are given."""
+
     def is_state(self, array: Any) -> bool:
         """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
         return True
@@ -359,7 +371,7 @@ class _InitialStateRecorder:
         """Values are not known here: nothing is checked."""
         return True
 
-    def random_state(self) -> Any:
+    def random_state(self) -> tuple[Any, int]:
         raise TraceError("the optimizer draws random numbers while it creates its state")
 
 

@@ -50,7 +50,7 @@ def read_at(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
         return None
     found = tensor.index_select(0, rows)
     found = found[0].clone() if type(key) is Varying else found
-    recorder: Any = recording.get()
+    recorder = recording.get()
     if recorder is not None:
         recorder.is_copy_of(buffer_of(tensor), buffer_of(found), ViewNeeded)
     return found

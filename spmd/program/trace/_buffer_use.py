@@ -22,8 +22,12 @@ DROPPED_VALUE = (
 
 
 @dataclass
-class Recorder:
-    """The trace's ears: births, reads and writes of buffers, host reads, random draws."""
+class TraceRecorder:
+    """The `Recorder` of a whole trace: births, reads and writes of buffers, host reads, random draws.
+
+    Attributes:
+        on_run: told of each module that runs.
+    """
 
     words: Any
     host_inputs: dict[Any, Any]
@@ -42,7 +46,7 @@ class Recorder:
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     checks: list[tuple[Check, Any]] = field(default_factory=list[tuple[Check, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
-    ran: Callable[[torch.nn.Module], None] = lambda module: None  # told of a module that runs in the shape of another
+    on_run: Callable[[torch.nn.Module], None] = lambda module: None
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     unwritable: weakref.WeakKeyDictionary[Buffer, type[TraceAgain]] = field(
         default_factory=weakref.WeakKeyDictionary[Buffer, type[TraceAgain]]
@@ -53,6 +57,7 @@ class Recorder:
     stale: weakref.WeakSet[Buffer] = field(default_factory=weakref.WeakSet[Buffer])
     reduce_dtype: Any = None
     platform: str | None = None
+    axes: tuple[str, ...] | None = None
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -89,8 +94,10 @@ class Recorder:
         self.touched.setdefault(buffer, (buffer.value, buffer.host))
         self.written[buffer] = None
 
+    def ran(self, module: torch.nn.Module) -> None:
+        self.on_run(module)
+
     def is_state(self, array: Any) -> bool:
-        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
         return id(array) in self.reads
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
@@ -109,12 +116,10 @@ class Recorder:
         return self.words, self.start_draws
 
     def expect(self, flag: Any, check: Check) -> bool:
-        """Let the program check that `flag` is not set; False where it cannot."""
         self.checks.append((check, flag))
         return True
 
     def reduce_in(self, dtype: Any) -> None:
-        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
         if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:
             self.reduce_dtype = dtype
 
@@ -133,4 +138,4 @@ class Recorder:
                 buffer.reads.clear()
 
 
-__all__ = ["DROPPED_VALUE", "Recorder"]
+__all__ = ["DROPPED_VALUE", "TraceRecorder"]

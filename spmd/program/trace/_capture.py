@@ -38,7 +38,7 @@ from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
 from spmd.program.trace._arguments import ArgumentContainers, bind
-from spmd.program.trace._buffer_use import Recorder
+from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of, no_host_random, no_host_writes
 from spmd.program.trace._memory import Memory
@@ -228,7 +228,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
     )
 
 
-def _copies(recorder: Recorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Buffer]:
+def _copies(recorder: TraceRecorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Buffer]:
     """Counters that were read as their leader, each with it: those that were written have the leader's new value."""
     results = dict(zip(recorder.written, jaxpr.outvars[num_outputs:], strict=False))
     if any(results.get(b) is not results.get(its) for b, its in recorder.leaders.items()):
@@ -264,7 +264,7 @@ class _Trace:
     counters: dict[Buffer, Any]
     platform: str
     fixes_indices: bool
-    recorder: Recorder | None = None
+    recorder: TraceRecorder | None = None
     arguments: frozenset[Buffer] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     nodes: list[Node] = field(default_factory=list[Node])
@@ -286,7 +286,7 @@ class _Trace:
         self.arguments = frozenset(buffers[len(shapes) :])
         values = [*shapes, *values]
         inputs = dict(zip(map(identity_of, hosts), values[len(buffers) :], strict=True))
-        recorder = self.recorder = Recorder(words, inputs, default_stream.draws, self.counters, platform=self.platform)
+        recorder = self.recorder = TraceRecorder(words, inputs, default_stream.draws, self.counters, platform=self.platform)
         token = recording.set(recorder)
         try:
             for buffer, value in zip(buffers, values, strict=False):
@@ -348,7 +348,7 @@ class _Trace:
         ignored = {id(o) for optimizer in self.found.optimizers for o in (optimizer.state, *optimizer.state.values())}
         return names, owners, ignored | self.containers.ids | replaced_counts(modules)
 
-    def _outputs(self, result: Any, recorder: Recorder) -> list[Any]:
+    def _outputs(self, result: Any, recorder: TraceRecorder) -> list[Any]:
         flat = self._taken_apart(result)
         for value in flat:
             if is_device_tensor(value) and (why := recorder.unwritable.get(buffer_of(value))) is not None:
@@ -374,12 +374,12 @@ class _Trace:
         self.nodes, self.refs = taken.nodes, refs
         return taken.leaves
 
-    def slots(self, recorder: Recorder) -> dict[Buffer, torch.Tensor]:
+    def slots(self, recorder: TraceRecorder) -> dict[Buffer, torch.Tensor]:
         """The gradients that a call takes from their leaves."""
         fixed = {buffer_of(t) for t in self.found.device_tensors()} | self.arguments
         return self.gradients.slots(recorder.touched.__contains__, fixed)
 
-    def guards(self, recorder: Recorder, held: Sequence[Held]) -> Guards:
+    def guards(self, recorder: TraceRecorder, held: Sequence[Held]) -> Guards:
         """Everything the trace baked in."""
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]

@@ -23,7 +23,7 @@ from spmd.program.find._discover import Reachable
 from spmd.program.trace._way import Way
 
 if TYPE_CHECKING:
-    from spmd.program.trace._buffer_use import Recorder
+    from spmd.program.trace._buffer_use import TraceRecorder
 
 
 class Undiscovered(TraceAgain):
@@ -38,7 +38,7 @@ class Undiscovered(TraceAgain):
 
 
 @contextmanager
-def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generator[None]:
+def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Generator[None]:
     """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
     names = {id(module): name for name, module in found.all_modules()}
     known = {buffer_of(t) for t in found.device_tensors()}
@@ -78,7 +78,7 @@ def watching(recorder: Recorder, found: Reachable, debug_nans: bool) -> Generato
             raise Undiscovered(optimizer)
         recorder.stepped.append(optimizer)
 
-    recorder.ran = ran
+    recorder.on_run = ran
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),

@@ -1,0 +1,83 @@
+"""The recorder of a part of a trace, inside the recorder of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd.base._errors import TraceAgain
+from spmd.device._checks import Check
+from spmd.device._storage import Buffer, Recorder, recording
+from spmd.program.trace._buffer_use import TraceRecorder
+
+
+class Part:
+    """What a kind of part does not do otherwise is told to the recorder around it, and asked of that.
+
+    Attributes:
+        outer: the recorder around it; where nothing is traced around it, one whose notes nobody reads.
+        words: the random state at its start.
+    """
+
+    def __init__(self, words: Any, start_draws: int) -> None:
+        self.words = words
+        self.start_draws = start_draws
+        self.outer: Recorder = recording.get() or TraceRecorder(words, {}, start_draws, {})
+
+    @property
+    def scalars(self) -> dict[Any, Any]:
+        return self.outer.scalars
+
+    @property
+    def finite(self) -> list[tuple[str, Any]]:
+        return self.outer.finite
+
+    @property
+    def platform(self) -> str | None:
+        return self.outer.platform
+
+    @property
+    def reduce_dtype(self) -> Any:
+        return self.outer.reduce_dtype
+
+    @property
+    def axes(self) -> tuple[str, ...] | None:
+        return self.outer.axes
+
+    def born(self, buffer: Buffer) -> None:
+        self.outer.born(buffer)
+
+    def read(self, buffer: Buffer) -> None:
+        self.outer.read(buffer)
+
+    def will_write(self, buffer: Buffer) -> None:
+        self.outer.will_write(buffer)
+
+    def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
+        self.outer.is_copy_of(base, copy, why)
+
+    def is_state(self, array: Any) -> bool:
+        return self.outer.is_state(array)
+
+    def host_argument(self, tensor: torch.Tensor) -> Any:
+        return self.outer.host_argument(tensor)
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        self.outer.host_read(tensor)
+
+    def expect(self, flag: Any, check: Check) -> bool:
+        """No flag made here can leave it."""
+        return False
+
+    def random_state(self) -> tuple[Any, int]:
+        return self.words, self.start_draws
+
+    def ran(self, module: torch.nn.Module) -> None:
+        self.outer.ran(module)
+
+    def reduce_in(self, dtype: Any) -> None:
+        self.outer.reduce_in(dtype)
+
+
+__all__ = ["Part"]
