@@ -16,10 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions bench torchax ops models layouts fuzz docs faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance bench torchax ops models layouts fuzz docs faults endurance clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything installed (does nothing when up to date)
 
@@ -87,6 +87,11 @@ TRIALS ?=
 versions: setup ## a subset of the tests with each supported torch and jax, in environments of their own (20 GB the first time)
 	@$(PY) -m benchmarks.versions --workers $(WORKERS)
 
+# What those tests only import, in a folder of its own: beside torchvision transformers does not load on a CPU build of torch.
+conformance: setup ## torch_xla's own tests and examples, unedited, from a checkout: make conformance XLA=path (an hour)
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv-conformance absl-py==2.5.1 torchvision==0.28.0
+	@$(PY) -m benchmarks.conformance $(XLA)
+
 faults: setup ## what a job survives: faults thrown at it, an hour; TRIALS of each if given (network faults where root may make namespaces)
 	@$(PY) benchmarks/faults.py $(if $(TRIALS),--trials $(TRIALS))
 
@@ -95,5 +100,5 @@ endurance: setup ## loops that read nothing on many virtual devices, and 10,000 
 	@$(PY) benchmarks/days.py
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mesh._mesh_errors import DeviceError, message
 
@@ -37,3 +39,29 @@ def torch_xla_environment() -> TorchXlaEnvironment:
         num_cpu_devices=None if count is None else int(count),
         auto_sharding=os.environ.get("XLA_AUTO_SPMD", "0") not in ("", "0", "false"),
     )
+
+
+def check_env_flag(name: str, default: str = "") -> bool:
+    """Whether a variable is "true" or a positive number, as torch_xla reads its flags."""
+    flag = os.environ.get(name, default)
+    return flag == "true" or (flag.isdigit() and int(flag) > 0)
+
+
+def getenv_as(name: str, type: Callable[[Any], Any], defval: Any = None) -> Any:
+    """A variable as a `type` (a bool is written as a number), or `defval` if it is not set."""
+    text = os.environ.get(name)
+    if text is None:
+        return defval
+    return bool(int(text)) if type is bool else type(text)
+
+
+def set_spmd_flags(auto: bool = False) -> None:
+    """What torch_xla's `use_spmd` leaves in the environment for programs that look there."""
+    os.environ["XLA_USE_SPMD"] = "1"
+    if auto:
+        os.environ["XLA_AUTO_SPMD"] = "1"
+
+
+def master_address() -> str:
+    """Host of the process that the others of the job come together at: `MASTER_ADDR`, or "localhost"."""
+    return os.environ.get("MASTER_ADDR", "localhost")

@@ -23,8 +23,16 @@
     |   +-- PeerError                                  a contender of a benchmark failed
     |   +-- AnnotationError (RuntimeError)             torch_xla's errors, where programs rely on them
     |   +-- CollectiveError (NotImplementedError)
-    |   +-- LaunchError (NotImplementedError)
     |   +-- NoShardingError (ValueError)
+    |   +-- NoLayoutError (ValueError)
+    |   +-- ScanError (ValueError)
+    |   +-- MicroBatchError (ValueError)
+    |   +-- ReplicaCountError (ValueError)
+    |   +-- MutationError (AssertionError)
+    |   +-- NoSeedError (AssertionError)
+    |   +-- KernelError (AssertionError)
+    |   +-- BackendError (AssertionError)
+    |   +-- WrapError (RuntimeError)
     +-- TraceAgain                                     no error: the trace starts again, otherwise
         +-- UnequalCounters                            ... with counters lifted
         +-- NumbersNeeded                              ... with Python numbers as constants

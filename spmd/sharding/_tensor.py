@@ -42,12 +42,16 @@ class XLAShardedTensor(torch.Tensor):
 
     _lay_out: Any  # (tensor, mesh or mesh shape, spec or placements); set where specs are known, a floor above
 
-    def __new__(cls, elem: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> XLAShardedTensor:
+    def __new__(
+        cls, elem: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None, *, requires_grad: bool | None = None
+    ) -> XLAShardedTensor:
         """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one.
 
         With `mesh_shape` (a mesh, or the shape of one over all devices) and `partition_spec` (a spec, or DTensor placements) it is
-        marked too.
+        marked too. `requires_grad` makes it a leaf of its own that does or does not.
         """
+        if requires_grad is not None:
+            elem = elem.detach().requires_grad_(requires_grad)
         moved = elem if elem.device.type == "jax" else elem.detach().to("jax")
         plain = moved.as_subclass(torch.Tensor)
         made = become_sharded(plain.detach().requires_grad_(elem.requires_grad) if elem.is_leaf else plain)

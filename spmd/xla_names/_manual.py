@@ -37,6 +37,11 @@ class ManualTensor(XLAShardedTensor):
     def sharding_type(self) -> ShardingType:
         return ShardingType.MANUAL
 
+    @property
+    def global_tensor(self) -> ManualTensor:
+        """The tensor itself: there is no global one, and a plain tensor on its storage would pass for that."""
+        return self
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mesh = _meet([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)

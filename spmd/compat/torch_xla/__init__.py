@@ -15,10 +15,21 @@ import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
-from mesh import AcceleratorIdle, Mesh, MeshError, ShardingSpec, virtual_devices
-from mesh.launch._xla_environment import torch_xla_environment
+from mesh import AcceleratorIdle, Mesh, MeshError, virtual_devices
+from mesh.launch._xla_environment import set_spmd_flags, torch_xla_environment
 from spmd.base._errors import DeviceSlotError, message
-from spmd.compat.torch_xla import _debug_metrics, _device_names, _module_table, _tensor_views
+from spmd.compat.torch_xla import (
+    _attention_kernels,
+    _debug_metrics,
+    _device_names,
+    _dtensor_specs,
+    _meshes,
+    _missing,
+    _module_table,
+    _process_groups,
+    _sharding_ops,
+    _tensor_views,
+)
 from spmd.xla_names._mode import use_spmd
 
 _installed: list[ExitStack] = []
@@ -49,9 +60,16 @@ def install() -> None:
         made = _module_table.modules()
         sys.modules.update(made)
         stack.callback(lambda: [sys.modules.pop(name, None) for name in made])
+        _missing.enter(stack)
+        _sharding_ops.register()
+        _attention_kernels.register()
+        _process_groups.register()
+        set_spmd_flags()
         _tensor_views.enter(stack)
+        _dtensor_specs.enter(stack)
         _extend_meshes(stack)
         _device_names.enter(stack)
+        _debug_metrics.enter(stack)
         _installed.append(stack.pop_all())
 
 
@@ -88,7 +106,7 @@ def _extend_meshes(stack: ExitStack) -> None:
     bases = MeshError.__bases__
     MeshError.__bases__ = (*bases, AssertionError)
     stack.callback(setattr, MeshError, "__bases__", bases)
-    for name, method in (("get_op_sharding", ShardingSpec), ("get_jax_mesh", Mesh.to_jax)):
+    for name, method in (("get_op_sharding", _meshes.op_sharding), ("get_jax_mesh", Mesh.to_jax)):
         setattr(Mesh, name, (lambda make: lambda self, *spec: make(self, *spec))(method))
         stack.callback(delattr, Mesh, name)
 

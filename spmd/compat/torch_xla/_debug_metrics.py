@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import jax
 
 from spmd.base import _counters
+from spmd.device import _adapter, _whole
 
 # torch_xla's metric -> (our counter of samples, our counter of the accumulated amount)
 _AMOUNTS = {"OutboundData": ("uploads", "upload_bytes"), "InboundData": ("host_reads", "download_bytes")}
 _ALSO = {"TransferToDeviceTime": "OutboundData", "TransferFromDeviceTime": "InboundData"}
+# torch_xla's counter -> ours. Every program here runs over all the devices that its values lie on, which is its "replicated" execution.
+_COUNTERS = {"VirtualDeviceUsage": ("uploads",), "ExecuteReplicated": ("operations", "programs")}
+# torch_xla's metric of executions -> our counters; how long they take nobody waits for, so there is a number and no time
+_EXECUTIONS = {"EagerOpExecuteTime": ("operations",), "ExecuteTime": ("programs",), "ExecuteReplicatedTime": ("operations", "programs")}
 _compilations: list[tuple[float, float]] = []  # (time, seconds) of each
 _total = [0]
 
@@ -26,6 +34,28 @@ def listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(on_event)
 
 
+def enter(stack: ExitStack) -> None:
+    """Count eager operations until `stack` closes."""
+    modules: tuple[Any, ...] = (_adapter, _whole)
+    for module in modules:
+        original = module.note_operation
+        module.note_operation = _counted(original)
+        stack.callback(setattr, module, "note_operation", original)
+
+
+def _counted(note: Callable[[Any], None]) -> Callable[[Any], None]:
+    def note_operation(out: Any) -> None:
+        _counters.count("operations")
+        note(out)
+
+    return note_operation
+
+
+def note_program() -> None:
+    """A compiled function was called."""
+    _counters.count("programs")
+
+
 def num_compilations() -> int:
     """Programs compiled since the modules were installed."""
     return _total[0]
@@ -33,17 +63,20 @@ def num_compilations() -> int:
 
 def counter_names() -> list[str]:
     """Counters that are not zero."""
-    return sorted(_counters.snapshot())
+    counts = _counters.snapshot()
+    return sorted([*counts, *(theirs for theirs, ours in _COUNTERS.items() if any(name in counts for name in ours))])
 
 
 def counter_value(name: str) -> int | None:
     """A counter's value, or None if nothing was counted."""
-    return _counters.snapshot().get(name)
+    counts = _counters.snapshot()
+    found = [counts[ours] for ours in _COUNTERS.get(name, (name,)) if ours in counts]
+    return sum(found) if found else None
 
 
 def metric_names() -> list[str]:
     """Metrics with samples."""
-    return [name for name in ("CompileTime", *_AMOUNTS, *_ALSO) if metric_data(name) is not None]
+    return [name for name in ("CompileTime", *_AMOUNTS, *_ALSO, *_EXECUTIONS) if metric_data(name) is not None]
 
 
 def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
@@ -54,6 +87,10 @@ def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | Non
             if _compilations
             else None
         )
+    if name in _EXECUTIONS:
+        counts = _counters.snapshot()
+        total = sum(counts.get(ours, 0) for ours in _EXECUTIONS[name])
+        return (total, 0.0, []) if total else None
     samples, amount = _AMOUNTS.get(_ALSO.get(name, name), ("", ""))
     counts = _counters.snapshot()
     return (counts[samples], counts.get(amount, 0), []) if samples in counts else None

@@ -23,6 +23,8 @@ XLA = torch.device("xla", 0)
 _TYPE = "xla"
 _DEVICE: Any = torch.Tensor.device
 _IS_XLA: Any = torch.Tensor.is_xla  # pyright: ignore[reportAttributeAccessIssue]
+# torch_xla takes classes that are written as floats, which PyTorch refuses
+_TAKE_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 _SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
 
 
@@ -51,11 +53,19 @@ class XlaDeviceMode(TorchFunctionMode):
             args = (args[0], translated(args[1]), *args[2:])
         elif any(isinstance(arg, torch.device) for arg in args) and func is not torch.device:
             args = tuple(translated(arg) if isinstance(arg, torch.device) else arg for arg in args)
+        if func in _TAKE_CLASSES:
+            args, kwargs = _with_classes(*args, **(kwargs or {}))
         result: Any = func(*args, **(kwargs or {}))
         return result.replace("device='jax:0'", "device='xla:0'") if func in _SHOWN else result
 
 
 mode = XlaDeviceMode()
+
+
+def _with_classes(input: Any, target: Any, *rest: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a loss of classes, the classes as integers; probabilities have as many dims as the input and stay."""
+    is_written_so = isinstance(target, torch.Tensor) and target.is_floating_point() and target.dim() < input.dim()
+    return (input, target.long() if is_written_so and target.device.type == "jax" else target, *rest), options
 
 
 def enter(stack: ExitStack) -> None:

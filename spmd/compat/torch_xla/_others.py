@@ -11,9 +11,8 @@ import torch
 import torch.utils.checkpoint as torchs_checkpoint
 from torch import nn
 
-from spmd.compat.torch_xla import _device_names
+from spmd.compat.torch_xla import _debug_metrics, _device_names
 from spmd.compat.torch_xla._step_ends import mark_step
-from spmd.device._call_jax import call_jax as call_jax
 from spmd.xla_names._device_loader import MpDeviceLoader as OurLoader
 from spmd.xla_names._fsdp_v2 import recursive_wrap as recursive_wrap
 
@@ -62,19 +61,6 @@ class _InMode:
 _END = object()
 
 
-class SampleGenerator:
-    """The same sample `sample_count` times: input for benchmarks."""
-
-    def __init__(self, data: Any, sample_count: int) -> None:
-        self._data, self._count = data, sample_count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self._data] * self._count)
-
-
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint` without reentrance, recomputed behind a barrier in compiled steps."""
     return torchs_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -112,10 +98,21 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 
 class Trace(jax.profiler.TraceAnnotation):
-    """A name for a part of the program in profiles."""
+    """A name for a part of the program in profiles: of what Python does, and of the operations that a compiled function makes there."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(name, **kwargs)
+        self._name = name
+
+    def __enter__(self) -> Any:
+        self._scope: Any = jax.named_scope(self._name)
+        self._scope.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        result = super().__exit__(*error)
+        self._scope.__exit__(*error)
+        return result
 
 
 class StepTrace(jax.profiler.StepTraceAnnotation):
@@ -146,6 +143,21 @@ class autocast(torch.autocast):
         super().__init__("jax", dtype=dtype or torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled)
 
 
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` on the device."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        use_zero_grad: bool = False,
+    ) -> None:
+        super().__init__("jax", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+
 def eager_mode(enable: bool) -> None:
     """Nothing: operations always run when they are called."""
 
@@ -167,7 +179,9 @@ def extract_compiled_graph(graph: Any, args: Any) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         try:
             with torch.no_grad():
-                return pure(*inputs)
+                result = pure(*inputs)
+            _debug_metrics.note_program()
+            return result
         except TraceError:
             return graph.forward(*inputs)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, TraceError, message
+from spmd.compat.torch_xla import _debug_metrics
 from spmd.compat.torch_xla import _xla_model as xm
 from spmd.compat.torch_xla._device_names import XLA
+from spmd.compat.torch_xla._replicas import spawn
 from spmd.compat.torch_xla._step_ends import mark_step as sync
 from spmd.program._step import Step
 from spmd.program._step import compile as compile_step
@@ -80,7 +82,12 @@ def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None)
 
     @functools.wraps(f, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
+        try:
+            result = step(*args, **kwargs)
+        except TraceError as error:
+            what = "Unexpected execution happens inside the compiled function, exiting"
+            raise TraceError(f"{what}\n{error}") from error
+        _debug_metrics.note_program()
         if limit is not None and step.num_executables > limit:
             raise SpmdError(
                 message(
@@ -102,13 +109,5 @@ def step() -> _Region:
 
 
 def launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), start_method: str = "spawn", debug_single_process: bool = False) -> None:
-    """Refused, as torch_xla refuses it under SPMD.
-
-    Raises:
-        LaunchError: always (a NotImplementedError).
-    """
-    raise LaunchError(message("launch function does not support SPMD at this time", "one process drives all devices", fix="fn(0, *args)"))
-
-
-class LaunchError(SpmdError, NotImplementedError):
-    """A process per device was asked for."""
+    """`fn(0, *args)`, once: see `xla_multiprocessing.spawn`."""
+    spawn(fn, args)

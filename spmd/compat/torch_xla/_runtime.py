@@ -8,15 +8,34 @@ import jax
 
 from mesh import DeviceError, device_attributes, device_count, virtual_devices
 from mesh import devices as all_devices
-from mesh.launch._xla_environment import torch_xla_environment
+from mesh.launch._xla_environment import check_env_flag, master_address, set_spmd_flags, torch_xla_environment
 from spmd.compat.torch_xla._debug_metrics import num_compilations
 from spmd.compat.torch_xla._device_names import XLA
-from spmd.xla_names._mode import is_spmd as is_spmd
-from spmd.xla_names._mode import use_spmd as use_spmd
+from spmd.xla_names import _mode
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> Any:
     return XLA
+
+
+def use_spmd(auto: bool = False) -> None:
+    """Nothing but `XLA_USE_SPMD=1`, for who looks there: one process always drives all devices.
+
+    Raises:
+        SpmdError: `auto` is true.
+    """
+    _mode.use_spmd(auto)
+    set_spmd_flags()
+
+
+def is_spmd() -> bool:
+    """True, unless the program itself took `XLA_USE_SPMD` out of the environment."""
+    return check_env_flag("XLA_USE_SPMD")
+
+
+def get_master_ip() -> str:
+    """Address of process 0."""
+    return master_address()
 
 
 def device_type() -> str:

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from mesh import HybridMesh as HybridMesh
-from mesh import Mesh as Mesh
 from mesh import ShardingSpec as ShardingOnMesh
 from mesh import ShardingType as ShardingType
 from spmd.base._errors import SpmdError, message
+from spmd.compat.torch_xla._dtensor_specs import wrap_as_sharded_tensor as wrap_as_sharded_tensor
+from spmd.compat.torch_xla._meshes import HybridMesh as HybridMesh
+from spmd.compat.torch_xla._meshes import Mesh as Mesh
+from spmd.compat.torch_xla._meshes import get_1d_mesh as get_1d_mesh
+from spmd.compat.torch_xla._meshes import op_sharding
 from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.sharding import _annotate
 from spmd.sharding._annotate import wrap_if_sharded as wrap_if_sharded
@@ -25,7 +28,6 @@ from spmd.xla_names._distribute import xla_distribute_tensor as xla_distribute_t
 from spmd.xla_names._functional import annotate_custom_sharding as annotate_custom_sharding
 from spmd.xla_names._functional import mark_sharding_with_gradients as mark_sharding_with_gradients
 from spmd.xla_names._functional import shard_as as shard_as
-from spmd.xla_names._global_mesh import get_1d_mesh as get_1d_mesh
 from spmd.xla_names._global_mesh import get_global_mesh as get_global_mesh
 from spmd.xla_names._global_mesh import set_global_mesh as set_global_mesh
 from spmd.xla_names._linear import XLAPatchedLinear as XLAPatchedLinear
@@ -55,7 +57,9 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Any) -> XLASharded
     if torch.compiler.is_dynamo_compiling() or t.device.type != "jax" or recording.get() is not None:
         return _annotate.mark_sharding(t, mesh, partition_spec)
     buffer = buffer_of(t)
-    spec = _annotate.checked_spec(t, _annotate.as_mesh(mesh), partition_spec)
+    mesh = _annotate.as_mesh(mesh)
+    spec = _annotate.checked_spec(t, mesh, partition_spec)
+    op_sharding(mesh, partition_spec)  # counts new ones
     old = buffer.annotation
     if old is not None and old != spec and not old.is_replicated and buffer in _device_data:
         raise AnnotationError(
@@ -77,11 +81,6 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     return _annotate.clear_sharding(t)
 
 
-def wrap_as_sharded_tensor(t: torch.Tensor) -> XLAShardedTensor:
-    """`t` on its own storage as an `XLAShardedTensor`."""
-    return t if isinstance(t, XLAShardedTensor) else t.as_subclass(XLAShardedTensor)
-
-
 def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
     """The tensor itself: its class is all that wrapping changes."""
     return t.global_tensor if isinstance(t, XLAShardedTensor) else t
@@ -96,7 +95,7 @@ def manual_only(t: torch.Tensor) -> ManualTensor:
 
 def convert_to_xla_mesh(dt_mesh: Any) -> Mesh:
     """A torch `DeviceMesh` as a mesh."""
-    return _annotate.as_mesh(dt_mesh)
+    return Mesh(dt_mesh.mesh.flatten().tolist(), tuple(dt_mesh.mesh.shape), dt_mesh.mesh_dim_names)
 
 
 def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Any) -> tuple[Any, ...]:

@@ -98,7 +98,19 @@ def debug_info(t: torch.Tensor) -> str:
     if buffer.value is None and buffer.host is not None:
         return f"XLATensor {{\nDevice: SPMD:0\nIR: None\nXLAData: None\nTensor on host: with size {list(t.shape)}\n}}"
     spec = layout(t)
-    data = "XLAData: \n  Data Device: SPMD:0\n"
+    lines = ["Data Device: SPMD:0", f"Data Shape: {hlo_shape(t)}"]
     if spec is not None:
-        data = f"XLAData: \n  XLAShardedData(\n  Data Device: SPMD:0\n  OpSharding: {spec.to_xla()}\n  NumShards: {spec.mesh.size()}\n  )\n"
-    return f"XLATensor {{\nDevice: SPMD:0\nIR: xla::device_data\n{data}Tensor on host: None\n}}"
+        lines += [f"OpSharding: {spec.to_xla()}", f"NumShards: {spec.mesh.size()}"]
+    kind = "XLAShardedData" if spec is not None else "XLAData"
+    data = "".join(f"    {line}\n" for line in lines)
+    return f"XLATensor {{\nDevice: SPMD:0\nIR: xla::device_data\nXLAData: \n  {kind}(\n{data}  )\nTensor on host: None\n}}"
+
+
+_HLO_TYPES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "pred"}
+
+
+def hlo_shape(t: torch.Tensor) -> str:
+    """Dtype and shape as XLA writes them: "f32[8,16]"."""
+    name = str(t.dtype).removeprefix("torch.")
+    kind = _HLO_TYPES.get(name) or name.replace("uint", "u").replace("int", "s").replace("complex", "c")
+    return f"{kind}[{','.join(map(str, t.shape))}]"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from mesh import device_attributes
@@ -54,8 +57,23 @@ def get_xla_supported_devices(devkind: str | None = None, max_devices: int | Non
 
 
 def xla_real_devices(devices: Any = None) -> list[str]:
-    """The real devices: "CPU:0", "CPU:1", ..."""
-    return [str(attributes["name"]) for attributes in device_attributes()]
+    """The real devices: "CPU:0", "CPU:1", ...; of devices that are given, the first one that each stands for."""
+    names = [str(attributes["name"]) for attributes in device_attributes()]
+    return names if devices is None else [names[torch.device(device).index or 0] for device in devices]
+
+
+def xla_replication_devices(local_devices: Any = None) -> list[str]:
+    """The real devices over which a value on the one device is spread."""
+    return xla_real_devices()
+
+
+def set_replication(device: Any, devices: Any) -> None:
+    """Nothing: there are no replicas to set up."""
+
+
+def xla_device_kind(device: Any = None) -> str:
+    """What the devices call themselves."""
+    return all_devices()[0].device_kind
 
 
 def parse_xla_device(device: str) -> tuple[str, int] | None:
@@ -89,12 +107,47 @@ def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = 
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait for the other processes; each one's payload."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
+    """Wait for the other processes; each one's payload, in their order."""
+    if jax.process_count() == 1:
+        return [payload]
+    from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(tag)
-    return [payload]
+    multihost_utils.sync_global_devices(tag)
+    sizes = multihost_utils.process_allgather(np.array([len(payload)]))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[: int(size)]) for row, size in zip(rows, sizes.ravel(), strict=True)]
+
+
+def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None) -> list[bytes]:
+    """`rendezvous`, its tag optional."""
+    return rendezvous(tag or "torch_xla.core.xla_model.xla_rendezvous", payload)
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """`reduce_fn` of what each process has, its tensors on the CPU; one process drives all its devices, so it has one."""
+    mine = _on_host(data)
+    if jax.process_count() == 1:
+        return reduce_fn([mine])
+    written = io.BytesIO()
+    torch.save(mine, written)
+    return reduce_fn([torch.load(io.BytesIO(theirs), weights_only=False) for theirs in rendezvous(tag, written.getvalue())])
+
+
+def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)) -> None:
+    """`target(*data)`, its tensors on the CPU, where this process is one of `ordinals`."""
+    if jax.process_index() in ordinals:
+        target(*_on_host(data))
+    rendezvous("torch_xla.core.xla_model.do_on_ordinals")
+
+
+def broadcast_master_param(model: torch.nn.Module) -> None:
+    """Nothing: there is one copy of the parameters."""
+
+
+def _on_host(data: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().as_subclass(torch.Tensor), data)
 
 
 def optimizer_step(
@@ -125,16 +178,34 @@ def unlazy(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
-    torch.get_device_module("jax").manual_seed(int(seed))
+    """Start the device's stream at a seed, or where it was when `get_rng_state` gave this number."""
+    draws, start = divmod(int(seed), _DRAWS)
+    torch.get_device_module("jax").manual_seed(start)
+    default_stream.draws = draws
 
 
 def get_rng_state(device: Any = None) -> int:
-    return default_stream.seed
+    """Where the device's stream is: its seed, and in the higher bits how often it was drawn from."""
+    return default_stream.seed + default_stream.draws * _DRAWS
+
+
+@contextmanager
+def fork_rng(device: Any = None, enabled: bool = True) -> Generator[None]:
+    """Draws in the `with` block leave the device's stream where it was."""
+    before = get_rng_state()
+    try:
+        yield
+    finally:
+        if enabled:
+            set_rng_state(before)
+
+
+_DRAWS = 2**64
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """`torch.save` of CPU copies, by the first process only unless `master_only` is false."""
-    on_host = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().as_subclass(torch.Tensor), data)
+    on_host = _on_host(data)
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(on_host, file_or_path)
     rendezvous("torch_xla.core.xla_model.save")

@@ -1,14 +1,23 @@
-"""`torch_xla._XLAC`: the queries of the C++ extension that torch_xla's documentation uses. Every other name is refused."""
+"""`torch_xla._XLAC`: the queries of the C++ extension that programs use. Every other name is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import torch
 
 from mesh import ShardingSpec as ShardingOnMesh
 from mesh import device_count
-from spmd.compat.torch_xla import _spmd, _tensor_views
+from spmd.base._errors import ShardError, message
+from spmd.compat.torch_xla import _debug_metrics, _preemption_sync, _spmd, _tensor_views
+from spmd.device._storage import Buffer, buffer_of
+from spmd.xla_names._functional import annotate_custom_sharding
 from spmd.xla_names._sharding_spec import ShardingSpec
+
+_ids: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
 
 
 def mark_by_op_sharding(t: Any, op_sharding: ShardingOnMesh) -> None:
@@ -16,17 +25,108 @@ def mark_by_op_sharding(t: Any, op_sharding: ShardingOnMesh) -> None:
     _spmd.mark_sharding(t, op_sharding.mesh, op_sharding.partition_spec)
 
 
+def tensor_id(t: torch.Tensor) -> int:
+    """A number of the tensor's storage, its own in this process: views have their base's."""
+    return _ids.setdefault(buffer_of(t), len(_ids) + 1)
+
+
+def hlo_of(tensors: Sequence[torch.Tensor]) -> str:
+    """The graph that is pending for these tensors, as XLA's text: their values are there, so each is a parameter."""
+    params = [f"  %p{i}.1 = {_shape(t)} parameter({i}){_sharding(t)}" for i, t in enumerate(tensors)]
+    shapes, names = ", ".join(map(_shape, tensors)), ", ".join(f"%p{i}.1" for i in range(len(tensors)))
+    root = f"  ROOT %tuple.1 = ({shapes}) tuple({names})"
+    return "\n".join(["HloModule values", "", f"ENTRY %values () -> ({shapes}) {{", *params, root, "}", ""])
+
+
+def _shape(t: torch.Tensor) -> str:
+    return f"{_tensor_views.hlo_shape(t)}{{{','.join(map(str, reversed(range(t.dim()))))}}}"
+
+
+def _sharding(t: torch.Tensor) -> str:
+    text = _tensor_views.sharding_text(t)
+    return f", sharding={text}" if text else ""
+
+
+def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: ShardingOnMesh, global_shape: Sequence[int] | None = None) -> torch.Tensor:
+    """A sharded tensor of its pieces, one per device in the devices' order, of one shape; what exceeds `global_shape` is padding.
+
+    Args:
+        shards: CPU tensors.
+        sharding: what `mesh.get_op_sharding(spec)` gave.
+        global_shape: None: as large as the pieces make it.
+
+    Raises:
+        ShardError: another number of shards than devices, or they do not make up the shape (a RuntimeError).
+    """
+    mesh, rank = sharding.mesh, len(sharding.partition_spec)
+    piece = tuple(shards[0].shape) if shards else ()
+    shape = tuple(piece) if global_shape is None else tuple(global_shape)
+    fits = len(shards) == mesh.size() and len(piece) == len(shape) and all(tuple(s.shape) == piece for s in shards)
+    spec = sharding if len(shape) == rank or not sharding.is_replicated else ShardingOnMesh(mesh, (None,) * len(shape))
+    counts: tuple[int, ...] = ()
+    if fits and len(spec.partition_spec) == len(shape):
+        counts = spec.padded_shape((1,) * len(shape))  # pieces along each dim
+        shape = tuple(n * c for n, c in zip(piece, counts, strict=True)) if global_shape is None else shape
+        # torch_xla's rule: each dim is as large as its pieces, less at most what one row of devices can pad
+        fits = all(size == n if c == 1 else n * c - c < size <= n * c for size, n, c in zip(shape, piece, counts, strict=True))
+    else:
+        fits = False
+    if not fits:
+        held = f"{len(shards)} shards of shape {piece}, {mesh.size()} devices"
+        raise ShardError(message(f"the shards do not make up a tensor of shape {shape} laid out by {sharding}", held, fix="pass one each"))
+    whole = torch.zeros([n * c for n, c in zip(piece, counts, strict=True)], dtype=shards[0].dtype)
+    ordered = dict(zip(sorted(mesh.device_ids.tolist()), shards, strict=True))
+    for device, held in zip(mesh.device_ids.tolist(), spec.shard_slices(tuple(whole.shape)), strict=True):
+        whole[held.slices] = ordered[device]
+    inside = whole[tuple(slice(size) for size in shape)]
+    return _spmd.mark_sharding(inside.to("jax"), mesh, spec.partition_spec)
+
+
+def local_shards(tensors: Sequence[torch.Tensor]) -> list[list[tuple[torch.Tensor, str]]]:
+    """Of each tensor: (CPU data, device) of every local shard."""
+    return [[(shard.data, shard.shard_device) for shard in _tensor_views.shards(t)] for t in tensors]
+
+
+def replica_and_indices(tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, Any]]]:
+    """Of each tensor: (replica id, indices) of every local shard; nothing is fetched."""
+    return [[(shard.replica_id, shard.indices) for shard in _tensor_views.shards(t)] for t in tensors]
+
+
+def set_matmul_precision(precision: str) -> None:
+    """jax's precision of products: "default", "high" or "highest"."""
+    jax.config.update("jax_default_matmul_precision", precision)
+
+
+def matmul_precision() -> str:
+    config: Any = jax.config
+    return config.jax_default_matmul_precision or "default"
+
+
 QUERIES: dict[str, Callable[..., Any]] = {
     "OpSharding": ShardingSpec,
+    "_activate_preemption_sync_manager": _preemption_sync.activate,
+    "_deactivate_preemption_sync_manager": _preemption_sync.deactivate,
+    "_ensure_xla_coordinator_initialized": lambda global_rank=0, world_size=1, master_addr="", port="": None,  # jax's own is there
+    "_get_local_shard_replica_and_indices": replica_and_indices,
+    "_get_local_shards": local_shards,
     "_get_xla_op_sharding": _tensor_views.layout,
     "_get_xla_sharding_spec": _tensor_views.sharding_text,
     "_get_xla_sharding_type": _tensor_views.sharding_type,
     "_get_xla_tensor_debug_info": _tensor_views.debug_info,
+    "_get_xla_tensors_hlo": hlo_of,
+    "_global_tensor_from_cpu_shards": from_cpu_shards,
     "_mark_manual_sharding": _spmd.manual_only,
     "_spmd_full_to_shard_shape": _spmd.full_to_shard_shape,
     "_spmd_shard_to_full_shape": _spmd.shard_to_full_shape,
+    "_sync_point_reached": _preemption_sync.sync_point_reached,
+    "_xla_annotate_custom_sharding": lambda t, sharding: annotate_custom_sharding(t, sharding.mesh, sharding.partition_spec),
     "_xla_clear_sharding": _spmd.clear_sharding,
     "_xla_get_auto_sharding": lambda: False,
+    "_xla_get_cpu_tensors": lambda tensors: [t.detach().cpu().as_subclass(torch.Tensor) for t in tensors],
+    "_xla_get_mat_mul_precision": matmul_precision,
+    "_xla_get_tensor_id": tensor_id,
     "_xla_mark_sharding": mark_by_op_sharding,
+    "_xla_metrics_report": _debug_metrics.metrics_report,
     "_xla_num_runtime_devices": device_count,
+    "_xla_set_mat_mul_precision": set_matmul_precision,
 }

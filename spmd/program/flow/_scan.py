@@ -65,7 +65,7 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any 
 
     Args:
         layers: modules that differ in the values of their parameters and buffers only.
-        input_data: a tensor, or what one layer returns and the next one takes.
+        input_data: what one layer returns and the next one takes; a tuple is the next one's arguments.
         partition_fn: taken for torch_xla's sake, as for `scan`.
         is_layer_pure: taken for torch_xla's sake.
 
@@ -82,7 +82,7 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any 
     recorder = recording.get()
     if recorder is None or len(listed) == 1 or not state[0]:
         for layer in listed:
-            input_data = layer(input_data)
+            input_data = layer(*input_data) if isinstance(input_data, tuple) else layer(input_data)
         return input_data
     for module in (m for layer in listed for m in layer.modules()):
         recorder.ran(module)

@@ -1,0 +1,86 @@
+"""`torch_xla.experimental.assume_pure`: `spmd.assume_pure` with torch_xla's options, and a module of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.base._errors import SpmdError, message
+from spmd.device._random_stream import default_stream
+from spmd.program.flow._pure import assume_pure as pure_function
+
+# function -> what `assume_pure_torch(use_cache=True)` made of it
+_XLA_COMPUTATION_CACHE: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+class NoSeedError(SpmdError, AssertionError):
+    """A function that takes a seed was called without one."""
+
+
+def assume_pure(fn: Callable[..., Any], *, add_rng_seed_argument: bool = False) -> Callable[..., Any]:
+    """`spmd.assume_pure`.
+
+    Args:
+        fn: reads only its arguments and tensors that stay the same objects, and changes nothing.
+        add_rng_seed_argument: the function returned takes `rng_seed=`, an int: what it draws depends on that alone, and the
+            program's own stream does not advance.
+    """
+    pure = pure_function(fn)
+    if not add_rng_seed_argument:
+        return pure
+
+    @functools.wraps(fn)
+    def seeded(*args: Any, rng_seed: Any = None, **kwargs: Any) -> Any:
+        if rng_seed is None:
+            raise NoSeedError(message(f"{getattr(fn, '__name__', 'the function')} was given no seed", fix="pass rng_seed=0"))
+        before = default_stream.seed, default_stream.draws
+        default_stream.seed, default_stream.draws = int(rng_seed), 0
+        try:
+            return pure(*args, **kwargs)
+        finally:
+            default_stream.seed, default_stream.draws = before
+
+    return seeded
+
+
+def assume_pure_torch(func: Callable[..., Any], use_cache: bool = False) -> Callable[..., Any]:
+    """`assume_pure` without gradients; to be used while they are switched off.
+
+    Args:
+        func: as for `assume_pure`.
+        use_cache: made once for `func`, also where it is decorated again.
+    """
+    assert not torch.is_grad_enabled(), "assume_pure_torch has no gradients\n  fix: with torch.no_grad(), or use assume_pure"
+    if use_cache and func in _XLA_COMPUTATION_CACHE:
+        return _XLA_COMPUTATION_CACHE[func]
+    pure = pure_function(func)
+
+    @functools.wraps(func)
+    def without_gradients(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return pure(*args, **kwargs)
+
+    if use_cache:
+        _XLA_COMPUTATION_CACHE[func] = without_gradients
+    return without_gradients
+
+
+class PureModule(nn.Module):
+    """A module whose forward pass is traced once for each structure and shapes of its inputs; see `assume_pure`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._pure_forward = pure_function(functools.partial(_forward, module))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return self._pure_forward(state, args, kwargs)
+
+
+def _forward(module: nn.Module, state: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.func.functional_call(module, state, args, kwargs)
