@@ -15,7 +15,7 @@ import torch
 
 from mesh import _devices
 from mesh.job import _join
-from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
+from spmd.base._errors import DeviceSlotError, SpmdError, TraceError, called_at, message
 from spmd.base._torch import (
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
@@ -53,7 +53,12 @@ class DeviceModule:
 
     def device(self, index: Any) -> AbstractContextManager[None]:
         """A context in which device `index` is current; there is only one."""
+        set_device_index(index)
         return nullcontext()
+
+    def set_device(self, device: Any) -> None:
+        """Make a device current; there is only one."""
+        set_device_index(device)
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -115,6 +120,27 @@ def synchronize(device: Any = None, /) -> None:
     DeviceModule().synchronize(device)
 
 
+def set_device_index(device: Any, /) -> None:
+    """`torch.accelerator.set_device_index`: device 0 is the only one; a negative index changes nothing, as in torch.
+
+    Raises:
+        SpmdError: there is no such device.
+    """
+    given = torch.device(device) if isinstance(device, str) else device
+    index = given.index if isinstance(given, torch.device) else given
+    if isinstance(given, torch.device) and given.type != NAME:
+        raise ValueError(f"{given.type} doesn't match the current accelerator {NAME}.")
+    if index is not None and index > 0:
+        raise SpmdError(
+            message(
+                f"there is no device '{NAME}:{index}'",
+                "to PyTorch a mesh of any number of chips is one device",
+                *called_at(),
+                fix="spmd.mark_sharding(t, mesh, spec) says which chips hold what of a tensor",
+            )
+        )
+
+
 def register() -> None:
     """Claim PyTorch's PrivateUse1 slot for 'jax' and install the kernels; does nothing the second time."""
     if _installed:
@@ -132,6 +158,7 @@ def register() -> None:
     setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=_engine.DeviceGuard())
     _engine.register()
     replace("torch.accelerator.synchronize", synchronize)
+    replace("torch.accelerator.set_device_index", set_device_index)
     _memory_statistics.register()
     _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())

@@ -5,6 +5,7 @@ A factorisation that fails gives NaN and a nonzero `info`; there is no LDL facto
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.lowering._registry import lower
-from spmd.lowering.matmul import combined
+from spmd.lowering.matmul import combined, unless_zero
 
 
 def _adjoint(x: Any) -> Any:
@@ -190,7 +191,7 @@ def linalg_cross(self: Any, other: Any, *, dim: int = -1) -> Any:
 
 @lower("addbmm", static=("beta", "alpha"))
 def addbmm(self: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return combined(self, jnp.einsum("bij,bjk->ik", batch1, batch2), beta, alpha)
+    return combined(self, unless_zero(alpha, functools.partial(jnp.einsum, "bij,bjk->ik"), batch1, batch2), beta, alpha)
 
 
 @lower("vdot")

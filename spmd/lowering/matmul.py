@@ -76,9 +76,22 @@ def bmm(self: Any, mat2: Any) -> Any:
     return jnp.matmul(self, mat2)
 
 
-@lower("addmm", "addmv", "baddbmm", static=("beta", "alpha"))
+@lower("addmm", "addmv", static=("beta", "alpha"))
 def addmm(self: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return combined(self, jnp.matmul(mat1, mat2), beta, alpha)
+    return combined(self, unless_zero(alpha, jnp.matmul, mat1, mat2), beta, alpha)
+
+
+@lower("baddbmm", static=("beta", "alpha"))
+def baddbmm(self: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return combined(self, jnp.matmul(batch1, batch2), beta, alpha)
+
+
+def unless_zero(alpha: Any, product: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """The product; zeros where an `alpha` of zero makes BLAS ignore what the factors hold."""
+    if not (is_static(alpha) and alpha == 0):
+        return product(left, right)
+    shape = jax.eval_shape(product, left, right)
+    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def combined(self: Any, product: Any, beta: Any, alpha: Any) -> Any:

@@ -89,10 +89,20 @@ def _plane_positions(shape: tuple[int, ...], rank: int) -> Any:
 
 
 def _first_larger(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Of two (value, position) pairs the larger value, a nan before a number, the earlier position among equals."""
+    """Of two (value, position) pairs the larger value, a nan before a number; the earlier position among equals, the later among nans."""
     (a, i), (b, j) = left, right
-    a_wins = (a > b) | ((a == b) & (i < j)) | ((a != a) & ~((b != b) & (j < i)))
+    a_wins = (a > b) | ((a == b) & (i < j)) | ((a != a) & ~((b != b) & (j > i)))
     return jnp.where(a_wins, a, b), jnp.where(a_wins, i, j)
+
+
+def _place_of_largest(values: Any) -> Any:
+    """Position along the last dim, kept with size 1, as `_first_larger` chooses it."""
+    largest = jnp.argmax(values, -1, keepdims=True)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        return largest
+    is_nan = jnp.isnan(values)
+    last = values.shape[-1] - 1 - jnp.argmax(is_nan[..., ::-1], -1, keepdims=True)
+    return jnp.where(is_nan.any(-1, keepdims=True), last, largest)
 
 
 def _max_pool(x: Any, windows: Windows) -> tuple[Any, Any]:
@@ -272,7 +282,7 @@ def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray
     values = values.reshape(*values.shape[: first + rank], math.prod(at.shape[1] for at in taken))
     positions = np.transpose(np.broadcast_to(position, [n for at in taken for n in at.shape]), within)
     positions = jnp.asarray(positions.reshape(*positions.shape[:rank], -1))
-    best = jnp.argmax(values, -1, keepdims=True)
+    best = _place_of_largest(values)
     out = jnp.take_along_axis(values, best, -1)[..., 0]
     return out, jnp.take_along_axis(jnp.broadcast_to(positions, values.shape), best, -1)[..., 0].astype(jnp.int64)
 
@@ -320,7 +330,7 @@ def _largest_in_plane(plane: Any, *taken: Any) -> tuple[Any, Any]:
         position = position * n + grid
     values = plane.reshape(-1)[position.reshape(*position.shape[:rank], -1)]
     position = position.reshape(values.shape)
-    best = jnp.argmax(values, -1, keepdims=True)
+    best = _place_of_largest(values)
     return jnp.take_along_axis(values, best, -1)[..., 0], jnp.take_along_axis(position, best, -1)[..., 0].astype(jnp.int64)
 
 

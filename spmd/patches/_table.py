@@ -205,6 +205,12 @@ PATCHES: tuple[Patch, ...] = (
         "spmd/device/_backend.py",
         parameters="device",
     ),
+    Patch(
+        "torch.accelerator.set_device_index",
+        "C++ takes any index for such a device",
+        "spmd/device/_backend.py",
+        parameters="device",
+    ),
     *(
         Patch(
             f"torch.accelerator.memory.{name}",

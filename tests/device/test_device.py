@@ -288,6 +288,18 @@ def test_jax_of_the_process_keeps_its_own_precision() -> None:
     assert jnp.ones(2).dtype == jnp.float32
 
 
+def test_the_only_device_is_device_0() -> None:
+    for device in (0, -1, "jax", "jax:0", torch.device("jax", 0)):
+        torch.accelerator.set_device_index(device)
+        torch.jax.set_device(device)  # type: ignore[attr-defined]
+    assert torch.accelerator.current_device_index() == 0
+    for choose in (torch.accelerator.set_device_index, torch.jax.set_device, torch.jax.device):  # type: ignore[attr-defined]
+        with pytest.raises(spmd.SpmdError, match=r"there is no device 'jax:5'\n(.|\n)*fix: spmd.mark_sharding"):
+            choose(5)
+    with pytest.raises(ValueError, match="cpu doesn't match the current accelerator jax"):
+        torch.accelerator.set_device_index("cpu")
+
+
 def test_synchronize_waits_and_says_what_was_found_wrong() -> None:
     def positive(x: torch.Tensor) -> torch.Tensor:
         if (x < 0).any():

@@ -1,5 +1,6 @@
 """Infinities, NaN, and nothing at all: the value, or the refusal, is the CPU's."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ def of(*values: float, grad: bool = False) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).requires_grad_(grad)
 
 
+SOME_NAN = of(1, nan, 3, nan, 2, 1, nan, nan, 0, inf, 5, -inf)
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "huber_loss": (
         lambda x, y: F.huber_loss(x, y, reduction="sum"),
@@ -36,6 +38,27 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "ldexp of floats": (torch.ldexp, (of(1, 2, 3), of(0.5, inf, -inf))),
     "gradient": (lambda x: torch.gradient(x)[0], (of(1, inf, 3, nan),)),
     "einsum of nothing": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (torch.zeros(2, 0), torch.zeros(0, 3))),
+    **{
+        f"{name}, beta {beta}, alpha {alpha}": (functools.partial(getattr(torch, name), beta=beta, alpha=alpha), factors)
+        for name, factors in {
+            "addmm": (of(nan, inf, 1, 2).reshape(2, 2), of(inf, 1, 2, nan).reshape(2, 2), torch.ones(2, 2)),
+            "addmv": (of(nan, inf), of(inf, 1, 2, nan).reshape(2, 2), torch.ones(2)),
+            "addbmm": (of(nan, inf, 1, 2).reshape(2, 2), of(inf, 1, 2, nan).reshape(1, 2, 2), torch.ones(1, 2, 2)),
+            "baddbmm": (of(nan, inf, 1, 2).reshape(1, 2, 2), of(inf, 1, 2, nan).reshape(1, 2, 2), torch.ones(1, 2, 2)),
+            "addr": (of(nan, inf, 1, 2).reshape(2, 2), of(inf, 1), of(1, nan)),
+        }.items()
+        for beta, alpha in ((0, 1), (1, 0), (0, 0))
+    },
+    "max_pool1d of NaN": (lambda x: F.max_pool1d(x, 3, 1, return_indices=True), (SOME_NAN.reshape(1, 1, 12),)),
+    "max_pool2d of NaN": (lambda x: F.max_pool2d(x, 2, 1, return_indices=True), (SOME_NAN.reshape(1, 3, 4),)),
+    "max_pool3d of NaN": (lambda x: F.max_pool3d(x, 2, 1, return_indices=True), (SOME_NAN.reshape(1, 3, 2, 2),)),
+    "max_pool2d of the lowest": (lambda x: F.max_pool2d(x, 2, 1, 1, return_indices=True), (torch.full((1, 3, 3), -inf),)),
+    "adaptive_max_pool1d of NaN": (lambda x: F.adaptive_max_pool1d(x, 5, return_indices=True), (SOME_NAN.reshape(1, 1, 12),)),
+    "adaptive_max_pool2d of NaN": (lambda x: F.adaptive_max_pool2d(x, (2, 3), return_indices=True), (SOME_NAN.reshape(1, 3, 4),)),
+    "fractional_max_pool2d of NaN": (
+        lambda x, at: F.fractional_max_pool2d(x, 2, output_size=2, return_indices=True, _random_samples=at),
+        (SOME_NAN.reshape(1, 1, 3, 4), torch.full((1, 1, 2), 0.5)),
+    ),
     "group_norm of nothing": (lambda x: F.group_norm(x, 2), (torch.zeros(0, 4, 2),)),
 }
 
