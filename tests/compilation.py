@@ -2,16 +2,20 @@
 
 Tests of numerics, HLO, memory and time are compiled as users' programs are: the files in `OPTIMIZED`, and what is marked
 `@pytest.mark.optimized`. `pytest --optimize` compiles all so (`make test-all`). One function of jax makes the options of every
-compilation of this process. Processes that a test starts are told by jax's own variable, jobs by `flags` (`XLA_FLAGS` cannot be set
-here: libtpu reads it when it is loaded, and ends the process for a flag of XLA:CPU).
+compilation of this process, and another one compiles: a module that was compiled already (the same text, places in the source included)
+gives the executable of before, since the rows of a table make the same few programs hundreds of times. Processes that a test starts are
+told by jax's own variable, jobs by `flags` (`XLA_FLAGS` cannot be set here: libtpu reads it when it is loaded, and ends the process for
+a flag of XLA:CPU).
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +44,10 @@ _VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _MAX_MAPS = 20_000  # of 65,530 that Linux lets a process have
 _MAX_TESTS = 50  # between two looks at the maps: a look takes milliseconds
 _MAX_MODULES = 500  # that share a context, which keeps their types and attributes
+_MAX_PROGRAMS = 300  # kept for modules like theirs: each has memory maps
 _options = compiler.get_compile_options
+_compile = compiler.backend_compile_and_load
+_programs: OrderedDict[tuple[bytes, bytes, str], Any] = OrderedDict()
 _make_context = mlir.make_ir_context
 _context: Any = None
 _num_modules = 0
@@ -61,6 +68,20 @@ def _with_fast_options(*args: Any, **kwargs: Any) -> Any:
     return options
 
 
+def _compiled_once(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
+    """An executable of the module; that of an equal one, if there was one."""
+    if backend.platform != "cpu" or host_callbacks:
+        return _compile(backend, module, devices, options, host_callbacks)
+    text = io.BytesIO()
+    module.operation.write_bytecode(text)
+    key = text.getvalue(), options.SerializeAsString(), str(devices)
+    found = _programs.pop(key, None) or _compile(backend, module, devices, options, host_callbacks)
+    _programs[key] = found
+    if len(_programs) > _MAX_PROGRAMS:
+        _programs.popitem(last=False)
+    return found
+
+
 def share_context() -> Any:
     """The MLIR context of the main thread's modules: jax makes one for each, which takes longer than lowering a small function."""
     global _context, _num_modules
@@ -73,7 +94,8 @@ def share_context() -> Any:
     return _context
 
 
-share_context.__module__ = mlir.__name__  # a library's: what it reads is nothing that a trace depends on
+# a library's: what they read is nothing that a trace depends on
+share_context.__module__ = _compiled_once.__module__ = mlir.__name__
 
 
 def drop_programs_that_pile_up() -> None:
@@ -82,6 +104,7 @@ def drop_programs_that_pile_up() -> None:
     _num_tests += 1
     maps = Path("/proc/self/maps")
     if _num_tests % _MAX_TESTS == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MAX_MAPS:
+        _programs.clear()
         jax.clear_caches()
         gc.collect()
 
@@ -92,6 +115,7 @@ def fast(active: bool) -> Iterator[None]:
     global _is_fast
     before, told = _is_fast, os.environ.pop(_VARIABLE, None)
     compiler.get_compile_options = _with_fast_options
+    compiler.backend_compile_and_load = _compiled_once
     mlir.make_ir_context = share_context
     _is_fast = active
     if active:
