@@ -35,6 +35,9 @@ from spmd.program.flow._pure import assume_pure as assume_pure
 from spmd.program.flow._remat import remat as remat
 from spmd.program.flow._scan import scan as scan
 from spmd.program.flow._scan import scan_layers as scan_layers
+from spmd.program.lazy._session import Lazy as Lazy
+from spmd.program.lazy._session import lazy as lazy
+from spmd.program.lazy._session import sync as sync
 from spmd.program.optim._state_rules import register_state_rule as register_state_rule
 from spmd.program.optim._state_rules import set_state_sharding as set_state_sharding
 from spmd.rules import shard_module as shard_module
@@ -120,9 +123,12 @@ __all__ = [
     "call_jax",
     "compile",
     "gradient_accumulation",
+    "Lazy",
+    "lazy",
     "remat",
     "scan",
     "scan_layers",
+    "sync",
     # manual regions
     "collectives",
     "disable_manual_sharding",

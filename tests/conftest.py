@@ -20,6 +20,7 @@ hypothesis.settings.load_profile("spmd")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--devices", type=int, default=8, metavar="N", help="number of virtual devices (default: 8)")
+    parser.addoption("--lazy", action="store_true", help="run each test under spmd.lazy(): operations wait, and run as one program")
     parser.addoption("--optimize", action="store_true", help="compile as users do, not fast, in tests without the mark `optimized` too")
 
 
@@ -58,6 +59,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         done = yield
     compilation.drop_programs_that_pile_up()
     return done
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """With `--lazy`, what a test computes eagerly is recorded; fixtures are not."""
+    if not item.config.getoption("--lazy"):
+        return (yield)
+    import spmd
+
+    with spmd.lazy(max_retraces=10**9):
+        return (yield)
 
 
 @pytest.fixture

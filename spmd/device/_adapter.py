@@ -36,6 +36,7 @@ from spmd.device._turn import turn, was_taken
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+_LARGEST_HALF = torch.finfo(torch.float16).max
 _HALF = (torch.float16, torch.bfloat16)
 _OF_INT = torch.zeros(1, dtype=torch.int64)
 _OF_INT32 = torch.zeros((), dtype=torch.int32)
@@ -149,6 +150,7 @@ class Adapter:
         schema = lowering.op._schema
         self.names = [argument.name for argument in schema.arguments]
         self.is_scalar = [str(argument.type) in ("number", "Optional[number]") for argument in schema.arguments]
+        self.is_tensor = [str(argument.type) in ("Tensor", "Optional[Tensor]") for argument in schema.arguments]
         self.is_host = [name in lowering.host for name in self.names]
         self.dynamic_scalar = [scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)]
         self.accepts = {name: i for i, name in enumerate(self.names)}
@@ -189,9 +191,7 @@ class Adapter:
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
-        needs_values = self.lowering.data_dependent
-        if callable(needs_values):
-            needs_values = needs_values(*args, **kwargs)
+        needs_values = self.needs_values(args, kwargs)
         if not is_tracing():
             if needs_values:
                 _counters.count("host_reads")
@@ -207,6 +207,16 @@ class Adapter:
                 raise _data_dependent(self.op) from error
         self.update(updated, args, kwargs)
         return out
+
+    def check_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise for an index that is out of bounds, of those that the host knows."""
+        if self.bounds is not None:
+            _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs}, of_host=True)
+
+    def needs_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the shape of this call's result depends on values."""
+        needs = self.lowering.data_dependent
+        return bool(needs(*args, **kwargs)) if callable(needs) else needs
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Key data of a random op's next draw; None for other ops, and for a call that draws nothing."""
@@ -282,13 +292,25 @@ class Adapter:
         elif isinstance(arg, torch.SymFloat):
             dynamic.append(carried(arg))
             key.append((torch.SymFloat, type(sample(arg))))  # not float: a Python float stays weakly typed, this one is cast
-        elif self.dynamic_scalar[index] and arg is not None:
+        elif self.is_dynamic(index, arg):
             dynamic.append(arg)
-            key.append(type(arg))
+            key.append(("number", type(arg), type(arg) is int and arg < 0) if self.is_tensor[index] else type(arg))
         elif isinstance(arg, int | float):
             key.append((type(arg), exactly(arg)))
         else:
             key.append(exactly(arg))
+
+    def is_dynamic(self, place: int | str, arg: Any) -> bool:
+        """Whether an argument that is no tensor, by position or name, is a value of the call and no part of the plan.
+
+        A number in a tensor's place is one if every dtype holds it, so that it is refused nowhere, and no division by it is.
+        """
+        index = self.accepts.get(place, -1) if isinstance(place, str) else place
+        if index < 0:
+            return False
+        if self.is_tensor[index]:
+            return (type(arg) is float and abs(arg) <= _LARGEST_HALF) or (type(arg) is int and arg != 0 and -128 <= arg <= 127)
+        return self.dynamic_scalar[index] and arg is not None
 
     def _new_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: list[Any]) -> Plan:
         counter = [0]
@@ -322,8 +344,7 @@ class Adapter:
             if any(isinstance(item, torch.Tensor | torch.SymFloat) for item in arg):
                 return [self._placed(index, item, counter) for item in arg]
             return tuple(arg)
-        dynamic = isinstance(arg, torch.Tensor | torch.SymFloat) or (self.dynamic_scalar[index] and arg is not None)
-        if dynamic:
+        if isinstance(arg, torch.Tensor | torch.SymFloat) or self.is_dynamic(index, arg):
             counter[0] += 1
             return _Dynamic(counter[0] - 1)
         return to_numpy_dtype(arg) if isinstance(arg, torch.dtype) else arg
@@ -345,10 +366,10 @@ class Adapter:
         compute: list[np.dtype[Any] | None] = []
         for name, arg in named:
             for item in arg if isinstance(arg, list | tuple) else [arg]:
-                is_dynamic = isinstance(item, torch.Tensor | torch.SymFloat)
-                if is_dynamic or (self.dynamic_scalar[self.accepts[name]] and item is not None):
+                position, is_tensor = self.accepts[name], isinstance(item, torch.Tensor | torch.SymFloat)
+                if is_tensor or self.is_dynamic(position, item):
                     takes_part = name in chosen if chosen else True
-                    compute.append(dtype if is_dynamic and takes_part else None)
+                    compute.append(dtype if (is_tensor or self.is_tensor[position]) and takes_part else None)
         assert len(compute) == count, f"{self.op}: {len(compute)} operands described, {count} placed"
         return compute
 

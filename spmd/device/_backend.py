@@ -22,6 +22,7 @@ from spmd.base._torch import (
 )
 from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _serialize
 from spmd.device._checks import raise_failed
+from spmd.device._deferred import end_step
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._random_stream import default_stream, share_seed
@@ -106,6 +107,7 @@ class DeviceModule:
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until the devices have finished what was dispatched to them; raises what a compiled call checked and found wrong."""
+        end_step()
         jax.effects_barrier()
         jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
         raise_failed()

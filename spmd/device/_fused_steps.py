@@ -106,6 +106,10 @@ def adagrad(
             _update(found_inf, tensors[:3], (p, None if grad_scale is None else new_grad, total))
 
 
+NUMBERS = frozenset({"lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay"})
+"""Hyperparameters that the kernels of optimizers take as numbers or as 0-dim arrays."""
+
+
 def kernels() -> dict[str, Callable[..., Any]]:
     """Kernel by overload name."""
     made: dict[str, Callable[..., Any]] = {

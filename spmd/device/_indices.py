@@ -56,8 +56,8 @@ def checked(is_asked: bool) -> Generator[None]:
         _is_asked.reset(token)
 
 
-def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: dict[str, Any]) -> None:
-    """Check the indices of a call of an op with the arguments `named`.
+def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: dict[str, Any], *, of_host: bool = False) -> None:
+    """Check the indices of a call of an op with the arguments `named`; `of_host`: only those that the host knows.
 
     Raises:
         IndexError, RuntimeError: an index that the host knows is out of bounds, as CPU torch says it.
@@ -71,7 +71,7 @@ def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: d
             outside = _outside(np, host_array(index) if buffer is None else _host_view(index, buffer.host), bound)
             if outside:
                 raise bound.kind(bound.text.format(_shown(outside)))
-        elif _is_asked.get():
+        elif not of_host and _is_asked.get():
             _check_on_device(bound, op)
 
 

@@ -21,6 +21,7 @@ from spmd.base._torch import OpOverload, decomposition_table, dispatch_has_kerne
 from spmd.device import _aliases, _asserted, _autocast, _copy, _derivatives, _experts, _fused_steps, _like, _pinned, _strided_linalg
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
+from spmd.device._deferred import Deferrable
 from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap, require_apart
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
@@ -69,6 +70,30 @@ MECHANISMS = {
 }
 
 
+# Mechanisms whose kernels may run later. The others make views, or tensors that take no memory before their first use.
+DEFERRED = frozenset({"device", "strides", "whole", "in place", "rule", "derived"})
+# Kernels of the device that answer now: with a value, with nothing, or with a tensor that has no memory yet.
+_NOW = frozenset(
+    {
+        *("_nested_tensor_from_mask_left_aligned", "empty.memory_format", "empty_strided", "empty_like", "new_empty_strided"),
+        *("_local_scalar_dense", "equal", "one_hot", "_assert_async", "_assert_async.msg", "resize_", "as_strided_scatter"),
+        *("_pin_memory", "is_pinned"),
+    }
+)
+
+
+def deferrable(name: str, kernel: Any) -> Deferrable:
+    """The kernel of overload `name` as one that a queue may run later."""
+    adapter = getattr(kernel, "adapter", kernel)
+    writes = name.partition(".")[0].endswith("_")
+    if name.startswith("_fused_"):
+        return Deferrable(name, kernel, lambda place, value: place in _fused_steps.NUMBERS, writes=True)
+    if not isinstance(adapter, Adapter):
+        return Deferrable(name, kernel, writes=writes)
+    check = None if adapter.bounds is None else adapter.check_indices
+    return Deferrable(name, kernel, adapter.is_dynamic, writes=writes, needs_values=adapter.needs_values, check=check)
+
+
 class Installed:
     """The kernels of one process. Keeps torch's `Library` objects alive: dropping one would unregister its kernels.
 
@@ -86,6 +111,8 @@ class Installed:
     def add(self, op_name: str, kernel: Any, key: str = "PrivateUse1", by: str = "rule") -> None:
         """Register `kernel` for an overload such as `add.Tensor`; a second one for the same key is our own mistake."""
         assert (op_name + key) not in self.kernels, f"two kernels for {op_name} on {key}"
+        if key == "PrivateUse1" and by in DEFERRED and op_name not in _NOW:
+            kernel = deferrable(op_name, kernel)
         self.kernels[op_name + key] = kernel
         self.by.setdefault(op_name, by)
         namespace, _, name = op_name.rpartition("::")
@@ -234,6 +261,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
             store(self, _copy.like_placement(value, self))
         return self
 
+    in_place.adapter = adapter  # pyright: ignore[reportFunctionMemberAccess]
     return in_place
 
 

@@ -50,8 +50,12 @@ class RandomStream:
                     fix="pass what torch.jax.get_rng_state() returned",
                 )
             )
-        words = [int(w) for w in state.cpu().numpy().view(np.uint32)]
-        self.seed, self.draws = words[0] << 32 | words[1], words[2] << 32 | words[3]
+        self.set_words(state.cpu().numpy().view(np.uint32))
+
+    def set_words(self, words: np.ndarray[Any, Any]) -> None:
+        """Take a state from `words`."""
+        high_seed, low_seed, high, low = map(int, words)
+        self.seed, self.draws = high_seed << 32 | low_seed, high << 32 | low
 
 
 default_stream = RandomStream(torch.initial_seed())

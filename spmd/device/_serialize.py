@@ -67,6 +67,7 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
     if self.device.type != "jax":
         return _torchs_clone(self)
     buffer: Buffer = self.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    buffer.settle()
     with exact_dtypes():
         if buffer.value is not None and buffer.annotation is not None:
             new = wrap_stored(jnp.copy(buffer.raw()), buffer.shape, buffer.annotation)
@@ -86,6 +87,7 @@ _torchs_clone = torch.UntypedStorage.clone
 
 def _host_storage(buffer: Buffer) -> torch.UntypedStorage:
     """A CPU storage with the buffer's value; the same one while somebody holds it. See Note [One storage, one copy in the file]."""
+    buffer.settle()
     held: Any = buffer.host if buffer.value is None else buffer.value
     storage_of, value_of = _host_storages.get(buffer, (_nothing, _nothing))
     storage = storage_of()

@@ -106,6 +106,22 @@ class Recorder(Protocol):
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 
 
+class Queue(Protocol):
+    """Holds operations that run later (see `_deferred`); a buffer that is to get its value from them knows it."""
+
+    def run(self) -> None:
+        """Run them: every buffer that waits for this queue has its value then."""
+        ...
+
+    def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
+        """The element type that a waiting buffer will have."""
+        ...
+
+    def annotate(self, buffer: Buffer, spec: mesh.ShardingSpec) -> None:
+        """Lay out the value that a waiting buffer will have."""
+        ...
+
+
 class Buffer:
     """The value of one storage: the root array whose row-major flattening is the storage's content.
 
@@ -120,21 +136,35 @@ class Buffer:
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
+        queue: what this buffer takes part in of operations that run later; where it has neither `value` nor `host`, it waits for them.
+        place_in_queue: which of the queue's buffers this is.
         marks: how often the annotation of any buffer changed; while it stands still, none did.
     """
 
     marks: ClassVar[int] = 0
 
-    __slots__ = ("__weakref__", "_annotation", "digest", "dropped", "host", "reads", "shape", "state_annotation", "stored", "value")
+    __slots__ = (
+        *("__weakref__", "_annotation", "digest", "dropped", "host", "place_in_queue", "queue"),
+        *("reads", "shape", "state_annotation", "stored", "value"),
+    )
 
-    def __init__(self, value: Any, shape: tuple[int, ...], host: np.ndarray[Any, Any] | None = None) -> None:
+    def __init__(
+        self,
+        value: Any,
+        shape: tuple[int, ...],
+        host: np.ndarray[Any, Any] | None = None,
+        annotation: mesh.ShardingSpec | None = None,
+    ) -> None:
         self.value = value
         self.host = host
-        self.shape = self.stored = shape
-        self._annotation: mesh.ShardingSpec | None = None
+        self.shape = shape
+        self._annotation = annotation
+        self.stored = shape if annotation is None else padded_shape(shape, annotation.to_jax())
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.digest: int | None = None
+        self.queue: Queue | None = None
+        self.place_in_queue = 0
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
         if recorder is not None:
@@ -193,6 +223,7 @@ class Buffer:
         self.host = None
         self.dropped = None
         self.digest = None
+        self.queue = None
         if self.reads:
             self.reads.clear()
 
@@ -203,7 +234,10 @@ class Buffer:
 
     def annotate(self, spec: mesh.ShardingSpec) -> None:
         """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
-        if spec.mesh.topology is None and not is_unset(self):
+        if self.is_waiting:
+            assert self.queue is not None
+            self.queue.annotate(self, spec)
+        elif spec.mesh.topology is None and not is_unset(self):
             self.place(spec.to_jax())
         self.annotation = spec
 
@@ -216,7 +250,21 @@ class Buffer:
             self.value = laid_out(self.raw(), self.shape, sharding)
         self.reads.clear()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether operations that run later will give it its value."""
+        return self.value is None and self.host is None and self.queue is not None and self.dropped is None
+
+    def settle(self) -> None:
+        """Run the operations that it waits for, if it does: afterwards it has a value, here or on the host, or none."""
+        if self.is_waiting:
+            assert self.queue is not None
+            self.queue.run()
+
     def _materialise(self) -> None:
+        self.settle()
+        if self.value is not None:
+            return
         if self.host is not None:
             if self.annotation is not None and self.annotation.mesh.topology is not None:
                 raise _not_here(self.shape, self.annotation)
@@ -228,6 +276,9 @@ class Buffer:
     def dtype(self) -> np.dtype[Any]:
         """Element type of the root."""
         held = self.host if self.value is None else self.value
+        if held is None and self.is_waiting:
+            assert self.queue is not None
+            return self.queue.dtype_of(self)
         if held is None:
             raise DroppedValueError(self.dropped or "the tensor has no value")
         return held.dtype
@@ -416,6 +467,7 @@ def _bitcast_root(root: Any, dtype: np.dtype[Any]) -> Any:
 __all__ = [
     "META",
     "Buffer",
+    "Queue",
     "Recorder",
     "buffer_of",
     "is_device_tensor",

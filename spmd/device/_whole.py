@@ -8,16 +8,18 @@ axes. Here the whole op stays one call. The vjp's residuals go through `save_for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from spmd.base._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._jax import inputs_of_each_output
 from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
+from spmd.device._deferred import Deferrable, Held
 from spmd.device._kept import reuse_or_save
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
@@ -36,6 +38,10 @@ class WholeOp:
         self.op = adapter.op
         self.decomposes = adapter.op.name().startswith("aten::") or is_composite(adapter.op)
         self._calls: dict[Any, Call] = {}
+        check = None if adapter.bounds is None else adapter.check_indices
+        self._plain = Deferrable(adapter.name, adapter, check=check)
+        without_wanted = None if check is None else lambda args, kwargs: adapter.check_indices(args[1:], kwargs)
+        self._differentiated = Deferrable(adapter.name, self._forward, check=without_wanted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
@@ -50,16 +56,20 @@ class WholeOp:
             return self.op.decompose(*args, **kwargs)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
             with AutoDispatchBelowAutograd():
-                return self.adapter(*args, **kwargs)
+                return self._plain(*args, **kwargs)
+        return _Differentiable.apply(self._differentiated, args, kwargs, *flat)
+
+    def _forward(self, wanted: tuple[int, ...], *args: Any, **kwargs: Any) -> Forward:
+        """Results, what the gradient needs, and how it is computed (see `_Differentiable`)."""
         plan, _ = self.adapter.plan(args, kwargs)
         call = self._calls.get(id(plan))
         if call is None:
             call = self._calls[id(plan)] = Call(plan.run, self.adapter.name)
-        updated: list[Any] = []
-        out = _Differentiable.apply(call, self.adapter.key(args, kwargs), updated, *flat)
+        tensors = [t for name, t in _tensors(self.adapter.names, args, kwargs) if name not in self.adapter.lowering.host]
+        result, updated = call.run(wanted, self.adapter.key(args, kwargs), tensors)
         with exact_dtypes():
-            self.adapter.update(tuple(updated), args, kwargs)
-        return out
+            self.adapter.update(updated, args, kwargs)
+        return result
 
 
 class Call:
@@ -71,6 +81,8 @@ class Call:
         self.is_gradient = is_gradient
         self.forward_jit = PartitionedJit(self.forward, static=(2,), inline=True)
         self.vjp_jit = PartitionedJit(_pulled_back, inline=True)
+        self.differentiated = Deferrable(name, self._forward)
+        self.pulled = Deferrable(f"{name}_backward", _pulled)
         self._backward_call: dict[Any, Call] = {}
         self._flows: dict[Any, list[list[bool]]] = {}
         self._gives_zeros = name.startswith(("rnn_relu", "nll_loss"))  # torch's second derivatives of these are zeros, not None
@@ -85,6 +97,32 @@ class Call:
             return self.fn(filled, key)
 
         return jax.vjp(of_wanted, *(dynamic[i] for i in wanted), has_aux=True)
+
+    def _forward(self, wanted: tuple[int, ...], key: torch.Tensor | None, *tensors: torch.Tensor) -> Forward:
+        with exact_dtypes():
+            return self.run(wanted, None if key is None else load(key), tensors)[0]
+
+    def run(self, wanted: tuple[int, ...], key: Any, tensors: Sequence[torch.Tensor]) -> tuple[Forward, tuple[Any, ...]]:
+        """The forward pass on tensors, and the new values of updated arguments; `key`: key data of a random op's draw, or None."""
+        with exact_dtypes():
+            arrays = _arrays(tensors)
+            try:
+                out, vjp, updated = self.forward_jit(arrays, key, wanted)
+            except (RuntimeError, ValueError) as error:  # see Note [Threads]
+                if not was_taken(error):
+                    raise
+                with turn:
+                    arrays = _arrays(tensors)
+                    out, vjp, updated = self.forward_jit(arrays, key, wanted)
+            note_operation(out)
+            out = reuse_or_save(self.name, out)
+            flows = self.flows(arrays, key, wanted) if self.is_gradient else None
+            leaves, tree = jax.tree.flatten(vjp)
+            by_identity = {id(a): t for a, t in zip(arrays, tensors, strict=True)}
+            saved = [by_identity[id(leaf)] if id(leaf) in by_identity else wrap(leaf) for leaf in leaves]
+            shapes = [(o.shape, o.dtype) for o in _as_tuple(out)]
+            pull = Pull(self, tree, shapes, isinstance(out, tuple | list), flows)
+            return Forward(tuple(wrap(o) for o in _as_tuple(out)), saved, None if key is None else wrap(key), pull), tuple(updated)
 
     def backward_call(self, wanted: tuple[int, ...], given: tuple[bool, ...]) -> Call:
         """This call's gradient as a call of (dynamic values, one cotangent per result that is `given` one), for higher orders."""
@@ -116,7 +154,7 @@ class Call:
         As torch's derivative formulas: no gradient is not a gradient of zeros, which weight decay would move. Found in the traced
         vjp, once for the same shapes.
         """
-        seen = (wanted, *((jnp.shape(value), jnp.result_type(value)) for value in dynamic))
+        seen = (wanted, *(_shape_and_dtype(value) for value in dynamic))
         found = self._flows.get(seen)
         if found is None:
 
@@ -147,41 +185,70 @@ def _pulled_back(vjp: Any, cotangent: Any) -> Any:
 _apply_vjp = jax.jit(_pulled_back, inline=True)
 
 
+@dataclass(eq=False)
+class Pull:
+    """How the gradient of one forward pass is computed: all that does not depend on values.
+
+    Attributes:
+        tree: of the vjp, whose leaves are tensors.
+        shapes: shape and dtype of each result.
+        is_tuple: the rule returns several.
+        flows: see `Call.flows`; None where every result reaches every input.
+    """
+
+    call: Call
+    tree: Any
+    shapes: list[tuple[Any, Any]]
+    is_tuple: bool
+    flows: list[list[bool]] | None
+
+
+class Forward(NamedTuple):
+    """What a forward pass leaves: results, leaves of the vjp, key data of its draw, and the way back."""
+
+    results: tuple[torch.Tensor, ...]
+    leaves: list[torch.Tensor]
+    key: torch.Tensor | None
+    pull: Pull
+
+
+def _pulled(
+    held: Held,
+    all_wanted: tuple[int, ...],
+    wanted: tuple[int, ...],
+    leaves: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of the inputs at the positions `wanted`, from those of the results (None: zero)."""
+    pull: Pull = held.value
+    with exact_dtypes():
+        vjp = jax.tree.unflatten(pull.tree, [load(leaf) for leaf in leaves])
+        arrays = [jnp.zeros(*s) if g is None else load(g) for g, s in zip(grads, pull.shapes, strict=True)]
+        apply = pull.call.vjp_jit if pull.call.forward_jit.is_affected else _apply_vjp
+        out = apply(vjp, tuple(arrays) if pull.is_tuple else arrays[0])
+        note_operation(out)
+        return tuple(wrap(jnp.asarray(o)) for position, o in zip(all_wanted, out, strict=True) if position in wanted)
+
+
 class _Differentiable(torch.autograd.Function):
     """One whole op on autograd's tape."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, key: Any, updated: list[Any], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        """`operation(wanted, *args, **kwargs)` is a `Forward`; `tensors` are those among its arguments."""
         wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
-        with exact_dtypes():
-            arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
-            try:
-                out, vjp, new_values = call.forward_jit(arrays, key, wanted)
-            except (RuntimeError, ValueError) as error:  # see Note [Threads]
-                if not was_taken(error):
-                    raise
-                with turn:
-                    arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
-                    out, vjp, new_values = call.forward_jit(arrays, key, wanted)
-            note_operation(out)
-            out = reuse_or_save(call.name, out)
-            flows = call.flows(arrays, key, wanted) if call.is_gradient else None
-        updated.extend(new_values)
-        leaves, ctx.tree = jax.tree.flatten(vjp)
-        ctx.call, ctx.wanted, ctx.key, ctx.count, ctx.flows = call, wanted, key, len(tensors), flows
-        ctx.shapes = [(o.shape, o.dtype) for o in _as_tuple(out)]
-        ctx.is_tuple = isinstance(out, tuple | list)
-        by_identity = {id(a): t for a, t in zip(arrays, tensors, strict=True)}
-        ctx.save_for_backward(*tensors, *(by_identity.get(id(leaf)) if id(leaf) in by_identity else wrap(leaf) for leaf in leaves))
+        run = operation.kernel if any(t.is_cpu for t in tensors) else operation
+        results, leaves, key, pull = run(wanted, *args, **kwargs)
+        ctx.wanted, ctx.count, ctx.pull, ctx.key = wanted, len(tensors), pull, key
+        ctx.save_for_backward(*tensors, *leaves)
         ctx.set_materialize_grads(False)
-        results = tuple(wrap(o) for o in _as_tuple(out))
-        if flows is not None:
-            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not any(owes[i] for owes in flows)))
-        return results if ctx.is_tuple else results[0]
+        if pull.flows is not None:
+            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not any(owes[i] for owes in pull.flows)))
+        return results if pull.is_tuple else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        saved = ctx.saved_tensors
+        saved, pull = ctx.saved_tensors, ctx.pull
         tensors, leaves = saved[: ctx.count], saved[ctx.count :]
         given = tuple(g is not None for g in grads)
         reached = _reached(ctx, tensors, given)
@@ -190,32 +257,35 @@ class _Differentiable(torch.autograd.Function):
         if not wanted:
             return tuple(result)
         if torch.is_grad_enabled():
-            cotangents = [g for g in grads if g is not None]
-            out = _Differentiable.apply(ctx.call.backward_call(wanted, given), ctx.key, [], *tensors, *cotangents)
-            found = dict(zip(wanted, out if isinstance(out, tuple) else (out,), strict=True))
+            operands = (*tensors, *(g for g in grads if g is not None))
+            out = _Differentiable.apply(pull.call.backward_call(wanted, given).differentiated, (ctx.key, *operands), {}, *operands)
+            found = out if isinstance(out, tuple) else (out,)
         else:
-            with exact_dtypes():
-                vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
-                arrays = [jnp.zeros(*s) if g is None else load(g) for g, s in zip(grads, ctx.shapes, strict=True)]
-                pull = ctx.call.vjp_jit if ctx.call.forward_jit.is_affected else _apply_vjp
-                out = pull(vjp, tuple(arrays) if ctx.is_tuple else arrays[0])
-                note_operation(out)
-                found = {position: wrap(jnp.asarray(o)) for position, o in zip(ctx.wanted, out, strict=True) if position in wanted}
-        for position, grad in found.items():
+            found = pull.call.pulled(Held(pull), ctx.wanted, wanted, list(leaves), list(grads))
+        for position, grad in zip(wanted, found, strict=True):
             result[position + 3] = grad
         return tuple(result)
 
 
 def _reached(ctx: Any, tensors: Sequence[torch.Tensor], given: tuple[bool, ...]) -> list[bool]:
     """Which of the wanted inputs get a gradient from the results that are given one."""
-    if all(given) and ctx.flows is None:
+    flows = ctx.pull.flows
+    if all(given) and flows is None:
         return [True] * len(ctx.wanted)
-    flows = ctx.flows
     if flows is None:
         with exact_dtypes():
-            arrays = [load(t) if t.device.type == "jax" else t.item() for t in tensors]
-            flows = ctx.call.flows(arrays, ctx.key, ctx.wanted)
+            shapes = [jax.ShapeDtypeStruct(t.shape, to_numpy_dtype(t.dtype)) if t.device.type == "jax" else t.item() for t in tensors]
+            key = None if ctx.key is None else jax.ShapeDtypeStruct(ctx.key.shape, to_numpy_dtype(ctx.key.dtype))
+            flows = ctx.pull.call.flows(shapes, key, ctx.wanted)
     return [any(owed and has for owed, has in zip(owes, given, strict=True)) for owes in flows]
+
+
+def _arrays(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [load(t) if t.device.type == "jax" else t.item() for t in tensors]
+
+
+def _shape_and_dtype(value: Any) -> tuple[Any, Any]:
+    return (tuple(value.shape), value.dtype) if hasattr(value, "dtype") else ((), jnp.result_type(value))
 
 
 def _as_tuple(out: Any) -> tuple[Any, ...]:
@@ -224,7 +294,7 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
 
 def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """The result of `call` (an array or a tuple of several) on tensors of device 'jax', on autograd's tape."""
-    return _Differentiable.apply(call, None, [], *tensors)
+    return _Differentiable.apply(call.differentiated, (None, *tensors), {}, *tensors)
 
 
 def _tensors(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,7 +27,6 @@ from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
 from spmd.device._pacing import note_call
-from spmd.device._partitioner import avoid_faults, raise_other_devices
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.program._job_checks import require_sound, watched
@@ -38,8 +37,8 @@ from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._remade import remade
 from spmd.program.trace._results import made
-from spmd.program.xla import _hlo, _partition
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
+from spmd.program.xla._executable import Executable, lowered, on_all_devices
 from spmd.program.xla._target import common_mesh, platform_of
 
 
@@ -77,7 +76,7 @@ class Options:
             )
 
 
-class Program:
+class Program(Executable):
     """One executable for one signature of a step.
 
     Attributes:
@@ -100,7 +99,7 @@ class Program:
         self.written, self.read = written, read
         self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
         self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]
-        self.mesh = common_mesh([*written, *read, *captured.arg_buffers])
+        self.mesh = common_mesh(b.annotation for b in (*written, *read, *captured.arg_buffers))
         self.is_ahead = self.mesh is not None and self.mesh.topology is not None
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
         self.platform = platform_of(self.mesh)
@@ -156,18 +155,11 @@ class Program:
         self.arg_shardings = [v.sharding for v in given]
         start = time.perf_counter()
         with exact_dtypes():
-            jitted = jax.jit(run, donate_argnums=() if self.options.debug_nans else 0, out_shardings=pinned)
-            try:
-                lowered = _partition.lowered(jitted, args, None if self.mesh is None else self.mesh.to_jax(), self.platform)
-            except ValueError as error:  # a value in it is marked over another mesh
-                raise_other_devices(error)
-                raise
+            program = lowered(run, args, donate=not self.options.debug_nans, pinned=pinned, mesh=self.mesh, platform=self.platform)
             middle = time.perf_counter()
-            if self.mesh is not None:
-                avoid_faults(lowered, self.platform)
             if self.watched is not None:
-                self.watched.require_same(name, lowered, self.mesh, [*self.written, *self.read], arg_buffers)
-            self.compiled = lowered.compile(topology_options() if self.is_ahead else None)
+                self.watched.require_same(name, program, self.mesh, [*self.written, *self.read], arg_buffers)
+            self.compiled = program.compile(topology_options() if self.is_ahead else None)
             if self.watched is not None and self.is_paced:
                 require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
@@ -248,13 +240,7 @@ class Program:
     def _on_device(self, host: np.ndarray[Any, Any]) -> Any:
         if self.is_ahead:
             return jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=self.replicated)
-        with exact_dtypes():
-            if self.replicated is None:
-                return jnp.asarray(host)
-            if self.replicated.is_fully_addressable:
-                return jax.device_put(host, self.replicated)
-            # jax.device_put would run a collective of its own to compare the processes' values; see `_job_checks` for that
-            return jax.make_array_from_callback(host.shape, self.replicated, lambda index: host[index])
+        return on_all_devices(host, self.replicated)
 
     def reason_to_trace(self, numbers: Mapping[int, int | float]) -> str | None:
         """Why it does not hold for a call with these numbers among its arguments; None if it does."""
@@ -437,26 +423,6 @@ class Program:
                 fix="read it with step.program(...).memory(), or mark the tensors over a mesh of devices that are here",
             )
         )
-
-    def memory(self) -> _hlo.MemoryReport:
-        """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
-        return _hlo.memory(self.compiled)
-
-    def flops(self) -> int:
-        """Floating-point operations of one call on one device (dots and convolutions, 2 per multiply-add)."""
-        return _hlo.flops(self.hlo())
-
-    def hlo(self) -> str:
-        """The optimised HLO text."""
-        text = self.compiled.as_text()
-        assert text is not None
-        return text
-
-    def collectives(self) -> _hlo.CollectiveReport:
-        """The collectives of the compiled program."""
-        names = () if self.mesh is None else tuple(self.mesh.axis_names)
-        sizes = () if self.mesh is None else tuple(self.mesh.mesh_shape)
-        return _hlo.collectives(self.hlo(), names, sizes)
 
 
 _EMPTY = Buffer(None, ())

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
+from spmd.device._deferred import end_step
 from spmd.device._indices import BY_ENVIRONMENT, checked
 from spmd.device._storage import recording
 from spmd.device._turn import turn
@@ -75,6 +76,7 @@ class Step(Compiled, Generic[P, R]):
         """Run the function; its first call with a new signature traces and compiles it."""
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
+        end_step()
         with turn:
             program, call = self._found(args, kwargs)
             for base, position in call.copied:
@@ -94,6 +96,7 @@ class Step(Compiled, Generic[P, R]):
         first use. Such a program can be read (`memory()`, `collectives()`, `flops()`, `hlo()`) and not run, and leaves nothing
         behind: no optimizer state, no trace that is counted.
         """
+        end_step()
         with turn:
             return self._found(args, kwargs)[0]
 

@@ -115,6 +115,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         forget(t)
         return become_plain(t)
     buffer = buffer_of(t)
+    buffer.settle()
     spec = buffer.annotation
     if spec is not None and recording.get() is None and not is_tracer(buffer.value):
         buffer.annotation = None
@@ -128,6 +129,7 @@ def wrap_if_sharded(x: Any) -> Any:
     if not isinstance(x, torch.Tensor) or isinstance(x, XLAShardedTensor) or x.device.type != "jax":
         return x
     buffer = buffer_of(x)
+    buffer.settle()
     placed = None if buffer.value is None or is_tracer(buffer.value) else buffer.value.sharding
     in_pieces = isinstance(placed, jax.sharding.NamedSharding) and not placed.is_fully_replicated
     return x.as_subclass(XLAShardedTensor) if buffer.annotation is not None or in_pieces else x

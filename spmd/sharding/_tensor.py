@@ -240,8 +240,7 @@ def _laid_out_like(grad: torch.Tensor, annotation: ShardingSpec | None) -> torch
         return grad
     if recording.get() is not None or is_tracer(buffer.value) or not is_whole(grad, buffer) or grad.dim() != len(annotation.partition_spec):
         return grad
-    buffer.place(annotation.to_jax())
-    buffer.annotation = annotation
+    buffer.annotate(annotation)
     return become_sharded(grad)
 
 

@@ -21,6 +21,7 @@ from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import ShardError, SpmdError, message
 from spmd.base._torch import pytree
+from spmd.device._deferred import end_step
 from spmd.device._storage import buffer_of, wrap
 from spmd.sharding._annotate import mark_sharding
 from spmd.sharding._tensor import become_sharded
@@ -29,7 +30,8 @@ InputSharding = ShardingSpec | Mapping[str, "ShardingSpec | None"]
 
 
 class MpDeviceLoader:
-    """An iterable of batches on device 'jax', around an iterable of batches on the host.
+    """An iterable of batches on device 'jax', around an iterable of batches on the host. Under `spmd.lazy()` a step ends where the next
+    batch is asked for.
 
     Args:
         loader: any iterable, such as a `torch.utils.data.DataLoader`; iterated anew for each epoch.
@@ -71,6 +73,7 @@ class MpDeviceLoader:
             while (batch := ahead.popleft().result()) is not _END:  # raises what the loader or the upload raised
                 ahead.append(pool.submit(next, batches, _END))
                 yield batch
+                end_step()
         finally:
             pool.shutdown(cancel_futures=True)
 

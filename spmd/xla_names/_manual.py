@@ -179,6 +179,7 @@ def _meet(tensors: Sequence[torch.Tensor], func: Any) -> Mesh:
     for t in tensors:
         if isinstance(t, ManualTensor) or t.device.type != "jax":
             continue
+        buffer_of(t).settle()
         value = buffer_of(t).value
         split = value is not None and not is_tracer(value) and not value.sharding.is_fully_replicated
         marked = buffer_of(t).annotation

@@ -188,7 +188,9 @@ def test_data_is_sent_with_its_sharding() -> None:
     info = torch_xla._XLAC._get_xla_tensor_debug_info
     fresh = batch(5, 5).to("xla")
     assert "Tensor on host: with size [5, 5]" in info(fresh) and "XLAData: None" in info(fresh)
-    fresh + 1
+    after = fresh + 1
+    torch_xla.sync()
+    assert after.shape == (5, 5)
     assert "Tensor on host: None" in info(fresh) and "xla::device_data" in info(fresh)
     assert [s.tolist() for s in xu.SampleGenerator(torch.ones(1), 2)] == [[1.0], [1.0]] and len(xu.SampleGenerator(0, 5)) == 5
 

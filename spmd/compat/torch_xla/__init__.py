@@ -28,6 +28,7 @@ from spmd.compat.torch_xla import (
     _module_table,
     _process_groups,
     _sharding_ops,
+    _step_ends,
     _tensor_views,
 )
 from spmd.xla_names._mode import use_spmd
@@ -70,6 +71,8 @@ def install() -> None:
         _extend_meshes(stack)
         _device_names.enter(stack)
         _debug_metrics.enter(stack)
+        _step_ends.record()
+        stack.callback(_step_ends.run_eagerly)
         _installed.append(stack.pop_all())
 
 

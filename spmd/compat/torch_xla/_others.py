@@ -12,7 +12,7 @@ import torch.utils.checkpoint as torchs_checkpoint
 from torch import nn
 
 from spmd.compat.torch_xla import _debug_metrics, _device_names
-from spmd.compat.torch_xla._step_ends import mark_step
+from spmd.compat.torch_xla._step_ends import is_eager, mark_step, record, run_eagerly
 from spmd.xla_names._device_loader import MpDeviceLoader as OurLoader
 from spmd.xla_names._fsdp_v2 import recursive_wrap as recursive_wrap
 
@@ -159,11 +159,15 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def eager_mode(enable: bool) -> None:
-    """Nothing: operations always run when they are called."""
+    """Whether operations run when they are called, or wait for the end of their step and run as one program."""
+    if enable:
+        run_eagerly()
+    else:
+        record()
 
 
 def is_eager_mode() -> bool:
-    return True
+    return is_eager()
 
 
 def extract_compiled_graph(graph: Any, args: Any) -> Callable[..., Any]:

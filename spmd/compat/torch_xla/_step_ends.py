@@ -1,4 +1,4 @@
-"""Step boundaries. Nothing is pending here, so they run the closures that the program left for the end of the step, and no more."""
+"""Step boundaries: what a program did since the last one runs as one program, then the closures it left for the end of the step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,32 @@ import torch
 
 from spmd.base import _counters
 from spmd.base._errors import TraceError, called_at, message
+from spmd.device._deferred import end_step
 from spmd.device._storage import recording
+from spmd.program.lazy._session import Lazy
 
 _closures: list[Callable[[], Any]] = []
 _async_closures: list[Callable[[], Any]] = []
 _pool = ThreadPoolExecutor(1, "torch_xla.step_closures")
 _running: list[Future[Any]] = []
+_lazy: list[Lazy] = []
+
+
+def record() -> None:
+    """From here on operations wait for the end of their step, as under torch_xla."""
+    if not _lazy:
+        _lazy.append(Lazy())
+        _lazy[0].start()
+
+
+def run_eagerly() -> None:
+    """From here on operations run when they are called."""
+    if _lazy:
+        _lazy.pop().stop()
+
+
+def is_eager() -> bool:
+    return not _lazy
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
@@ -26,6 +46,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     if recording.get() is not None:  # part of a compiled step: its end is the end of the program
         return
     _counters.count("MarkStep")
+    end_step()
     now, later = _closures[:], _async_closures[:]
     _closures.clear()
     _async_closures.clear()

@@ -37,6 +37,7 @@ def layout(t: torch.Tensor) -> ShardingSpec | None:
     if t.device.type != "jax":
         return None
     buffer = buffer_of(t)
+    buffer.settle()
     is_marked = buffer.annotation is not None and is_whole(t, buffer)
     if not is_marked and (buffer.value is None or is_tracer(buffer.value)):
         return None  # still on the host, where asking would upload it, or a value of a program
@@ -95,6 +96,7 @@ def _local_shards(t: Any) -> list[XLAShard]:
 def debug_info(t: torch.Tensor) -> str:
     """`torch_xla._XLAC._get_xla_tensor_debug_info(t)`: where the value is and how it lies."""
     buffer = buffer_of(t)
+    buffer.settle()
     if buffer.value is None and buffer.host is not None:
         return f"XLATensor {{\nDevice: SPMD:0\nIR: None\nXLAData: None\nTensor on host: with size {list(t.shape)}\n}}"
     spec = layout(t)

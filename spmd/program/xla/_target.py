@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 import jax
 
-from mesh import Mesh
+from mesh import Mesh, ShardingSpec
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer
 
 
-def common_mesh(buffers: list[Buffer]) -> Mesh | None:
-    """The one mesh that the annotated buffers lie on; SpmdError if they lie on different devices."""
+def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
+    """The one mesh that buffers with these annotations lie on; SpmdError if they lie on different devices."""
     found: Mesh | None = None
-    for buffer in buffers:
-        if buffer.annotation is None:
+    for annotation in annotations:
+        if annotation is None:
             continue
-        here = buffer.annotation.mesh
+        here = annotation.mesh
         if found is None:
             found = here
         elif list(found.device_ids) != list(here.device_ids) or found.topology != here.topology:

@@ -1,0 +1,1 @@
+"""Operations between two step boundaries, recorded and run as one program: `spmd.lazy()`."""

@@ -1,0 +1,199 @@
+"""An operation as a recording knows it: a key that says everything it depends on but values, and a template to run it again.
+
+The key is all that is made of an operation that was recorded before; it is compared with those that came next the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from spmd.base._exact import exactly
+from spmd.device._adapter import is_wrapped_number
+from spmd.device._copy import from_host
+from spmd.device._deferred import Deferrable, Held
+from spmd.device._storage import Buffer, buffer_of
+
+_COPIES = frozenset({"_to_copy", "_copy_from", "_copy_from_and_resize", "copy_"})
+_PLAIN = (bool, str, torch.dtype, torch.memory_format, torch.layout, type(None))
+
+
+class Now(Exception):
+    """The operation cannot run later: it takes what no program can be given."""
+
+
+class Ref(NamedTuple):
+    """A tensor: which of the recording's buffers, and the window on it."""
+
+    place: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Number(NamedTuple):
+    """The operation's n-th Python number that may be an input."""
+
+    position: int
+
+
+class Fresh(NamedTuple):
+    """A buffer from before the recording, at its first use.
+
+    Attributes:
+        shape, dtype: of its root.
+        annotation: where it was marked to lie.
+        fill: bytes of the number that it repeats, if it has no memory yet; then it is a constant of the program.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    annotation: Any
+    fill: bytes | None
+
+
+def fresh(buffer: Buffer) -> Fresh:
+    """How a buffer that has a value is described."""
+    host = buffer.host if buffer.value is None else None
+    is_filled = host is not None and host.size > 0 and not host.flags.writeable and not any(host.strides)
+    return Fresh(buffer.shape, buffer.dtype, buffer.annotation, host.flat[0].tobytes() if is_filled and host is not None else None)
+
+
+def on_device(operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with CPU tensors that the kernel takes as it does device tensors moved there: 0-dim ones, and indices.
+
+    Raises:
+        Now: it copies between host and device.
+    """
+    if operation.name in _COPIES:
+        raise Now
+    takes_indices = getattr(getattr(operation.kernel, "adapter", operation.kernel), "takes_indices", False)
+
+    def moved(arg: Any, is_index: bool) -> Any:
+        if isinstance(arg, torch.Tensor):
+            if not arg.is_cpu or is_wrapped_number(arg):
+                return arg
+            if arg.dim() and not is_index:
+                raise Now
+            return from_host(arg)
+        return [moved(item, is_index) for item in arg] if isinstance(arg, list | tuple) and _has_tensors(arg) else arg
+
+    args = tuple(moved(arg, takes_indices and i == 1) for i, arg in enumerate(args))
+    return args, {name: moved(arg, False) for name, arg in kwargs.items()}
+
+
+def _has_tensors(items: Any) -> bool:
+    return any(isinstance(item, torch.Tensor) for item in items)
+
+
+class Describing:
+    """Makes the key of one operation.
+
+    Attributes:
+        key: what it depends on.
+        numbers: its Python numbers that may be inputs, in order.
+        has_host: it takes CPU tensors that are no numbers: see `on_device`.
+    """
+
+    __slots__ = ("_is_number", "_place_of", "has_host", "key", "numbers")
+
+    def __init__(self, operation: Deferrable, place_of: Callable[[Buffer], int]) -> None:
+        """`place_of`: which of the recording's buffers one is; gives a place to one that had none."""
+        self.key: list[Any] = [operation, torch.get_default_dtype()]
+        self.numbers: list[int | float] = []
+        self.has_host = False
+        self._is_number = operation.is_number
+        self._place_of = place_of
+
+    def add(self, name: int | str, arg: Any) -> None:
+        """One argument, by position or name."""
+        key = self.key
+        cls = type(arg)
+        if isinstance(arg, torch.Tensor):
+            self._add_tensor(arg)
+        elif cls is int or cls is float:
+            if self._is_number(name, arg):
+                self.numbers.append(arg)
+                key.append(("number", cls, cls is int and arg < 0))  # an unsigned tensor refuses negative integers
+            else:
+                key.append((cls, exactly(arg)))
+        elif isinstance(arg, _PLAIN):
+            key.append((cls, arg))
+        elif cls is list or cls is tuple:
+            if arg and (isinstance(arg[0], torch.Tensor) or _has_tensors(arg)):
+                key.append("[")
+                for item in arg:
+                    self.add(-1, item)
+                key.append("]")
+            else:
+                key.append(tuple((type(item), exactly(item)) for item in arg))
+        elif isinstance(arg, torch.Size):
+            key.append(tuple(arg))
+        elif cls is Held:
+            key.append(id(arg.value))
+        elif isinstance(arg, torch.device):
+            if arg.type != "jax":
+                raise Now
+            key.append(arg)
+        elif cls is complex:
+            key.append((cls, exactly(arg)))
+        else:  # generators, numbers of other tracers
+            raise Now
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cpu:
+            if tensor.dim() == 0 and is_wrapped_number(tensor) and getattr(tensor, "__wrapped_number", None) is None:
+                number = tensor.item()
+                if type(number) in (int, float):
+                    self.numbers.append(number)
+                    self.key.append(("number", type(number), type(number) is int and number < 0))
+                    return
+                raise Now
+            self.has_host = True
+            return
+        if tensor.is_meta or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
+            raise Now
+        buffer = buffer_of(tensor)
+        if buffer.dropped is not None:
+            raise Now
+        place = self._place_of(buffer)
+        self.key.append((place, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+
+
+def template(arg: Any, name: int | str, operation: Deferrable, count: list[int]) -> Any:
+    """The argument with references in place of tensors and numbers; `count`: how many numbers there were before it."""
+    cls = type(arg)
+    if isinstance(arg, torch.Tensor):
+        if arg.is_cpu:
+            count[0] += 1
+            return Number(count[0] - 1)
+        return Ref(buffer_of(arg).place_in_queue, tuple(arg.shape), arg.stride(), int(arg.storage_offset()), arg.dtype)
+    if (cls is int or cls is float) and operation.is_number(name, arg):
+        count[0] += 1
+        return Number(count[0] - 1)
+    if (cls is list or cls is tuple) and _has_tensors(arg):
+        return [template(item, -1, operation, count) for item in arg]
+    return arg
+
+
+def filled(arg: Any, tensor_of: Callable[[Ref], torch.Tensor], numbers: list[Any]) -> Any:
+    """The argument that a template stands for."""
+    cls = type(arg)
+    if cls is Ref:
+        return tensor_of(arg)
+    if cls is Number:
+        return numbers[arg.position]
+    return [filled(item, tensor_of, numbers) for item in arg] if cls is list else arg
+
+
+def repeated_number(found: Fresh) -> Any:
+    """The number that a buffer without memory repeats, as a numpy scalar."""
+    assert found.fill is not None
+    return np.frombuffer(found.fill, found.dtype)[0]
+
+
+__all__ = ["Describing", "Fresh", "Now", "Number", "Ref", "filled", "fresh", "on_device", "repeated_number", "template"]

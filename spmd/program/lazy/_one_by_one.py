@@ -1,0 +1,66 @@
+"""What waits, run operation by operation as eager code does: where no program can be made of it, so that its error is eager's own."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from spmd.base._convert import exact_dtypes, to_torch_dtype
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer
+from spmd.program.lazy._described import repeated_number
+from spmd.program.lazy._recording import Recording
+from spmd.program.lazy._region import bind
+from spmd.program.lazy._replay import Replay
+
+
+def run_one_by_one(recorded: Recording) -> None:
+    """Give every waiting buffer its value. An operation that fails raises; what came before it has its value then.
+
+    Raises:
+        Exception: that of the first operation that fails; what was to be computed from there on says so when it is read.
+    """
+    replay = Replay()
+    taken = {t.place: t for t in recorded.taken}
+    end, streams, has_drawn = default_stream.get_state(), iter(recorded.words), False
+    why = ""
+    try:
+        for node in recorded.node.path():
+            for place, found in node.taken:
+                if found.fill is None:
+                    value, host = taken[place].value, taken[place].host
+                    buffer = Buffer(value, found.shape, host, found.annotation)
+                else:
+                    with exact_dtypes():
+                        buffer = Buffer(jnp.full(found.shape, repeated_number(found)), found.shape)
+                        buffer.annotation = found.annotation
+                        if found.annotation is not None:
+                            buffer.place(found.annotation.to_jax())
+                replay.put(place, buffer, to_torch_dtype(found.dtype))
+            if node.effect.draws:
+                if not has_drawn or node.sets_stream:
+                    default_stream.set_words(next(streams))
+                has_drawn = True
+            why = f"{node.operation.name} failed" + (f", called at {node.line}" if node.line else "")
+            result, _ = replay.run(node.operation, node.args, node.kwargs, recorded.numbers[node.first_number :])
+            bind(replay, node.effect.result, result, node.first_made)
+        why = ""
+    finally:
+        default_stream.set_state(end)
+        _give(recorded, replay, why)
+
+
+def _give(recorded: Recording, replay: Replay, why: str) -> None:
+    """The values that there are, to those who wait for them; the others are told why there is none."""
+    for place, ref in enumerate(recorded.buffers):
+        buffer = ref()
+        if buffer is None or buffer.queue is not recorded or not buffer.is_waiting:
+            continue
+        buffer.queue = None
+        if replay.has(place):
+            source = replay.buffer(place)
+            buffer.value, buffer.host = source.value, source.host
+        else:
+            buffer.dropped = f"this tensor was not computed: {why}, an operation before it"
+
+
+__all__ = ["run_one_by_one"]

@@ -1,0 +1,255 @@
+"""The operations since the last step boundary. Nothing of them has run; their results are tensors that wait.
+
+Note [Recordings]
+An operation on device tensors is not run but described: the kernel, the arguments that are no tensors, and of each tensor which of
+the recording's buffers it shows through which window. If the operation that came next the last time has the same description, its
+result is known, tensors of these shapes on new buffers, and that is all. Else the kernel is run on shapes alone, once for each
+description. Whoever reads a value, and a step boundary, runs all that waits as one program: the one that was made for the same path
+through the tree of operations (`_node`), if the buffers that are still alive are among those that it gives.
+Buffers from before the recording are taken by their arrays, which nobody changes: a write puts another array in the buffer.
+A Python number among the arguments is a constant of the first program, and an input of the next if it has changed; the numbers of
+in-place operations, which are updates of optimizers as a rule, are inputs at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mesh import ShardingSpec
+from spmd.base._convert import to_torch_dtype
+from spmd.base._errors import user_line
+from spmd.base._torch import create_empty_tensor
+from spmd.device._deferred import Deferrable
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import META, Buffer, contiguous_stride, strided_alias
+from spmd.program.lazy._described import Describing, Fresh, Now, Ref, fresh, on_device, template
+from spmd.program.lazy._effect import Effect, Root
+from spmd.program.lazy._node import Node
+from spmd.program.lazy._replay import New, Same
+
+if TYPE_CHECKING:
+    from spmd.program.lazy._session import Lazy
+
+_set_window = torch.ops.aten.set_.source_Storage_storage_offset
+
+
+class Taken:
+    """A buffer from before the recording: the array or host values that it had at its first use."""
+
+    __slots__ = ("host", "place", "value")
+
+    def __init__(self, place: int, buffer: Buffer) -> None:
+        self.place, self.value, self.host = place, buffer.value, buffer.host
+
+
+class Recording:
+    """One sequence of operations that wait.
+
+    Attributes:
+        node: the last operation, in the tree of all that came.
+        buffers: every buffer that the operations use, by place.
+        taken: those that had a value before.
+        numbers: Python numbers of the operations, in order.
+        layouts: where buffers were marked to lie meanwhile, by place.
+        words: the random state before the first draw, and at each draw before which somebody set it anew.
+        draws: random keys taken in all.
+    """
+
+    def __init__(self, session: Lazy) -> None:
+        self.session = session
+        self.node = session.root
+        self.buffers: list[weakref.ref[Buffer]] = []
+        self.roots: list[Fresh | Root] = []
+        self.taken: list[Taken] = []
+        self.numbers: list[int | float] = []
+        self.layouts: dict[int, ShardingSpec] = {}
+        self.words: list[np.ndarray[Any, Any]] = []
+        self.draws = 0
+        self._stream: tuple[int, int] | None = None  # seed and count where the last draw left them
+        self._new: list[tuple[Buffer, Fresh]] = []
+        self.lock = RLock()
+
+    def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation returns, its tensors waiting. Raises Now if it cannot wait."""
+        try:
+            described = self._described(operation, args, kwargs)
+            if described.has_host:
+                self._forget_new()
+                args, kwargs = on_device(operation, args, kwargs)
+                described = self._described(operation, args, kwargs)
+            if operation.check is not None:
+                operation.check(args, kwargs)
+            if self._stream is not None and self._stream != (default_stream.seed, default_stream.draws):
+                described.key.append("another random state")
+            key = tuple(described.key)
+            child = self.node.children.get(key)
+            if child is None and key not in self.node.children:
+                child = self._added(operation, key, args, kwargs, described.numbers)
+            if child is None:
+                raise Now
+        except BaseException:
+            self._forget_new()
+            raise
+        effect = child.effect
+        if effect.draws:
+            self._note_draws(effect.draws)
+        self._take_new()
+        if described.numbers != child.numbers:
+            child.has_varied = True
+        self.numbers.extend(described.numbers)
+        self.node.latest = child
+        self.node = child
+        return self._result(effect, args, kwargs)
+
+    def _described(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Describing:
+        described = Describing(operation, self._place_of)
+        add = described.add
+        for i, arg in enumerate(args):
+            add(i, arg)
+        for name, arg in kwargs.items():
+            described.key.append(name)
+            add(name, arg)
+        if self._new:
+            described.key.extend((b.place_in_queue, found) for b, found in self._new)
+        return described
+
+    def _place_of(self, buffer: Buffer) -> int:
+        """Which of the buffers this is; one that comes from before the recording is noted."""
+        if buffer.queue is not self:
+            if buffer.is_waiting:  # for another recording
+                buffer.raw()
+            buffer.place_in_queue = len(self.buffers) + len(self._new)
+            buffer.queue = self
+            self._new.append((buffer, fresh(buffer)))
+        return buffer.place_in_queue
+
+    def _forget_new(self) -> None:
+        for buffer, _ in self._new:
+            buffer.queue = None
+        self._new.clear()
+
+    def _take_new(self) -> None:
+        for buffer, found in self._new:
+            self.buffers.append(weakref.ref(buffer))
+            self.roots.append(found)
+            if found.fill is None:
+                self.taken.append(Taken(buffer.place_in_queue, buffer))
+        self._new.clear()
+
+    def _added(self, operation: Deferrable, key: tuple[Any, ...], args: Any, kwargs: Any, numbers: list[int | float]) -> Node | None:
+        """A node for an operation that did not come here before; None if it cannot wait."""
+        self.session.note_parting(self.node, operation, key)
+        count = [0]
+        node = Node(self.node, key)
+        node.operation = operation
+        node.args = [template(arg, i, operation, count) for i, arg in enumerate(args)]
+        node.kwargs = {name: template(arg, name, operation, count) for name, arg in kwargs.items()}
+        node.first_number, node.first_made = len(self.numbers), len(self.buffers) + len(self._new)
+        node.taken = [(b.place_in_queue, found) for b, found in self._new]
+        node.numbers = numbers
+        node.line = user_line()
+        node.sets_stream = "another random state" in key
+        roots = [*self.roots, *(found for _, found in self._new)]
+        effect = None if operation.needs_values(args, kwargs) else self.session.effects.of(node, roots, numbers)
+        self.node.children[key] = None if effect is None else node
+        if effect is None:
+            return None
+        node.effect = effect
+        self.session.num_nodes += 1
+        return node
+
+    def _note_draws(self, draws: int) -> None:
+        if self._stream != (default_stream.seed, default_stream.draws):
+            self.words.append(default_stream.words())
+        self.draws += draws
+        default_stream.draws += draws
+        self._stream = (default_stream.seed, default_stream.draws)
+
+    def forget(self) -> None:
+        """Hold nothing of what ran."""
+        for ref in self.buffers:
+            buffer = ref()
+            if buffer is not None and buffer.queue is self:
+                buffer.queue = None
+        self.buffers, self.taken, self.roots = [], [], []
+
+    def _result(self, effect: Effect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for place in effect.written:
+            buffer = self.buffers[place]()
+            assert buffer is not None, "an argument holds it"
+            buffer.value = buffer.host = buffer.digest = None
+            buffer.reads.clear()
+        made = effect.made
+        if not made:
+            return self._shown(effect.result, (), args, kwargs)
+        if len(made) == 1 and type(effect.result) is New:  # nearly all
+            return self._tensor(effect.result, self._waiting(made[0]))
+        bases = [self._waiting(root) for root in made]
+        return self._shown(effect.result, bases, args, kwargs)
+
+    def _waiting(self, root: Root) -> torch.Tensor:
+        """A tensor on a new buffer that waits."""
+        tensor = create_empty_tensor(root.shape, to_torch_dtype(root.dtype))
+        buffer = Buffer(None, root.shape)
+        if root.annotation is not None:
+            buffer.annotation = root.annotation
+        buffer.queue, buffer.place_in_queue = self, len(self.buffers)
+        self.buffers.append(weakref.ref(buffer))
+        self.roots.append(root)
+        tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
+        return tensor
+
+    def _tensor(self, shown: New | Ref, base: torch.Tensor) -> torch.Tensor:
+        if shown.dtype != base.dtype:
+            other = create_empty_tensor((0,), shown.dtype)
+            return _set_window.redispatch(META, other, base.untyped_storage(), shown.offset, shown.size, shown.stride)
+        if shown.size == base.shape and shown.offset == 0 and shown.stride == contiguous_stride(shown.size):
+            return base
+        return strided_alias(base, shown.size, shown.stride, shown.offset)
+
+    def _shown(self, result: Any, bases: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cls = type(result)
+        if cls is New:
+            return self._tensor(result, bases[result.made])
+        if cls is Same:
+            return _tensors(args, kwargs)[result.given]
+        if cls is Ref:
+            owner = next(t for t in _tensors(args, kwargs) if t.untyped_storage().spmd_buffer.place_in_queue == result.place)  # pyright: ignore[reportAttributeAccessIssue]
+            return self._tensor(result, owner)
+        if cls is list or cls is tuple:
+            return cls(self._shown(item, bases, args, kwargs) for item in result)
+        if isinstance(result, tuple):
+            return cls(*(self._shown(item, bases, args, kwargs) for item in result))
+        return result
+
+    def annotate(self, buffer: Buffer, spec: Any) -> None:
+        """Lay out the value that a waiting buffer will have."""
+        self.session.annotate(self, buffer, spec)
+
+    def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
+        """The element type that a waiting buffer will have."""
+        return self.roots[buffer.place_in_queue].dtype
+
+    def run(self) -> None:
+        """Run what waits."""
+        self.session.run(self)
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The device tensors among the arguments, in the order in which templates name them."""
+    found: list[torch.Tensor] = []
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.Tensor):
+            if not arg.is_cpu:
+                found.append(arg)
+        elif isinstance(arg, list | tuple):
+            found.extend(_tensors(arg, {}))
+    return found
+
+
+__all__ = ["Recording", "Taken"]

@@ -1,0 +1,238 @@
+"""The program of one recording: buffers from before it in, those that are still alive out, what is written donated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh import Mesh
+from spmd.base._convert import exact_dtypes, to_torch_dtype
+from spmd.base._exact import exactly
+from spmd.base._jax import inline_jaxpr
+from spmd.device._arrays import laid_out, upload
+from spmd.device._checks import Check, note, stacked
+from spmd.device._numbers import lifted
+from spmd.device._pacing import note_call
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import recording
+from spmd.program._job_checks import require_sound, watched
+from spmd.program.lazy._described import Fresh, repeated_number
+from spmd.program.lazy._effect import Root, traced_buffer
+from spmd.program.lazy._node import Node
+from spmd.program.lazy._recording import Recording, Taken
+from spmd.program.lazy._replay import New, Replay
+from spmd.program.trace._buffer_use import TraceRecorder
+from spmd.program.xla._channels_last import has_convolution, run_channels_last
+from spmd.program.xla._executable import Executable, lowered, on_all_devices
+from spmd.program.xla._target import common_mesh, platform_of
+
+_LARGEST_EXACT = 2**53
+
+
+class Region(Executable):
+    """One executable for the operations on the path to a node.
+
+    Attributes:
+        gives: places of the buffers whose values it returns, in order.
+        varying: positions of the Python numbers that are its inputs.
+        checks: checks of values that it makes; their flags are its last result.
+    """
+
+    def __init__(self, recorded: Recording, gives: Sequence[int], varying: frozenset[int], platform: str) -> None:
+        """Compile for a recording that is about to run.
+
+        Raises:
+            SpmdError: its tensors lie on meshes of different devices.
+        """
+        self.node = recorded.node
+        self.varying = sorted(i for i in varying if abs(recorded.numbers[i]) <= _LARGEST_EXACT)
+        self.literals = [(i, exactly(n)) for i, n in enumerate(recorded.numbers) if i not in set(self.varying)]
+        self.mesh = mesh_of(recorded)
+        self.platform = platform_of(self.mesh) if self.mesh is not None else platform
+        self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), PartitionSpec())
+        self.checks: list[Check] = []
+        self.watched = watched()
+        written = _written(self.node)
+        taken = {t.place: i for i, t in enumerate(recorded.taken)}
+        roots = recorded.roots
+        # State first, as in every program: jax gives donated memory to the first result that fits it. 0-dim state is not donated.
+        self.donated = [p for p in gives if p in taken and p in written and roots[p].shape]
+        self.gives = [*self.donated, *(p for p in gives if p not in set(self.donated))]
+        self._donated = [taken[p] for p in self.donated]
+        self._kept = [i for i in range(len(recorded.taken)) if i not in set(self._donated)]
+        self.shardings: list[Any] = [None] * len(recorded.taken)
+        self._compile(recorded)
+
+    def holds(self, numbers: list[int | float]) -> bool:
+        """Whether its constants are today's numbers."""
+        return all(exactly(numbers[i]) == value for i, value in self.literals)
+
+    def _compile(self, recorded: Recording) -> None:
+        values = self._values(recorded)
+        self.shardings = [v.sharding for v in values]
+        vector, words = np.zeros(len(self.varying)), _words(recorded)
+        with exact_dtypes():
+            examples = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+            closed: Any = jax.make_jaxpr(lambda *given: self._trace(recorded, *given))(examples, vector, words)
+            record = run_channels_last if self.platform == "cpu" and has_convolution(closed.jaxpr) else inline_jaxpr
+            order, kept, num_donated = [*self._donated, *self._kept], self._kept, len(self._donated)
+
+            def lazy(donated: Any, rest: Any, vector: Any, words: Any) -> Any:
+                values: list[Any] = [None] * len(order)
+                for i, value in zip(order, (*donated, *rest), strict=True):
+                    values[i] = value
+                return record(closed.jaxpr, closed.consts, *values, vector, words)
+
+            pinned = None
+            if self.mesh is not None:
+                taken = {t.place: i for i, t in enumerate(recorded.taken)}
+                pinned = [self._result_sharding(recorded, p, taken.get(p)) for p in self.gives]
+                pinned.extend([None] * bool(self.checks))
+            args = ([values[i] for i in self._donated], [values[i] for i in kept], *self._rest(vector, words))
+            assert len(args[0]) == num_donated
+            program = lowered(lazy, args, donate=True, pinned=pinned, mesh=self.mesh, platform=self.platform)
+            if self.watched is not None:
+                buffers = [b for b in (ref() for ref in recorded.buffers) if b is not None and b.value is not None]
+                self.watched.require_same("lazy", program, self.mesh, buffers, [])
+            self.compiled = program.compile()
+            if self.watched is not None and self.platform == "cpu":
+                require_sound(self.hlo())
+
+    def _trace(self, recorded: Recording, values: list[Any], vector: Any, words: Any) -> list[Any]:
+        """Called by jax: the recorded operations on tracers."""
+        replay, start = Replay(), default_stream.draws
+        streams = iter([words[i] for i in range(words.shape[0])])
+        recorder = TraceRecorder(next(streams), {}, start, {}, platform=self.platform)
+        has_drawn = False
+        position = {number: i for i, number in enumerate(self.varying)}
+        numbers: list[Any] = [
+            lifted(vector[position[i]], integral=type(n) is int) if i in position else n for i, n in enumerate(recorded.numbers)
+        ]
+        arrays = {t.place: value for t, value in zip(recorded.taken, values, strict=True)}
+        token = recording.set(recorder)
+        try:
+            for node in self.node.path():
+                for place, found in node.taken:
+                    value = jnp.full(_stored(found), repeated_number(found)) if found.fill is not None else arrays[place]
+                    replay.put(place, traced_buffer(value, _root(found)), to_torch_dtype(found.dtype))
+                if node.effect.draws:
+                    if node.sets_stream and has_drawn:
+                        recorder.words, recorder.start_draws = next(streams), default_stream.draws
+                    has_drawn = True
+                with torch.autocast("jax", enabled=False):
+                    result, _ = replay.run(node.operation, node.args, node.kwargs, numbers[node.first_number :])
+                bind(replay, node.effect.result, result, node.first_made)
+            self.checks = [check for check, _ in recorder.checks]
+            flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
+            return [*(replay.buffer(place).raw() for place in self.gives), *flags]
+        finally:
+            recording.reset(token)
+            default_stream.draws = start
+
+    def _result_sharding(self, recorded: Recording, place: int, taken: int | None) -> Any:
+        if place in recorded.layouts:
+            return recorded.layouts[place].to_jax()
+        if taken is not None:
+            return self.shardings[taken]
+        annotation = recorded.roots[place].annotation
+        return None if annotation is None else annotation.to_jax()
+
+    def _rest(self, vector: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+        return on_all_devices(vector, self.replicated), on_all_devices(words, self.replicated)
+
+    def _values(self, recorded: Recording) -> list[Any]:
+        """The arrays of the buffers from before the recording, laid out as the program expects them."""
+        return [self._value(recorded, t, sharding) for t, sharding in zip(recorded.taken, self.shardings, strict=True)]
+
+    def _value(self, recorded: Recording, taken: Taken, sharding: Any) -> Any:
+        value, root = taken.value, recorded.roots[taken.place]
+        if value is not None and sharding is not None and value.sharding is sharding:
+            return value
+        annotation = root.annotation
+        wanted = sharding if sharding is not None else self.replicated if annotation is None else annotation.to_jax()
+        buffer = recorded.buffers[taken.place]()
+        is_current = buffer is not None and buffer.queue is recorded and not buffer.is_waiting
+        if value is None:
+            if not is_current or buffer is None:
+                assert taken.host is not None
+                return upload(taken.host, wanted)
+            buffer.place(wanted)  # whoever reads it next finds it there
+            return buffer.value
+        if sharding is None and annotation is None and (self.mesh is None or _lies_on(value, self.mesh)):
+            return value
+        if wanted is None or value.sharding == wanted:
+            return value
+        value = laid_out(value, root.shape, wanted)
+        if is_current and buffer is not None:
+            buffer.value = value
+        return value
+
+    def __call__(self, recorded: Recording) -> list[Any]:
+        """Run on the recording's buffers; the values of those that it gives."""
+        values = self._values(recorded)
+        vector = np.array([recorded.numbers[i] for i in self.varying], np.float64)
+        words = _words(recorded)
+        if self.watched is not None:
+            self.watched.begin(vector.tolist(), [], [])
+        args = ([values[i] for i in self._donated], [values[i] for i in self._kept], *self._rest(vector, words))
+        is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.platform == "cpu"
+        if is_paced and self.watched is not None:
+            jax.block_until_ready(args)
+        with exact_dtypes():
+            results = self.compiled(*args)
+        if is_paced:
+            note_call(results[len(self.donated) :], results[: len(self.donated)])
+        if self.checks:
+            note(results[-1], self.checks)
+        if self.watched is not None:
+            self.watched.end()
+        return results[: len(self.gives)]
+
+
+def mesh_of(recorded: Recording) -> Mesh | None:
+    """The one mesh that the recording's buffers were marked over.
+
+    Raises:
+        SpmdError: there are several, of different devices.
+    """
+    return common_mesh([*(root.annotation for root in recorded.roots), *recorded.layouts.values()])
+
+
+def _words(recorded: Recording) -> np.ndarray[Any, Any]:
+    """The random states that the draws begin with: uint32[states, 4]."""
+    return np.stack(recorded.words or [default_stream.words()])
+
+
+def _written(node: Node) -> set[int]:
+    return {place for one in node.path() for place in one.effect.written}
+
+
+def bind(replay: Replay, shown: Any, result: Any, first: int) -> None:
+    """Tell the replay which tensors show the buffers that an operation made."""
+    if type(shown) is New:
+        replay.bind(first + shown.made, result)
+    elif isinstance(shown, list | tuple) and isinstance(result, list | tuple):
+        for one, part in zip(shown, result, strict=True):
+            bind(replay, one, part, first)
+
+
+def _root(found: Fresh) -> Root:
+    return Root(found.shape, found.dtype, found.annotation)
+
+
+def _stored(found: Fresh) -> tuple[int, ...]:
+    return found.shape if found.annotation is None else tuple(found.annotation.padded_shape(found.shape))
+
+
+def _lies_on(value: Any, mesh: Mesh) -> bool:
+    sharding = value.sharding
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
+
+
+__all__ = ["Region", "bind", "mesh_of"]

@@ -1,0 +1,296 @@
+"""`spmd.lazy()`: what an unedited loop does between two step boundaries runs as one program.
+
+with spmd.lazy() as lazy:
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()              # a step ends: what was recorded runs
+    print(loss.item())                # so it does when a value is read
+lazy.num_executables                  # 2: the first step creates the optimizer's state
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any
+
+import jax
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mesh import ShardingSpec
+from spmd.base._convert import exact_dtypes, to_torch_dtype
+from spmd.base._errors import SpmdError, message
+from spmd.base._exact import exactly
+from spmd.base._jax import is_tracing
+from spmd.device._deferred import Deferrable, Held, deferring, end_step
+from spmd.device._storage import Buffer, buffer_of, recording
+from spmd.device._turn import turn
+from spmd.program._job_checks import compiling
+from spmd.program.lazy._described import Now
+from spmd.program.lazy._effect import Effects
+from spmd.program.lazy._node import Node, difference
+from spmd.program.lazy._one_by_one import run_one_by_one
+from spmd.program.lazy._recording import Recording
+from spmd.program.lazy._region import Region, mesh_of
+from spmd.program.lazy._replay import tensor_over
+from spmd.program.xla._target import platform_of
+
+_MAX_NODES = 200_000
+_MAX_OPERATIONS = 50_000
+
+
+class Lazy:
+    """Operations are recorded and run a step at a time. Made by `spmd.lazy`.
+
+    Attributes:
+        retraces: for every program after the first two, in what its operations differed from those that came before.
+    """
+
+    def __init__(self, max_programs: int = 32, max_retraces: int = 8) -> None:
+        if max_programs < 1:
+            raise SpmdError(message("lazy keeps one program or more", f"max_programs={max_programs!r}", fix="spmd.lazy(max_programs=32)"))
+        self.root = Node(None, ())
+        self.effects = _EffectsOf(self)
+        self.num_nodes = 0
+        self.retraces: list[str] = []
+        self._specs: dict[ShardingSpec, Held] = {}
+        self._max_programs = max_programs
+        self._max_retraces = max_retraces
+        self._recording = Recording(self)
+        self._regions: deque[Region] = deque()
+        self._latest: Region | None = None
+        self._parted: str | None = None
+        self._is_warned = False
+        self._hook: Any = None
+
+    def __enter__(self) -> Lazy:
+        self.start()
+        self._hook = register_optimizer_step_post_hook(lambda *_: end_step())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+        self.stop()
+
+    def start(self) -> None:
+        """Record this thread's operations from here on; an optimizer's `step()` is no boundary.
+
+        Raises:
+            SpmdError: they are recorded already.
+        """
+        if deferring.get() is not None:
+            raise SpmdError(
+                message("operations are recorded already", "a recording has no recordings inside", fix="leave the inner spmd.lazy() out")
+            )
+        deferring.set(self)
+
+    def stop(self) -> None:
+        """Run what waits, and record no more."""
+        deferring.set(None)
+        self.boundary()
+
+    @property
+    def num_executables(self) -> int:
+        """How many programs are kept."""
+        return len(self._regions)
+
+    @property
+    def program(self) -> Region:
+        """The program that ran last: its `hlo()`, `collectives()`, `memory()` and `flops()` can be read."""
+        if self._latest is None:
+            raise SpmdError(message("nothing has run yet", fix="end a step first: spmd.sync()"))
+        return self._latest
+
+    def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one operation; what cannot wait runs now."""
+        if not is_tracing():
+            with turn:
+                recorded = self._recording
+                if recorded.node.count >= _MAX_OPERATIONS:
+                    self.run(recorded)
+                    recorded = self._recording
+                try:
+                    return recorded.call(operation, args, kwargs)
+                except Now:
+                    pass
+        return operation.kernel(*args, **kwargs)
+
+    def boundary(self) -> None:
+        """A step has ended: run what waits."""
+        self.run(self._recording)
+
+    def annotate(self, recorded: Recording, buffer: Buffer, spec: ShardingSpec) -> None:
+        """Lay out the value that a waiting buffer will have: an operation on it, like others."""
+        if recorded is not self._recording or deferring.get() is not self:
+            self.run(recorded)
+            buffer.place(spec.to_jax())
+            return
+        held = self._specs.setdefault(spec, Held(spec))
+        _lay_out(tensor_over(buffer, to_torch_dtype(recorded.dtype_of(buffer))), held)
+        recorded.layouts[buffer.place_in_queue] = spec
+
+    def note_parting(self, node: Node, operation: Deferrable, key: tuple[Any, ...]) -> None:
+        """An operation comes after a node that did not come there before."""
+        if node.latest is not None:
+            self._parted = difference(node.latest, operation, key)
+        if self.num_nodes > _MAX_NODES:  # what differs every time is forgotten
+            self.root, self.num_nodes = Node(None, ()), 0
+
+    def run(self, recorded: Recording) -> None:
+        """Run what a recording holds."""
+        with turn:
+            if recorded is not self._recording:  # it has run
+                return
+            self._recording = Recording(self)
+            if recorded.node.parent is None:
+                return
+            alive = {i for i, ref in enumerate(recorded.buffers) if (b := ref()) is not None and b.queue is recorded and b.is_waiting}
+            if not alive and not recorded.node.regions:
+                return
+            token, inner = deferring.set(None), recording.set(None)
+            try:
+                self._run(recorded, alive)
+            except BaseException:
+                if any(b is not None and b.queue is recorded and b.is_waiting for b in (ref() for ref in recorded.buffers)):
+                    self._recording = recorded  # interrupted: it still waits
+                raise
+            finally:
+                deferring.reset(token)
+                recording.reset(inner)
+            recorded.forget()
+
+    def _run(self, recorded: Recording, alive: set[int]) -> None:
+        try:
+            region = self._region(recorded, alive)
+            values = region(recorded)
+        except Exception as error:
+            run_one_by_one(recorded)
+            self._warn_slow(error)
+            return
+        for place, value in zip(region.gives, values, strict=True):
+            buffer = recorded.buffers[place]()
+            if buffer is not None and buffer.queue is recorded and buffer.is_waiting:
+                buffer.value = value
+
+    def _warn_slow(self, error: Exception) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        warnings.warn(
+            message(
+                "operations that waited could not be made one program, and ran one by one",
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                fix="end the step before the operation that is at fault: spmd.sync()",
+            ),
+            stacklevel=6,
+        )
+
+    def _region(self, recorded: Recording, alive: set[int]) -> Region:
+        """The program for a recording, compiled if there is none."""
+        regions = recorded.node.regions
+        for region in regions:
+            if alive.issubset(region.gives) and region.holds(recorded.numbers):
+                break
+        else:
+            varying = _varying(recorded)
+            for other in regions:
+                varying |= set(other.varying)
+                varying |= {i for i, value in other.literals if exactly(recorded.numbers[i]) != value}
+            with compiling():
+                region = Region(recorded, sorted(alive), frozenset(varying), platform_of(mesh_of(recorded)))
+            self._note_program(region)
+            regions.insert(0, region)
+        self._latest = region
+        self._parted = None
+        return region
+
+    def _note_program(self, region: Region) -> None:
+        if len(self._regions) >= 2:
+            where = f" at {region.node.line}" if region.node.line else ""
+            self.retraces.append((self._parted or _same_path(region)) + where)
+            if len(self.retraces) == self._max_retraces:
+                warnings.warn(
+                    message(
+                        f"{len(self._regions) + 1} programs were compiled for steps that keep differing",
+                        f"the last reason: {self.retraces[-1]}",
+                        fix="keep shapes and the order of operations the same from step to step; all reasons are in lazy.retraces",
+                    ),
+                    stacklevel=5,
+                )
+        self._regions.append(region)
+        if len(self._regions) > self._max_programs:
+            dropped = self._regions.popleft()
+            dropped.node.regions.remove(dropped)
+
+
+def _same_path(region: Region) -> str:
+    """Why another program was needed for the same operations."""
+    if not region.node.regions:
+        return f"a step ended after {region.node.operation.name}, where none had ended before"
+    before = region.node.regions[0]
+    if set(region.gives) <= set(before.gives):
+        return "a Python number among the arguments changed"
+    return "tensors are still in use that were not when these operations ran before"
+
+
+def _laid_out(tensor: torch.Tensor, spec: Held) -> torch.Tensor:
+    buffer = buffer_of(tensor)
+    with exact_dtypes():
+        value = jax.lax.with_sharding_constraint(buffer.get(), spec.value.to_jax())
+        buffer.annotation = spec.value
+        buffer.set(value)
+    return tensor
+
+
+_lay_out = Deferrable("mark_sharding", _laid_out)
+
+
+def _varying(recorded: Recording) -> set[int]:
+    """Positions of the numbers that were others before, and of those of in-place operations, which are updates as a rule."""
+    found: set[int] = set()
+    nodes = list(recorded.node.path())
+    ends = [*(node.first_number for node in nodes[1:]), len(recorded.numbers)]
+    for node, end in zip(nodes, ends, strict=True):
+        if node.operation.writes or node.has_varied:
+            found.update(range(node.first_number, end))
+    return found
+
+
+class _EffectsOf:
+    """Effects for the platform at hand."""
+
+    def __init__(self, lazy: Lazy) -> None:
+        self._effects = Effects()
+
+    def of(self, node: Node, roots: Any, numbers: Any) -> Any:
+        token, inner = deferring.set(None), recording.set(None)
+        try:
+            return self._effects.of(node, roots, numbers, platform_of(None))
+        finally:
+            deferring.reset(token)
+            recording.reset(inner)
+
+
+def lazy(*, max_programs: int = 32, max_retraces: int = 8) -> Lazy:
+    """A context in which operations on device 'jax' wait, and what waits runs as one compiled program.
+
+    It runs when a step ends (an optimizer's `step()`, `spmd.sync()`, the end of the context) and when a value is read. A step that
+    does what the last one did is not traced again: each operation is only compared with the one that came at its place before.
+    Values, in-place writes, views, random draws, gradients, exceptions and prints are those of eager execution.
+
+    Args:
+        max_programs: keep this many compiled programs; one too many drops the oldest.
+        max_retraces: warn when steps kept differing this often, and say in what.
+    """
+    return Lazy(max_programs, max_retraces)
+
+
+def sync() -> None:
+    """The end of a step: under `spmd.lazy()`, run what was recorded."""
+    end_step()
+
+
+__all__ = ["Lazy", "lazy", "sync"]
