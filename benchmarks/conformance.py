@@ -116,19 +116,20 @@ def main() -> None:
     checkout = chosen.checkout.resolve()
     if not (checkout / "test" / "spmd").is_dir():
         raise SystemExit(f"{checkout} is no checkout of pytorch/xla\n  fix: git clone https://github.com/pytorch/xla, and name its folder")
+    Path("/tmp/profile").mkdir(exist_ok=True)  # one of the examples writes there
     results: dict[str, Any] = {"commit": commit_of(checkout), "devices": {}}
     if chosen.update and RESULTS.exists():
         results["devices"] = json.loads(RESULTS.read_text(encoding="utf-8"))["devices"]
     for devices in chosen.devices:
         files = results["devices"].setdefault(str(devices), {})
         for case in (*FILES, *EXAMPLES):
-            if re.search(chosen.files, case.file):
-                files[case.file] = outcomes = run(checkout, case, devices, case.limit_s * chosen.scale, chosen.out)
+            if re.search(chosen.files, case.name):
+                files[case.name] = outcomes = run(checkout, case, devices, case.limit_s * chosen.scale, chosen.out)
                 counts = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
-                print(f"{devices} devices, {case.file}: {dict(counts)}", flush=True)
+                print(f"{devices} devices, {case.name}: {dict(counts)}", flush=True)
                 for test, outcome in outcomes.items():
                     if outcome != "pass" and not outcome.startswith("skip"):
-                        print(f"  {test}: {outcome}{' [listed]' if reason(case.file, test) else ''}", flush=True)
+                        print(f"  {test}: {outcome}{' [listed]' if reason(case.name, test) else ''}", flush=True)
     if chosen.update or (not chosen.files and tuple(chosen.devices) == DEVICES):
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(results), encoding="utf-8")

@@ -24,6 +24,12 @@ class Case:
     limit_s: float = 300.0
     is_script: bool = False
 
+    @property
+    def name(self) -> str:
+        """The file, and what it is told to run."""
+        what = [argument for argument in self.arguments[:1] if not argument.startswith("-")]
+        return " ".join([self.file, *what])
+
 
 _SAVES = {"XLA_SAVE_TENSORS_FILE": "{folder}/graphs", "XLA_SAVE_TENSORS_FMT": "hlo"}
 _SPMD = """
@@ -33,7 +39,7 @@ xla_dtensor_placements xla_dtensor_spec_conversion xla_sharded_tensor xla_shardi
 xla_virtual_device
 """
 FILES = (
-    *(Case(f"test/spmd/test_{name}.py", limit_s=900.0 if name.startswith("train") else 300.0) for name in _SPMD.split()),
+    *(Case(f"test/spmd/test_{name}.py") for name in _SPMD.split()),
     Case("test/spmd/test_spmd_graph_dump.py", environment=_SAVES),
     Case("test/spmd/test_spmd_lowering_context.py", environment=_SAVES),
     Case(
@@ -57,10 +63,80 @@ FILES = (
     Case("test/test_jax_interop.py"),
     Case("test/test_gradient_accumulation.py"),
 )
-EXAMPLES = (Case("examples/scan/scan_examples.py", is_script=True),)
+_SMALL = (
+    "--num-steps",
+    "3",
+    "--hidden-size",
+    "64",
+    "--intermediate-size",
+    "128",
+    "--num-attention-heads",
+    "4",
+    "--num-key-value-heads",
+    "2",
+)
+_EXAMPLES = """
+train_resnet_base train_resnet_amp data_parallel/train_resnet_spmd_data_parallel data_parallel/train_resnet_xla_ddp
+debug/train_resnet_benchmark debug/train_resnet_profile eager/train_decoder_only_eager eager/train_decoder_only_eager_multi_process
+eager/train_decoder_only_eager_spmd_data_parallel eager/train_decoder_only_eager_with_compile
+flash_attention/train_decoder_only_flash_attention flash_attention/train_decoder_only_flash_attention_fsdp_v2
+fsdp/train_decoder_only_fsdp_v2 fsdp/train_resnet_fsdp_auto_wrap scan/scan_examples
+"""
+EXAMPLES = (
+    Case("examples/train_decoder_only_base.py", arguments=_SMALL, is_script=True),
+    Case("examples/train_decoder_only_base.py", arguments=("scan.decoder_with_scan.DecoderWithScan", *_SMALL), is_script=True),
+    *(Case(f"examples/{name}.py", is_script=True) for name in _EXAMPLES.split()),
+)
+
+_GRAPH = "compares the text of the graph that is pending in torch_xla; here the value is there, and each tensor is a parameter"
+_ONE = "the test itself is for one device"
+_SOME = "a mesh of some of the devices is a mesh here"
+_AUTO = "XLA's automatic sharding is not available (`xr.use_spmd(auto=True)` says so)"
+_LARGE = "trains 142 million parameters eagerly, several times over: too long for the machine of this record"
 
 # (pattern of "file test", why it cannot pass here)
-REASONS: tuple[tuple[str, str], ...] = ()
+REASONS: tuple[tuple[str, str], ...] = (
+    (
+        r"test_(backward_optimization_barrier|inplace_add_with_sharding|mark_sharding_ir|xla_sharded_hlo_dump|spmd_full_to_shard_shape)",
+        _GRAPH,
+    ),
+    (r"test_(spmd_shard_to_full_shape|annotate_custom_sharding|scan_with_rematerialization|scan_xla_patched_linear|fsdp_v2_basic)", _GRAPH),
+    (r"test_scan_layers.py .*test_(decoder_model|linear_layers|tuple_layers)", _GRAPH),
+    (r"test_spmd_graph_dump|test_spmd_lowering_context", "asks torch_xla's C++ extension for its own graphs (`LoweringContext`, dumps)"),
+    (r"test_mark_manual_sharding", "marks a global value manual, which the test says XLA cannot run; refused here"),
+    (r"test_(mismatch_global_devices|device_count_mismatch_assertion)", _SOME),
+    (r"test_hybrid_mesh", "its mesh has 8 devices: those that do not exist are refused"),
+    (r"test_xla_auto_sharding|test_dtensor_integration2", _AUTO),
+    (r"test_(global|addressable)_runtime_device_count", _ONE),
+    (r"test_spmd_debugging.py .*_cpu", _ONE),
+    (r"test_(async_redistribute|device_mesh_dimensions)", "the test itself is for 4 devices: it writes 2 and 4 where 8 have 4 and 2"),
+    (
+        r"test_xlashardedtensor_is_dtensor",
+        "it is the whole tensor and no DTensor, which libraries take for one process's piece",
+    ),
+    (r"test_xla_placement", "reads a tensor that requires a gradient as an array, which PyTorch refuses"),
+    (r"test_xla_sharded_tensor_repr", "`mark_sharding` returns its argument, so that the result of what was marked is shown as sharded"),
+    (r"test_fallback", "`torch.polar` is computed on the device and not on the host"),
+    (
+        r"test_(propagate_replicated_sharding|input_sharding_none)",
+        "what was not marked lies on one device until a program needs it elsewhere",
+    ),
+    (r"test_sharded_tensor_aliasing", "counts buffers that torch_xla's step gave back to its inputs; eager operations have none"),
+    (r"test_sharding_propagation", "counts gathers of values that lie in pieces; the result of the layer lies whole here"),
+    (r"test_scan_debug", "counts torch_xla's cache of graphs, which eager operations do not fill"),
+    (r"test_scan_external_in_place_mutation", "a write to a tensor outside is what Python says it is, and no error"),
+    (r"test_scan_activation_aliases_input", "eagerly a scan is its loop, which keeps slices"),
+    (r"test_scan_tracing_does_not_allocate", "a tensor from the host is uploaded where it is first used, not at `sync`"),
+    (r"test_dynamo_input_sharding_changed", "counts compilations of a step; here each eager operation is compiled too"),
+    (r"test_dynamo_input_sharding_threashold", "asks whether a result is a placeholder after a crash, which does not happen"),
+    (
+        r"test_eager.py .*test_(eager_basic|eager_in_place)",
+        "counts the programs of one operation in torch_xla; here it is one, or none",
+    ),
+    (r"test_eager.py .*execute_once", "counts by ATen operator; programs are counted here, not operators"),
+    (r"test_assume_pure_avoid_retracing", "a function with a gradient is traced twice: what its results are comes first"),
+    (r"test_train_spmd_linear_model", _LARGE),
+)
 
 
 def reason(file: str, test: str) -> str | None:

@@ -28,6 +28,19 @@ def _enable_accuracy_mode() -> None:
 _torchax.enable_accuracy_mode = _enable_accuracy_mode
 
 
+def without_its_kernels() -> None:
+    """torchvision's models import without its compiled operators, which are for another build of torch and which they do not use."""
+    import torch
+
+    declared = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(declared)
+
+
+_kept: list[Any] = []
+
+
 class Record:
     """Outcomes of tests, written as they come: a crash costs the test that crashed."""
 
@@ -97,8 +110,34 @@ def listen(record: Record) -> None:
     unittest.TestResult.addSubTest = sub
 
 
+def cut_sizes(examples: str) -> None:
+    """The examples' models, batches and numbers of steps as small as a laptop's, where they have no flag for them."""
+    import torch_xla.utils.utils as xu
+
+    sys.path.append(examples)
+    import decoder_only_model
+
+    decoder_only_model.DecoderOnlyConfig.__init__.__defaults__ = (64, 2, 4, 2, 128, 256, False, False)
+    xu.SampleGenerator = _small(xu.SampleGenerator)
+
+
+def _small(generator: Any) -> Any:
+    def make(data: Any, sample_count: int) -> Any:
+        import torch_xla.runtime as xr
+
+        rows = 2 * xr.global_runtime_device_count()
+        parts = {1: (), 2: (slice(128),), 4: (..., slice(64), slice(64))}
+        return generator(tuple(t[(slice(rows), *parts[t.dim()])] for t in data), min(sample_count, 3))
+
+    return make
+
+
 def main(out: str, file: str, arguments: list[str]) -> None:
     record = Record(out)
+    folder, found, _ = file.rpartition("/examples/")
+    if found:
+        without_its_kernels()
+        cut_sizes(f"{folder}/examples")
     listen(record)
     sys.modules["torchax"] = _torchax
     sys.argv[:] = [file, *arguments]

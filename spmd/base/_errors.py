@@ -28,6 +28,8 @@
     |   +-- ScanError (ValueError)
     |   +-- MicroBatchError (ValueError)
     |   +-- ReplicaCountError (ValueError)
+    |   +-- InputShardingError (ValueError)
+    |   +-- NoInputShardingError (KeyError)
     |   +-- MutationError (AssertionError)
     |   +-- NoSeedError (AssertionError)
     |   +-- KernelError (AssertionError)

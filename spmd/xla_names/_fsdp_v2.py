@@ -55,9 +55,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         mesh = as_mesh(mesh_or_global(mesh, "SpmdFullyShardedDataParallel"))
         for axis in (AXIS, *([extra_data_axis] if extra_data_axis else [])):
             if axis not in mesh.axis_names:
-                raise SpecError(
-                    message(f"{mesh} has no axis '{axis}'", f"axes: {', '.join(mesh.axis_names)}", fix=f"name one axis '{axis}'")
-                )
+                raise SpecError(message(f"The provided {axis} axis is not in the mesh.", f"it is {mesh}", fix=f"name one axis '{axis}'"))
         super().__init__()
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel

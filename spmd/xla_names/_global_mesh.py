@@ -6,8 +6,8 @@ spmd.get_global_mesh()                              # Mesh(data=8)
 
 from __future__ import annotations
 
-from mesh import Mesh, device_count
-from spmd.base._errors import SpmdError, message
+from mesh import Mesh, MeshError, device_count
+from spmd.base._errors import message
 
 _current: list[Mesh] = []  # of at most one; not a ContextVar: threads that load data see it too
 
@@ -29,8 +29,8 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
 
 
 def mesh_or_global(mesh: Mesh | None, what: str) -> Mesh:
-    """`mesh`, else the current one; SpmdError naming `what` if there is neither."""
+    """`mesh`, else the current one; MeshError (a ValueError) naming `what` if there is neither."""
     found = get_global_mesh() if mesh is None else mesh
     if found is None:
-        raise SpmdError(message(f"{what} was given no mesh, and no global mesh is set", fix="pass mesh=, or spmd.set_global_mesh(m)"))
+        raise MeshError(message(f"{what} was given no mesh, and no global mesh is set", fix="pass mesh=, or spmd.set_global_mesh(m)"))
     return found

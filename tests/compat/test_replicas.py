@@ -240,3 +240,49 @@ def test_micro_batches_give_the_loss_alone_or_with_what_is_carried() -> None:
         gradient_accumulation(print, (), model)
     with pytest.raises(AssertionError, match="writes in place to its argument 1"):
         gradient_accumulation(lambda x, c: (model(x).sum(), c.add_(1)), (data,), model, count)
+
+
+def test_batches_must_fit_the_shardings_by_key() -> None:
+    import torch_xla.distributed.parallel_loader as pl
+    import torch_xla.distributed.spmd as xs
+
+    spec = xs.ShardingSpec(xs.get_1d_mesh("x"), ("x", None))
+    for batches, error in (([batch(8, 2)], ValueError), ([{"x": batch(8, 2), "y": batch(8, 2)}], KeyError)):
+        with pytest.raises(error, match=r"input_sharding (?s:.*)fix:"):
+            next(iter(pl.MpDeviceLoader(batches, "xla", input_sharding={"x": spec})))
+    loader = pl.MpDeviceLoader([{"x": batch(8, 2), "y": batch(3)}], "xla", input_sharding={"x": spec, "y": None})
+    (found,) = list(loader)
+    assert found["x"].sharding_spec == spec.to_xla() and found["y"].shape == (3,)
+
+
+def test_libraries_find_nothing_left_to_reduce() -> None:
+    import torch_xla.core.xla_model as xm
+
+    gradients = xm._fetch_gradients(torch.optim.SGD([nn.Parameter(torch.ones(1, device="xla"))], lr=0.1))
+    assert xm.all_reduce("sum", gradients, scale=1.0) == []
+
+
+def test_a_profile_is_taken_while_the_program_goes_on(tmp_path: Any) -> None:
+    import torch_xla.debug.profiler as xp
+
+    thread = xp.trace_detached("localhost:9012", str(tmp_path), duration_ms=100)
+    with xp.StepTrace("step"), xp.Trace("part"):
+        (torch.ones(4, device="xla") * 2).cpu()
+    thread.join()
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_executions_are_counted_by_torch_xlas_names() -> None:
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    x = torch.ones(4, 4, device="xla") * 2
+    met.clear_all()
+    assert met.counter_value("ExecuteReplicated") is None and met.metric_data("EagerOpExecuteTime") is None
+    x = x + 1
+    assert met.metric_data("EagerOpExecuteTime")[0] == met.counter_value("ExecuteReplicated") == 1
+    compiled = torch_xla.compile(lambda t: (t * 3).sin())
+    met.clear_all()
+    compiled(x)
+    assert met.metric_data("ExecuteTime")[0] == met.metric_data("ExecuteReplicatedTime")[0] == 1
+    assert "EagerOpExecuteTime" not in met.metric_names() and met.counter_value("ExecuteComputation") is None

@@ -137,8 +137,8 @@ class NoForward(nn.Module):
         (lambda: FSDPv2(nn.Sequential(FSDPv2(MLP(), fsdp())), fsdp(), auto_wrap_policy=POLICY), spmd.SpmdError, "is wrapped already"),
         (lambda: FSDPv2(NoForward(), fsdp()), spmd.SpmdError, "NoForward has no forward"),
         (lambda: FSDPv2(nn.ModuleList([MLP()]), fsdp()), spmd.SpmdError, "ModuleList has no forward"),
-        (lambda: FSDPv2(MLP(), line("data")), ValueError, "has no axis 'fsdp'"),
-        (lambda: FSDPv2(MLP(), fsdp(), extra_data_axis="dcn"), ValueError, "has no axis 'dcn'"),
+        (lambda: FSDPv2(MLP(), line("data")), ValueError, "The provided fsdp axis is not in the mesh"),
+        (lambda: FSDPv2(MLP(), fsdp(), extra_data_axis="dcn"), ValueError, "The provided dcn axis is not in the mesh"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused(make: Any, error: type[Exception], message: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -20,7 +20,12 @@ _COUNTERS = {"VirtualDeviceUsage": ("uploads",), "ExecuteReplicated": ("operatio
 # torch_xla's metric of executions -> our counters; how long they take nobody waits for, so there is a number and no time
 _EXECUTIONS = {"EagerOpExecuteTime": ("operations",), "ExecuteTime": ("programs",), "ExecuteReplicatedTime": ("operations", "programs")}
 _compilations: list[tuple[float, float]] = []  # (time, seconds) of each
+_of_operations: list[tuple[float, float]] = []  # those that eager operations needed
+_in_program: list[bool] = []
 _total = [0]
+
+
+_COMPILED = {"CompileTime": _compilations, "EagerOpCompileTime": _of_operations}
 
 
 def listen() -> None:
@@ -30,6 +35,8 @@ def listen() -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             _compilations.append((time.time(), duration_secs))
             _total[0] += 1
+            if not _in_program:
+                _of_operations.append(_compilations[-1])
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
 
@@ -51,8 +58,14 @@ def _counted(note: Callable[[Any], None]) -> Callable[[Any], None]:
     return note_operation
 
 
-def note_program() -> None:
-    """A compiled function was called."""
+@contextmanager
+def program() -> Generator[None]:
+    """A compiled function is called: what is compiled meanwhile is no eager operation."""
+    _in_program.append(True)
+    try:
+        yield
+    finally:
+        _in_program.pop()
     _counters.count("programs")
 
 
@@ -76,17 +89,14 @@ def counter_value(name: str) -> int | None:
 
 def metric_names() -> list[str]:
     """Metrics with samples."""
-    return [name for name in ("CompileTime", *_AMOUNTS, *_ALSO, *_EXECUTIONS) if metric_data(name) is not None]
+    return [name for name in (*_COMPILED, *_AMOUNTS, *_ALSO, *_EXECUTIONS) if metric_data(name) is not None]
 
 
 def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
     """(number of samples, their sum, (time, value) of those kept), or None without samples; times in nanoseconds, data in bytes."""
-    if name == "CompileTime":
-        return (
-            (len(_compilations), sum(s for _, s in _compilations) * 1e9, [(t, s * 1e9) for t, s in _compilations])
-            if _compilations
-            else None
-        )
+    if name in _COMPILED:
+        times = _COMPILED[name]
+        return (len(times), sum(s for _, s in times) * 1e9, [(t, s * 1e9) for t, s in times]) if times else None
     if name in _EXECUTIONS:
         counts = _counters.snapshot()
         total = sum(counts.get(ours, 0) for ours in _EXECUTIONS[name])
@@ -104,6 +114,7 @@ def clear_counters() -> None:
 def clear_metrics() -> None:
     """Forget the times of compilations, and set every counter to zero."""
     _compilations.clear()
+    _of_operations.clear()
     _counters.reset()
 
 
@@ -137,4 +148,4 @@ def short_metrics_report(counter_names: list[str] | None = None, metric_names: l
 
 
 def _shown(name: str, amount: float) -> str:
-    return f"{amount / 1e6:.3f}ms" if name == "CompileTime" else f"{amount:.0f}B"
+    return f"{amount / 1e6:.3f}ms" if name in _COMPILED else f"{amount:.0f}B"

@@ -63,7 +63,7 @@ _SHARDED = {"XLAShard": _spmd.XLAShard, "XLAShardedTensor": _spmd.XLAShardedTens
 def contents() -> dict[str, Mapping[str, Any]]:
     """Module name -> its names."""
     spmd_names = _spmd_names()
-    profiler = _of(_others, ["StepTrace", "Trace", "start_server", "start_trace", "stop_trace"])
+    profiler = _of(_others, ["StepTrace", "Trace", "start_server", "start_trace", "stop_trace", "trace", "trace_detached"])
     return {
         "torch_xla": {**_names(_root), "__version__": _root.__version__},
         "torch_xla._XLAC": _xlac.QUERIES,

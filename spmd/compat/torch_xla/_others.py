@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import torch
 import torch.utils.checkpoint as torchs_checkpoint
 from torch import nn
 
+from spmd.base._errors import SpmdError, message
 from spmd.compat.torch_xla import _debug_metrics, _device_names
 from spmd.compat.torch_xla._step_ends import is_eager, mark_step, record, run_eagerly
 from spmd.xla_names._device_loader import MpDeviceLoader as OurLoader
@@ -21,10 +24,12 @@ class MpDeviceLoader(OurLoader):
     """`spmd.MpDeviceLoader`; a step ends where the next batch is asked for."""
 
     def __init__(self, loader: Iterable[Any], device: Any = None, **options: Any) -> None:
-        super().__init__(_InMode(loader), device, **options)
+        super().__init__(loader, device, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
+        inside = OurLoader(_InMode(self._loader, self._input_sharding), "jax")
+        inside._input_sharding, inside._prefetch = self._input_sharding, self._prefetch
+        for batch in inside:
             yield batch
             mark_step()
 
@@ -40,10 +45,15 @@ class ParallelLoader(MpDeviceLoader):
 
 
 class _InMode:
-    """The program's loader, run in the thread that reads ahead, where "xla" is to mean device 'jax' too."""
+    """The program's loader, run in the thread that reads ahead, where "xla" is to mean device 'jax' too.
 
-    def __init__(self, loader: Any) -> None:
+    Raises:
+        InputShardingError: while iterating: shardings by key are not for a dict, or a key of the batch has none (ValueError, KeyError).
+    """
+
+    def __init__(self, loader: Any, input_sharding: Any = None) -> None:
         self._loader = loader
+        self._keys = list(input_sharding) if isinstance(input_sharding, Mapping) else None
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -55,10 +65,32 @@ class _InMode:
                 item = next(items, _END)
             if item is _END:
                 return
+            if self._keys is not None:
+                _require_keys(item, self._keys)
             yield item
 
 
 _END = object()
+
+
+class InputShardingError(SpmdError, ValueError):
+    """Shardings by key were given for a batch that is no dict."""
+
+
+class NoInputShardingError(SpmdError, KeyError):
+    """A key of the batch has no sharding."""
+
+    __str__ = Exception.__str__
+
+
+def _require_keys(batch: Any, keys: Sequence[Any]) -> None:
+    if not isinstance(batch, Mapping):
+        fix = "input_sharding=ShardingSpec(mesh, spec) for tensors and tuples"
+        raise InputShardingError(message(f"input_sharding by keys {keys} was given for a batch that is a {type(batch).__name__}", fix=fix))
+    absent = [key for key in batch if key not in keys]
+    if absent:
+        what = f"input_sharding has no entry for {', '.join(map(repr, absent))} of the batch"
+        raise NoInputShardingError(message(what, f"it has {keys}", fix=f"{{..., {absent[0]!r}: None}} leaves it whole"))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
@@ -134,6 +166,33 @@ def stop_trace() -> None:
     jax.profiler.stop_trace()
 
 
+def trace_detached(service_addr: str, logdir: str, duration_ms: int = 1000, **options: Any) -> threading.Thread:
+    """A profile of this process from now on for some time, into a folder, while the program goes on; the thread that takes it.
+
+    Args:
+        service_addr: taken for torch_xla's sake: the process that has the server is this one.
+        logdir: the folder.
+        duration_ms: how long.
+        options: torch_xla's other arguments, which tune its server.
+    """
+    ended = threading.Event()
+
+    def take() -> None:
+        start_trace(logdir)
+        ended.wait(duration_ms / 1000)
+        stop_trace()
+
+    thread = threading.Thread(target=take, name="torch_xla.trace", daemon=True)
+    thread.start()
+    atexit.register(lambda: (ended.set(), thread.join()))  # a program that ends earlier leaves what was taken
+    return thread
+
+
+def trace(service_addr: str, logdir: str, duration_ms: int = 1000, **options: Any) -> None:
+    """`trace_detached`, waited for."""
+    trace_detached(service_addr, logdir, duration_ms).join()
+
+
 class autocast(torch.autocast):
     """`torch.autocast` on the device; bfloat16 unless told otherwise."""
 
@@ -182,10 +241,8 @@ def extract_compiled_graph(graph: Any, args: Any) -> Callable[..., Any]:
 
     def run(*inputs: Any) -> Any:
         try:
-            with torch.no_grad():
-                result = pure(*inputs)
-            _debug_metrics.note_program()
-            return result
+            with torch.no_grad(), _debug_metrics.program():
+                return pure(*inputs)
         except TraceError:
             return graph.forward(*inputs)
 

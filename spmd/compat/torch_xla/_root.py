@@ -83,11 +83,11 @@ def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None)
     @functools.wraps(f, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            result = step(*args, **kwargs)
+            with _debug_metrics.program():
+                result = step(*args, **kwargs)
         except TraceError as error:
             what = "Unexpected execution happens inside the compiled function, exiting"
             raise TraceError(f"{what}\n{error}") from error
-        _debug_metrics.note_program()
         if limit is not None and step.num_executables > limit:
             raise SpmdError(
                 message(

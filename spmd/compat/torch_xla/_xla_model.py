@@ -168,6 +168,11 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_l
     """Nothing: gradients of global tensors are global."""
 
 
+def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:  # pyright: ignore[reportUnusedFunction]
+    """The gradients that replicas have yet to reduce: none. accelerate asks, and hands them to `all_reduce`."""
+    return []
+
+
 def send_cpu_data_to_device(data: Any, device: Any, input_sharding: Any = None) -> Any:
     """A container with its tensors on the device, laid out by `input_sharding` where that fits."""
     return placed(data, input_sharding)

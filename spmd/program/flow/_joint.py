@@ -141,8 +141,9 @@ def trace_joint(
     with exact_dtypes():
         examples = [jax.typeof(load(t)) for t in (*args, *captured)]
         state = jax.typeof(jnp.asarray(words))
-        shapes = jax.eval_shape(lambda *a: call(a[:-1], a[-1], lambda outs: [torch.ones_like(o) for o in outs])[0], *examples, state)
-        flowing = [s for s, takes in zip(shapes, found["has_gradient"], strict=True) if takes]
+        first = lambda *a: call(a[:-1], a[-1], lambda outs: [torch.ones_like(o) for o in outs])[0]  # noqa: E731
+        shapes = jax.eval_shape(first, *examples, state) if gradient_of else []  # cotangents are inputs of the trace
+        flowing = [s for s, takes in zip(shapes, found.get("has_gradient", ()), strict=True) if takes]
 
         def joint(known: Any, cotangents: Any) -> Any:
             return call(known[:-1], known[-1], lambda outs: [wrap(c) for c in cotangents])
@@ -151,7 +152,7 @@ def trace_joint(
         closed, consts = with_constants_as_inputs(closed)
         num_known = len(closed.in_avals) - len(flowing)
         forward, backward, is_unknown = split_by_dependence(closed, [False] * num_known + [True] * len(flowing))
-    num_outputs = len(shapes)
+    num_outputs = len(found["has_gradient"])
     assert not any(is_unknown[:num_outputs])
     return Joint(
         forward,
