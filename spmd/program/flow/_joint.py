@@ -133,8 +133,7 @@ def trace_joint(
             grads: list[Any] = [None] * len(sources)
             if flowing and sources:
                 grads = list(torch.autograd.grad(flowing, sources, cotangents(flowing), allow_unused=True))
-            found["draws"] = default_stream.draws - part.start_draws
-            found["reads"] = {id(value): buffer for buffer, value in part.seen.items()}
+            found.update(draws=default_stream.draws - part.start_draws, reads={id(value): buffer for buffer, value in part.seen.items()})
             arrays_out = [load(o.detach()) for o in outputs]
             return arrays_out, [jnp.zeros(t.shape, load(t).dtype) if g is None else load(g) for g, t in zip(grads, sources, strict=True)]
 
