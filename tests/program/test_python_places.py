@@ -19,7 +19,6 @@ USES["all"] = lambda x, value: torch.cat([use(x, value) for name, use in USES.it
 # Each write makes another object, which is another program.
 REPLACED = {
     "in_a_frozen_dataclass_that_is_replaced",
-    "in_a_named_tuple_that_is_replaced",
     "in_a_static_method_that_is_replaced",
     "in_a_method_that_is_replaced",
     "in_a_method_of_the_object_itself",
@@ -27,7 +26,6 @@ REPLACED = {
     "in_a_frozen_set_that_is_replaced",
     "in_a_list_of_a_module",
     "in_a_config_of_a_module_that_is_replaced",
-    "in_a_tuple_in_a_dict",
 }
 VALUES = (2.0, 2.0, 3.0, 3.0, 2.0, 5.0, 3.0)
 

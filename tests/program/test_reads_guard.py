@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from spmd.program.reads._guard import changed_numbers, guard_places
-from spmd.program.reads._places import INPUT, CellPlace, DictPlace, FunctionPlace, ListPlace, Place, SlotPlace
+from spmd.program.reads._number_place import INPUT
+from spmd.program.reads._places import CellPlace, DictPlace, FunctionPlace, ListPlace, Place, SlotPlace
 from spmd.program.reuse._columns import Guards
 
 
@@ -151,7 +152,7 @@ def test_an_item_that_moved_from_one_list_to_the_next_is_seen() -> None:
 @pytest.mark.parametrize("kind", ["a cell", "a slot", "a list"])
 def test_what_is_an_input_of_the_program_may_change(kind: str) -> None:
     place, change, _ = PLACES[kind]()
-    place.settle(lambda holder, key: True)
+    place.settle(lambda holder, key, value: INPUT)
     guard = guard_of([place])
     assert guard() is None
     if kind != "a list":  # its length is no input

@@ -76,6 +76,63 @@ def test_state_in_a_container_is_replaced_in_one_program(name: str) -> None:
     assert require_equal(body, name).num_traces == 1
 
 
+COUNTED: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any, Any]]]] = {
+    "tuple": (lambda h, t: (h, t), lambda s: s),
+    "named tuple": (lambda h, t: Pair(h, t), lambda s: (s.h, s.c)),
+    "tuple in a tuple": (lambda h, t: ((t, 0.5), h), lambda s: (s[1], s[0][0])),
+    "tuple that is never the same": (lambda h, t: (t, 2.0 * t, h), lambda s: (s[2], s[0])),
+}
+
+
+@pytest.mark.parametrize("make", ["object", "module"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_number_that_counts_beside_the_state_is_an_input(name: str, make: str) -> None:
+    pack, unpack = COUNTED[name]
+
+    def run(device: str) -> tuple[list[Any], Any]:
+        holder: Any = nn.Module() if make == "module" else Cell(device, pack)
+        holder.state = pack(torch.zeros(2, device=device), 0)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            h, t = unpack(holder.state)
+            h = h * 0.5 + x * t
+            if t >= 3:
+                h = h + 1
+            holder.state = pack(h, t + 1)
+            return h
+
+        step, found = spmd.compile(body) if device == "jax" else body, []
+        for i in range(8):
+            if i == 6:
+                holder.state = pack(torch.ones(2, device=device), 20)
+            found.append((step(torch.full((2,), float(i), device=device)), holder.state))
+        return found, step
+
+    (want, _), (got, step) = run("cpu"), run("jax")
+    assert_same(got, want)
+    assert step.num_traces == 3  # the first, one with an input, one for the other branch
+
+
+def test_a_tuple_with_a_number_that_counts_is_put_back_when_a_trace_fails() -> None:
+    cell = Cell("jax", lambda h, c: (h, 0))
+    is_failing = False
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h, t = cell.state
+        if is_failing:
+            raise KeyError("mine")
+        cell.state = (h + x * t, t + 1)
+        return h
+
+    for _ in range(3):
+        step(torch.ones(2, device="jax"))
+    before, is_failing = cell.state, True
+    with pytest.raises(KeyError, match="mine"):
+        step(torch.ones(2, device="jax"))
+    assert cell.state is before and type(before[1]) is int
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_part_that_moves_on_is_todays(name: str) -> None:
     def body(cell: Cell, x: torch.Tensor) -> tuple[torch.Tensor, Any]:

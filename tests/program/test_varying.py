@@ -1,5 +1,6 @@
 """Python numbers that change from call to call are inputs of a program; branches on them choose among programs."""
 
+import collections
 import datetime
 import math
 import random
@@ -44,6 +45,42 @@ def test_numbers_among_the_arguments_are_inputs() -> None:
         torch.testing.assert_close(ours.cpu(), torchs)
         assert number == expected and type(number) is float
     assert step.num_traces <= 3
+
+
+Point = collections.namedtuple("Point", ["x", "y"])
+TUPLES: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
+    "tuple": (lambda v: ("name", v), lambda held: held[1]),
+    "named tuple": (lambda v: Point(1, v), lambda held: held.y),
+    "tuple in a tuple": (lambda v: (1, (v, 2.0)), lambda held: held[1][0]),
+    "two numbers": (lambda v: (v, v + 0.5), lambda held: held[0] * held[1]),
+}
+
+
+@pytest.mark.parametrize("where", ["attribute", "item", "list item", "slot", "argument"])
+@pytest.mark.parametrize("name", TUPLES)
+def test_numbers_in_tuples_are_inputs(name: str, where: str) -> None:
+    pack, unpack = TUPLES[name]
+    state, slotted = types.SimpleNamespace(held=None, table={}, items=[None]), Slotted()
+
+    def read(held: Any) -> Any:
+        places = {"attribute": lambda: state.held, "item": lambda: state.table["held"], "list item": lambda: state.items[0]}
+        return {**places, "slot": lambda: slotted.held, "argument": lambda: held}[where]()
+
+    def scaled(x: torch.Tensor, held: Any) -> torch.Tensor:
+        value = unpack(read(held))
+        return x * value + (1 if value > 20 else 0)
+
+    step = spmd.compile(scaled)
+    for value in (1, 2, 3, 5, 30, 4, 40):
+        state.held = state.table["held"] = state.items[0] = slotted.held = held = pack(value)
+        given = held if where == "argument" else None
+        torch.testing.assert_close(step(torch.ones(2).to("jax"), given).cpu(), scaled(torch.ones(2), given))
+        assert state.held is held and state.table["held"] is held and state.items[0] is held and slotted.held is held
+    assert step.num_traces == 3
+
+
+class Slotted:
+    __slots__ = ("held",)
 
 
 def queue(device: str) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:

@@ -28,7 +28,7 @@ from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
-from spmd.program.reads import NumberPlace, Numbers, Varying, recorded
+from spmd.program.reads import INPUT, NumberPlace, Numbers, Varying, recorded, with_inputs
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
@@ -59,8 +59,10 @@ class LiftedNumbers:
             states = (s for s in optimizer.state.values() if isinstance(s, dict))
             self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
-        self.varying = [place for place in varying if place.token not in self._places and type(place.read()) is place.kind]
-        self._tokens = self._places | {place.token for place in self.varying}
+        self.varying = [p for p in varying if (id(p.holder), p.key) not in self._places and type(p.read()) is p.kind]
+        self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
+        for place in self.varying:
+            self._paths.setdefault((id(place.holder), place.key), []).append(place.path)
         self._capacity = _CAPACITY if varying or arguments else 0
         self.size = len(self.slots) + self._capacity
         self._arguments = dict(arguments)
@@ -93,9 +95,11 @@ class LiftedNumbers:
         except (KeyError, IndexError, TypeError, ValueError):
             self.today, self._may_change_unseen = None, True
 
-    def holds(self, holder: Any, key: Any) -> bool:
-        """Whether a place is one of the numbers."""
-        return (id(holder), key) in self._tokens
+    def expected(self, holder: Any, key: Any, value: Any) -> Any:
+        """What the program expects of an entry that holds `value`: that, but for those of the numbers that lie in it."""
+        if (id(holder), key) in self._places:
+            return INPUT
+        return with_inputs(value, self._paths.get((id(holder), key), ()))
 
     @property
     def has_varying(self) -> bool:
@@ -121,16 +125,16 @@ class LiftedNumbers:
             else:
                 group[key] = (*group[key][:position], number, *group[key][position + 1 :])
         self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
-        kept_varying = [(place, place.read()) for place in self.varying]
-        for place, value in kept_varying:
-            place.put(Varying(self._used, _Today(place, value, self._used)))
+        kept_varying = [(place, place.look()) for place in self.varying]
+        for place in self.varying:
+            place.put(Varying(self._used, _Today(place, place.read(), self._used)))
         try:
             yield
         finally:
             for group, key, value in kept:
                 group[key] = value
             for place, value in kept_varying:
-                place.put(value)
+                place.place(value)
             self._used.stop()
 
 

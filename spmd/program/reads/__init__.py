@@ -6,7 +6,8 @@ Every program is guarded by what its trace *read*, not by what its code names. S
 from spmd.program.reads._guard import changed_numbers, guard_places
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library
-from spmd.program.reads._places import ABSENT, PLAIN, NumberPlace, Place
+from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, with_inputs
+from spmd.program.reads._places import PLAIN, Place
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import Held, guard_who, touched_by
 from spmd.program.reads._swap import code_of
@@ -15,6 +16,7 @@ from spmd.program.reads._varying_index import ViewNeeded
 
 __all__ = [
     "ABSENT",
+    "INPUT",
     "PLAIN",
     "Effect",
     "Held",
@@ -31,4 +33,5 @@ __all__ = [
     "is_library",
     "recorded",
     "touched_by",
+    "with_inputs",
 ]

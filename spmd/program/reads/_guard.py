@@ -9,16 +9,14 @@ from contextvars import ContextVar
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
+from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace
 from spmd.program.reads._places import (
-    ABSENT,
-    INPUT,
     CellPlace,
     ContentPlace,
     DictPlace,
     FunctionPlace,
     Like,
     ListPlace,
-    NumberPlace,
     Place,
     SlotPlace,
 )

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.program.reads._places import ABSENT, content_of, is_same, items_of, slot_value
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._places import content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
 

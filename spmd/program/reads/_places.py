@@ -11,7 +11,6 @@ import collections
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,15 @@ import torch
 
 from spmd.base._torch import DisableTorchFunctionSubclass
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole
+from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, is_tuple, part_of, paths_of
+from spmd.program.reads._varying import Varying
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
-ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-INPUT: Any = type("Input", (), {"__repr__": lambda self: "an input"})()
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+# (holder, key, value now) -> what the program expects of an entry: the value, INPUT, or a tuple with INPUT in it
+Expected = Callable[[Any, Any, Any], Any]
 
 
 class Like:
@@ -44,18 +47,18 @@ class Like:
 
 
 class LikeContainer(Like):
-    """Stands for a tuple, list or dict that holds such tensors: any other of the same build will do."""
+    """Stands for a tuple, list or dict that holds such tensors: any other of the same build will do, with other numbers where they vary."""
 
     def __init__(self, container: Any) -> None:
         self._type = type(container)
         self._keys = list(container) if isinstance(container, dict) else None
-        self._parts = [like(part) for part in items_in(container)]
+        self.parts = [like(part) for part in items_in(container)]
         self._who = _who(container)
 
     def fits(self, value: Any) -> bool:
-        if type(value) is not self._type or len(value) != len(self._parts) or (self._keys is not None and list(value) != self._keys):
+        if type(value) is not self._type or len(value) != len(self.parts) or (self._keys is not None and list(value) != self._keys):
             return False
-        return all(map(is_same, items_in(value), self._parts)) and _who(value) == self._who
+        return all(map(is_same, items_in(value), self.parts)) and _who(value) == self._who
 
 
 def items_in(value: Any) -> list[Any]:
@@ -79,10 +82,12 @@ def all_in(value: Any) -> list[Any]:
 
 
 def like(value: Any) -> Any:
-    """What stands for a tensor, or a container of tensors, that is replaced; other values for themselves."""
+    """What stands for a tensor, or a container of tensors, that is replaced, and for a number that varies; other values for themselves."""
+    if type(value) is Varying:
+        return INPUT
     if is_device_tensor(value):
         return Like(value)
-    return LikeContainer(value) if any(map(is_device_tensor, all_in(value))) else value
+    return LikeContainer(value) if any(is_device_tensor(part) or type(part) is Varying for part in all_in(value)) else value
 
 
 def _who(container: Any) -> list[int]:
@@ -103,7 +108,7 @@ def is_same(new: Any, old: Any) -> bool:
         return False
     if isinstance(old, (float, complex, np.generic)):
         return np.asarray(new).tobytes() == np.asarray(old).tobytes()
-    if type(old) is tuple or type(old) is frozenset:
+    if is_tuple(old) or type(old) is frozenset:
         return len(new) == len(old) and all(map(is_same, new, old))
     if isinstance(old, slice):
         return all(map(is_same, (new.start, new.stop, new.step), (old.start, old.stop, old.step)))
@@ -127,6 +132,14 @@ def _has_changed(new: Any, old: Any) -> bool:
     return type(old) in (int, float) and type(new) is type(old) and not is_same(new, old)
 
 
+def _numbers(holder: Any, key: Any, look: Callable[[], Any], old: Any, place: Callable[[Any], None]) -> list[NumberPlace]:
+    """The numbers that differ in what an entry holds, from what it held."""
+    new = look()
+    before = tuple.__new__(type(new), old.parts) if isinstance(old, LikeContainer) and is_tuple(new) else old
+    found = [] if new is old else list(paths_of(new, before, _has_changed))
+    return [NumberPlace(holder, key, path, type(part_of(new, path)), look, place) for path in found]
+
+
 def named(key: Any) -> Any:
     """A key in a message: plain ones as they are, others by their class, whose `repr` may be long."""
     return key if isinstance(key, PLAIN) else type(key)
@@ -144,25 +157,6 @@ def shown(value: Any) -> str:
     if isinstance(value, (types.FunctionType, type)):
         return value.__qualname__
     return f"{'a tensor' if isinstance(value, torch.Tensor) else type(value).__name__} at {id(value):#x}"
-
-
-@dataclass(frozen=True)
-class NumberPlace:
-    """A place that holds a Python number.
-
-    Attributes:
-        token: equal for the same place.
-        kind: int or float.
-        read: the number now.
-        put: makes the place hold another value.
-        holder: kept, so that the token stays its own.
-    """
-
-    token: tuple[int, Any]
-    kind: type
-    read: Callable[[], Any]
-    put: Callable[[Any], None]
-    holder: Any
 
 
 class Place:
@@ -191,8 +185,8 @@ class Place:
         """The ints and floats that were read and are others now."""
         return []
 
-    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
-        """Expect what the holder holds now. `is_input`: entries (holder, key) that are inputs of the program are not looked at."""
+    def settle(self, expected: Expected) -> None:
+        """Expect what the holder holds now; entries that are inputs of the program are not looked at."""
 
     def expect(self, key: Any, value: Any) -> None:
         """Where `key` was read, expect `value`."""
@@ -218,22 +212,20 @@ class DictPlace(Place):
     def values(self) -> list[Any]:
         return [*self.entries.values(), *(self.whole[1] if self.whole else ())]
 
-    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
+    def settle(self, expected: Expected) -> None:
         holder = self.holder
-        self.entries = {key: dict.get(holder, key, ABSENT) for key in self.entries if not is_input(holder, key)}
+        entries = {key: expected(holder, key, dict.get(holder, key, ABSENT)) for key in self.entries}
+        self.entries = {key: value for key, value in entries.items() if value is not INPUT}
         self.present = {key: dict.__contains__(holder, key) for key in self.present}
         if self.whole is not None:
             now = items_of(holder)
-            self.whole = [key for key, _ in now], [INPUT if is_input(holder, key) else value for key, value in now]
+            self.whole = [key for key, _ in now], [expected(holder, key, value) for key, value in now]
 
     def changed_numbers(self) -> list[NumberPlace]:
         holder, put = self.holder, self.put or (lambda key, value: dict.__setitem__(self.holder, key, value))
         whole = {} if self.whole is None else dict(zip(*self.whole, strict=True))
-        return [
-            NumberPlace((id(holder), key), type(old), partial(dict.get, holder, key), partial(put, key), holder)
-            for key, old in {**whole, **self.entries}.items()
-            if _has_changed(dict.get(holder, key, ABSENT), old)
-        ]
+        entries = {**whole, **self.entries}.items()
+        return [n for key, old in entries for n in _numbers(holder, key, partial(dict.get, holder, key, ABSENT), old, partial(put, key))]
 
     def has_read(self, key: Any) -> bool:
         return self.whole is not None or (key is not ABSENT and key in self.entries)
@@ -284,19 +276,20 @@ class ListPlace(Place):
     def values(self) -> list[Any]:
         return [*self.items.values(), *(self.whole or ())]
 
-    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
+    def settle(self, expected: Expected) -> None:
         base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
-        self.items = {index: base.__getitem__(self.holder, index) for index in self.items if not is_input(self.holder, index)}
+        items = {index: expected(self.holder, index, base.__getitem__(self.holder, index)) for index in self.items}
+        self.items = {index: value for index, value in items.items() if value is not INPUT}
         if self.whole is not None:
-            self.whole = [INPUT if is_input(self.holder, i) else value for i, value in enumerate(base.__iter__(self.holder))]
+            self.whole = [expected(self.holder, i, value) for i, value in enumerate(base.__iter__(self.holder))]
 
     def changed_numbers(self) -> list[NumberPlace]:
         base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
         holder, items = self.holder, {**dict(enumerate(self.whole or ())), **self.items}
         return [
-            NumberPlace((id(holder), i), type(old), partial(_item_of, base, holder, i), partial(base.__setitem__, holder, i), holder)
+            number
             for i, old in items.items()
-            if i < base.__len__(holder) and _has_changed(base.__getitem__(holder, i), old)
+            for number in _numbers(holder, i, partial(_item_of, base, holder, i), old, partial(base.__setitem__, holder, i))
         ]
 
     def has_read(self, key: Any) -> bool:
@@ -340,13 +333,11 @@ class ContentPlace(Place):
     def values(self) -> list[Any]:
         return [self.content] if not isinstance(self.content, (tuple, frozenset)) else list(self.content)
 
-    def settle(self, is_input: Callable[[Any, Any], bool]) -> None:
-        self.content = INPUT if is_input(self.holder, self.title) else self.read()
+    def settle(self, expected: Expected) -> None:
+        self.content = expected(self.holder, self.title, self.read())
 
     def changed_numbers(self) -> list[NumberPlace]:
-        if self.put is None or not _has_changed(self.read(), self.content):
-            return []
-        return [NumberPlace((id(self.holder), self.title), type(self.content), self.read, self.put, self.holder)]
+        return [] if self.put is None else _numbers(self.holder, self.title, self.read, self.content, self.put)
 
     def has_read(self, key: Any) -> bool:
         return True

@@ -13,8 +13,8 @@ import torch
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import (
-    ABSENT,
     PLAIN,
     ContentPlace,
     DictPlace,

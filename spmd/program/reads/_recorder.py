@@ -30,7 +30,8 @@ from spmd.program.reads import _calls, _hooks, _swap
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._places import ABSENT, PLAIN, CellPlace, Place, SlotPlace, items_in, like, shown_key
+from spmd.program.reads._number_place import ABSENT, INPUT
+from spmd.program.reads._places import PLAIN, CellPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead
 from spmd.program.reads._replaced import Held, replaced
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying, with_fixed_keys
@@ -384,15 +385,11 @@ class Recording(PlacesRead):
         """What the trace read of objects of before."""
         return [place for place in self.places.values() if id(place.holder) not in self._gone and self.is_before(place.holder)]
 
-    def settled(self, is_input: Callable[[Any, Any], bool]) -> list[Place]:
-        """All that was read, as it is now, when what the trace wrote is undone: so it is expected.
-
-        Args:
-            is_input: whether an entry (holder, key) is an input of the program, so that its value may change.
-        """
+    def settled(self, expected: Expected) -> list[Place]:
+        """All that was read, as it is now, when what the trace wrote is undone: so it is expected, but for inputs of the program."""
         places = self.read_places()
         for place in places:
-            place.settle(lambda holder, key: is_input(holder, key) or (id(holder), key) in self._ignored)
+            place.settle(lambda holder, key, value: INPUT if (id(holder), key) in self._ignored else expected(holder, key, value))
         for effect, value in self._accepted:
             if effect.holder is not ABSENT and (place := self.places.get(id(effect.holder))) is not None:
                 place.expect(effect.key, value)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.program.reads._journal import Effect
+from spmd.program.reads._number_place import is_tuple
 from spmd.program.reads._places import Place, all_in, is_same, items_in
+from spmd.program.reads._varying import Varying
 from spmd.program.reuse._columns import Guards
 
 
@@ -37,11 +39,11 @@ def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place],
         places: all that it read.
         is_fixed: whether a tensor is something else too: an argument, or shown by a result under another name.
     """
-    found = all_in(effect.before)
+    found, now = all_in(effect.before), effect.read()
     tensors = [value for value in found if is_device_tensor(value)]
     if (
         not effect.was_read
-        or effect.read() is not effect.before
+        or not _stood_for(effect.before, now)
         or not tensors
         or not _is_alike(effect.before, effect.value)
         or any(map(is_fixed, tensors))
@@ -53,7 +55,7 @@ def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place],
     holders = Counter(i for place in places if id(place.holder) not in own for i in _ids_in(place, effect.before))
     if holders[id(effect.before)] != 1 or any(holders[id(value)] for value in found[1:] if id(value) in own or is_device_tensor(value)):
         return []
-    return list(_with_readers(effect.before, effect.read))
+    return list(_with_readers(now, effect.read))
 
 
 def touched_by(held: Sequence[Held], buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
@@ -80,8 +82,17 @@ def guard_who(guards: Guards, held: Sequence[Held]) -> None:
         guards.add(check)
 
 
+def _stood_for(before: Any, now: Any) -> bool:
+    """Whether a value stood in the trace for what its place holds: it is that, or has a number that varies where that has its own."""
+    if before is now or type(before) is Varying:
+        return True
+    return is_tuple(before) and type(before) is type(now) and all(map(_stood_for, before, now))
+
+
 def _is_alike(before: Any, value: Any) -> bool:
-    """Whether a container is of the build of another, and a tensor where that has one."""
+    """Whether a container is of the build of another, with a tensor where that has one, and a number where that has one that varies."""
+    if type(before) is Varying:
+        return type(value) is Varying or type(value) in (int, float)
     if is_device_tensor(before):
         return is_device_tensor(value)
     parts, others = items_in(before), items_in(value)

@@ -204,6 +204,8 @@ def replaced(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What to call instead of `fn` when some of its arguments vary; None if it is recorded code, which may get them."""
     if fn is builtins.isinstance:
         return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
+    if getattr(fn, "__name__", "") == "__instancecheck__":
+        return lambda value: fn(value.evaluate() if isinstance(value, Varying) else value)
     if fn is builtins.type and len(args) == 1:
         return lambda value: type(value.evaluate())
     if id(fn) in _PURE and all(isinstance(a, (int, float, Varying)) for a in args):

@@ -384,7 +384,7 @@ class _Trace:
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
         assert self.reads is not None
-        self.places = self.reads.settled(self.numbers.holds)
+        self.places = self.reads.settled(self.numbers.expected)
         guards, slots = Guards(), self.slots(recorder)
         for optimizer in self.found.optimizers:
             if any(optimizer is stepped for stepped in recorder.stepped):

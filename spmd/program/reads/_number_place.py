@@ -1,0 +1,88 @@
+"""Places that hold Python numbers, alone or in tuples: what of them changes can become an input of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+INPUT: Any = type("Input", (), {"__repr__": lambda self: "an input"})()
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NumberPlace:
+    """A place that holds a Python number, or a tuple with one in it.
+
+    Attributes:
+        holder: kept, so that the token stays its own.
+        key: which entry of it.
+        path: positions in tuples that lead to the number; empty if the place holds the number itself.
+        kind: int or float.
+        look: what the place holds now.
+        place: makes it hold another value.
+    """
+
+    holder: Any
+    key: Any
+    path: Path
+    kind: type
+    look: Callable[[], Any]
+    place: Callable[[Any], None]
+
+    @property
+    def token(self) -> tuple[int, Any, Path]:
+        """Equal for the same place."""
+        return id(self.holder), self.key, self.path
+
+    def read(self) -> Any:
+        """The number now, or ABSENT."""
+        return part_of(self.look(), self.path)
+
+    def put(self, number: Any) -> None:
+        """Make the place hold another number; a tuple is made anew around it."""
+        self.place(with_part(self.look(), self.path, number))
+
+
+def is_tuple(value: Any) -> bool:
+    """Whether a value is a tuple of which nothing matters but what lies in it."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields") and not hasattr(value, "__dict__"))
+
+
+def part_of(value: Any, path: Path) -> Any:
+    """What lies where `path` leads, or ABSENT."""
+    for index in path:
+        if not is_tuple(value) or index >= len(value):
+            return ABSENT
+        value = value[index]
+    return value
+
+
+def with_part(value: Any, path: Path, part: Any) -> Any:
+    """The tuple with another part where `path` leads."""
+    if not path:
+        return part
+    parts = list(value)
+    parts[path[0]] = with_part(parts[path[0]], path[1:], part)
+    return tuple.__new__(type(value), parts)
+
+
+def with_inputs(value: Any, paths: Collection[Path]) -> Any:
+    """What to expect of a place whose numbers at `paths` are inputs."""
+    for path in paths:
+        if part_of(value, path) is not ABSENT:
+            value = with_part(value, path, INPUT)
+    return value
+
+
+def paths_of(new: Any, old: Any, has_changed: Callable[[Any, Any], bool]) -> Iterator[Path]:
+    """Where in a value, or in tuples of the same build, a number changed."""
+    if is_tuple(new) and is_tuple(old) and type(new) is type(old) and len(new) == len(old):
+        for index, (part, before) in enumerate(zip(new, old, strict=True)):
+            yield from ((index, *path) for path in paths_of(part, before, has_changed))
+    elif has_changed(new, old):
+        yield ()
+
+
+__all__ = ["ABSENT", "INPUT", "NumberPlace", "Path", "is_tuple", "part_of", "paths_of", "with_inputs", "with_part"]
