@@ -88,7 +88,7 @@ EXAMPLES = (
     *(Case(f"examples/{name}.py", is_script=True) for name in _EXAMPLES.split()),
 )
 
-_GRAPH = "compares the text of the graph that is pending in torch_xla; here the value is there, and each tensor is a parameter"
+_GRAPH = "compares text of the graph that torch_xla lowers, instruction names among it; here it is the program that XLA compiles"
 _ONE = "the test itself is for one device"
 _SOME = "a mesh of some of the devices is a mesh here"
 _AUTO = "XLA's automatic sharding is not available (`xr.use_spmd(auto=True)` says so)"

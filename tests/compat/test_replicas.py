@@ -272,6 +272,20 @@ def test_a_profile_is_taken_while_the_program_goes_on(tmp_path: Any) -> None:
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+def test_the_program_that_is_pending_can_be_read() -> None:
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo
+    x = xs.mark_sharding(batch(8, 16).to("xla"), xs.get_1d_mesh("data"), (None, "data"))
+    torch_xla.sync()
+    y = x @ batch(16, 4).to("xla")
+    text = hlo([y])
+    assert "dot(" in text and ("all-reduce" in text) == (mesh_.device_count() > 1)
+    assert_same(y.cpu(), batch(8, 16) @ batch(16, 4), (1e-4, 1e-5))
+    assert "parameter(0)" in hlo([y]) and "dot(" not in hlo([y])
+
+
 def test_executions_are_counted_by_torch_xlas_names() -> None:
     import torch_xla
     import torch_xla.debug.metrics as met
@@ -279,8 +293,20 @@ def test_executions_are_counted_by_torch_xlas_names() -> None:
     x = torch.ones(4, 4, device="xla") * 2
     met.clear_all()
     assert met.counter_value("ExecuteReplicated") is None and met.metric_data("EagerOpExecuteTime") is None
-    x = x + 1
-    assert met.metric_data("EagerOpExecuteTime")[0] == met.counter_value("ExecuteReplicated") == 1
+    for _ in range(2):
+        x = (x + 1) * 0.5
+        torch_xla.sync()
+    assert met.counter_value("ExecuteReplicated") == met.metric_data("ExecuteTime")[0] == 2
+    assert met.metric_data("EagerOpExecuteTime") is None and met.counter_value("UncachedCompile") == 2 - (
+        met.counter_value("CachedCompile") or 0
+    )
+    torch_xla.experimental.eager_mode(True)
+    try:
+        met.clear_all()
+        x = x + 1
+        assert met.metric_data("EagerOpExecuteTime")[0] == met.counter_value("ExecuteReplicated") == 1
+    finally:
+        torch_xla.experimental.eager_mode(False)
     compiled = torch_xla.compile(lambda t: (t * 3).sin())
     met.clear_all()
     compiled(x)

@@ -11,9 +11,12 @@ import torch
 
 from mesh import ShardingSpec as ShardingOnMesh
 from mesh import device_count
+from spmd.base._convert import exact_dtypes
 from spmd.base._errors import ShardError, message
-from spmd.compat.torch_xla import _debug_metrics, _preemption_sync, _spmd, _tensor_views
+from spmd.compat.torch_xla import _debug_metrics, _preemption_sync, _spmd, _step_ends, _tensor_views
 from spmd.device._storage import Buffer, buffer_of
+from spmd.program.lazy._region import Region, mesh_of
+from spmd.program.xla._target import platform_of
 from spmd.xla_names._functional import annotate_custom_sharding
 from spmd.xla_names._sharding_spec import ShardingSpec
 
@@ -31,11 +34,24 @@ def tensor_id(t: torch.Tensor) -> int:
 
 
 def hlo_of(tensors: Sequence[torch.Tensor]) -> str:
-    """The graph that is pending for these tensors, as XLA's text: their values are there, so each is a parameter."""
+    """The program that is pending for these tensors, as XLA compiles it; a tensor whose value is there is a parameter."""
+    pending = _pending_program([buffer_of(t) for t in tensors if t.device.type == "jax"])
+    if pending is not None:
+        return pending.hlo()
     params = [f"  %p{i}.1 = {_shape(t)} parameter({i}){_sharding(t)}" for i, t in enumerate(tensors)]
     shapes, names = ", ".join(map(_shape, tensors)), ", ".join(f"%p{i}.1" for i in range(len(tensors)))
     root = f"  ROOT %tuple.1 = ({shapes}) tuple({names})"
     return "\n".join(["HloModule values", "", f"ENTRY %values () -> ({shapes}) {{", *params, root, "}", ""])
+
+
+def _pending_program(buffers: Sequence[Buffer]) -> Region | None:
+    """The program that would compute these buffers' values now, compiled and not run; None if none of them waits."""
+    recorded = next((lazy._recording for lazy in _step_ends._lazy), None)
+    waiting = sorted({b.place_in_queue for b in buffers if b.is_waiting and b.queue is recorded})
+    if recorded is None or not waiting:
+        return None
+    with exact_dtypes():
+        return Region(recorded, waiting, frozenset(), platform_of(mesh_of(recorded)))
 
 
 def _shape(t: torch.Tensor) -> str:
