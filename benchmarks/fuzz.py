@@ -6,8 +6,8 @@
 
 A seed makes a small program (`fuzz_programs`): counters, schedules, queues and caches of tensors, flags, hooks, optimizers, views and
 in-place writes, called some times while its state is changed in between. It runs on CPU torch and on device "jax": compiled, over eight
-devices, or eager. After each call results and all state are compared: values, dtypes, and who is who. Results go to
-benchmarks/results/fuzz.json, with the program of each seed that was not equal.
+devices, eager, or under `spmd.lazy()` (seeds from 1,000,000 on: the same programs). After each call results and all state are compared:
+values, dtypes, and who is who. Results go to benchmarks/results/fuzz.json, with the program of each seed that was not equal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fuzz_programs import LAZY, source
 from benchmarks.seeds import kind_of, trials
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,8 @@ def run(first: int, seconds: float, timeout_s: float) -> dict[int, dict[str, Any
     """Trials from the seed `first` on, for so many seconds."""
     found: dict[int, dict[str, Any]] = {}
     until = time.monotonic() + seconds
-    for seed, answer in trials("benchmarks.fuzz_trials", itertools.count(first), timeout_s):
+    both = itertools.chain.from_iterable((seed, seed + LAZY) for seed in itertools.count(first))
+    for seed, answer in trials("benchmarks.fuzz_trials", both, timeout_s):
         found[seed] = {"mode": "", **answer}
         if kind_of(found[seed]["result"]) != "equal":
             print(seed, found[seed]["mode"], found[seed]["result"], flush=True)
@@ -44,8 +46,6 @@ def run(first: int, seconds: float, timeout_s: float) -> dict[int, dict[str, Any
 
 def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
     """What the record holds: counts, refusals by their message, and the programs that were not equal."""
-    from benchmarks.fuzz_programs import source
-
     kinds = collections.Counter(kind_of(one["result"]) for one in found.values())
     modes = collections.Counter(one["mode"] for one in found.values())
     refusals = collections.Counter(one["result"].splitlines()[0] for one in found.values() if kind_of(one["result"]) == "refused")
@@ -58,7 +58,9 @@ def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
         "traces": sum(one.get("traces", 0) for one in found.values()),
         "modes": dict(modes),
         "refusals": dict(refusals.most_common()),
-        "not_equal": {str(s): {**one, "program": source(s).splitlines()} for s, one in found.items() if kind_of(one["result"]) != "equal"},
+        "not_equal": {
+            str(s): {**one, "program": source(s % LAZY).splitlines()} for s, one in found.items() if kind_of(one["result"]) != "equal"
+        },
     }
 
 
@@ -67,11 +69,10 @@ def show(seeds: list[int]) -> None:
     import mesh
 
     mesh.virtual_devices(8)
-    from benchmarks.fuzz_programs import source
     from benchmarks.fuzz_trials import trial
 
     for seed in seeds:
-        print(source(seed))
+        print(source(seed % LAZY))
         print(trial(seed), flush=True)
 
 

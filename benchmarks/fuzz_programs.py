@@ -16,6 +16,8 @@ from benchmarks.fuzz_expressions import Block, Expressions
 from benchmarks.fuzz_places import CLASSES, CONTAINERS, QUEUES, Kind
 
 NUM_CALLS = 6
+LAZY = 1_000_000
+"""Seeds from here on are the programs of seed - LAZY, not compiled but under `spmd.lazy()`."""
 _IMPORTS = """import collections, contextvars, dataclasses, functools, math, types
 import numpy as np
 import torch, torch.nn as nn, torch.nn.functional as F"""

@@ -6,6 +6,7 @@ print(trial(17))     # {"mode": "compiled", "result": "equal", "calls": 6, "trac
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import math
@@ -19,7 +20,7 @@ import torch
 
 import mesh
 import spmd
-from benchmarks.fuzz_programs import NUM_CALLS, source
+from benchmarks.fuzz_programs import LAZY, NUM_CALLS, source
 
 RTOL, ATOL = 1e-5, 1e-6
 MODES = ("compiled", "compiled", "compiled", "compiled", "sharded", "sharded", "compiled", "sharded", "eager", "compiled")
@@ -29,6 +30,8 @@ _SPECS = {1: ("model",), 2: ("data", "model")}
 
 def trial(seed: int) -> dict[str, Any]:
     """{"mode", "result": "equal", "refused: ...", "wrong: ..." or "error: ...", "calls", "traces"}: of the program of a seed."""
+    if seed >= LAZY:
+        return run(source(seed - LAZY), "lazy sharded" if seed % 2 else "lazy", f"fuzzed_{seed}")
     return run(source(seed), MODES[seed % len(MODES)], f"fuzzed_{seed}")
 
 
@@ -57,7 +60,8 @@ class _Machine:
 
     def __init__(self, text: str, mode: str, name: str) -> None:
         self.mode = mode
-        self.grid = mesh.Mesh(range(8), (4, 2), ("data", "model")) if mode == "sharded" else None
+        self.grid = mesh.Mesh(range(8), (4, 2), ("data", "model")) if mode.endswith("sharded") else None
+        self.lazy = spmd.lazy(max_retraces=10_000) if mode.startswith("lazy") else contextlib.nullcontext()
         module = sys.modules[f"{name}_{mode}"] = types.ModuleType(f"{name}_{mode}")  # dataclasses look there
         space = vars(module)
         space.update(tensor=self.tensor, fill=self.fill)
@@ -91,9 +95,10 @@ class _Machine:
 
     def call(self, i: int) -> _Outcome:
         try:
-            self.space["between"](i)
-            args, kwargs = self.space["given"](i)
-            result = self.step(*args, **kwargs)
+            with self.lazy:
+                self.space["between"](i)
+                args, kwargs = self.space["given"](i)
+                result = self.step(*args, **kwargs)
             state = [eval(root, self.space) for root in self.space["STATE"]]
             return _Outcome(picture([result, state, args, kwargs]))
         except Exception as error:

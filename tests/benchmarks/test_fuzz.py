@@ -4,13 +4,13 @@ import ast
 
 import pytest
 
-from benchmarks.fuzz_programs import source
+from benchmarks.fuzz_programs import LAZY, source
 from benchmarks.fuzz_trials import trial
 from benchmarks.seeds import kind_of
 
 pytestmark = pytest.mark.multidevice(num=8)
 ONCE_WRONG = (187, 299, 387, 532)
-OTHERS = (1005,)
+OTHERS = (1005, *(LAZY + seed for seed in (0, 3, 8)))
 
 
 @pytest.mark.parametrize("seed", ONCE_WRONG + OTHERS)
