@@ -67,13 +67,31 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def cast(array: Any, dtype: Any) -> Any:
-    """A jax array in another dtype, by numpy's rules.
+    """A jax array in another dtype, as torch's CPU converts it.
 
     Bools become floats by way of integers: XLA takes a product with a converted bool for a choice, and `inf * False` for 0.
     """
     if array.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         array = array.astype(np.int8)
+    if jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
+        return _truncated(array, np.dtype(dtype))
     return array.astype(dtype)
+
+
+def _truncated(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Floats as integers. C++ leaves open what becomes of numbers that do not fit, and XLA takes the nearest that does; torch's CPU has
+    the lowest int32 (int64) for what that cannot hold, NaN too, and a narrower dtype has the low bits of it: 300.0 is 44 as uint8.
+    """
+    if array.dtype.itemsize < 4:
+        array = array.astype(np.float32)
+    whole = np.dtype(np.int64 if dtype.itemsize == 8 or dtype == np.uint32 else np.int32)
+    limit = 2.0 ** (8 * whole.itemsize - 1)
+    fits = (array >= -limit) & (array < limit)
+    found = jnp.where(fits, jnp.where(fits, array, 0).astype(whole), np.iinfo(whole).min).astype(dtype)
+    if dtype != np.uint64:
+        return found
+    is_large = array >= limit
+    return jnp.where(is_large, jnp.where(is_large & (array < 2 * limit), array, 0).astype(dtype), found)
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:

@@ -68,6 +68,7 @@ def new_empty_strided(self: torch.Tensor, size: Any, stride: Any, **kwargs: Any)
 
 def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
+    _require_rank(self, memory_format)
     buffer = buffer_of(self)
     if buffer.value is None and buffer.host is not None and is_whole(self, buffer) and recording.get() is None:
         return wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)  # still on the host: so is the copy
@@ -76,6 +77,15 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
         if not is_tracing():
             value = jnp.copy(value)
         return _wrapped_like(value, self, memory_format)
+
+
+_RANKS = {torch.channels_last: (4, "channels_last"), torch.channels_last_3d: (5, "channels_last_3d")}
+
+
+def _require_rank(self: torch.Tensor, memory_format: Any) -> None:
+    rank, name = _RANKS.get(memory_format, (self.dim(), ""))
+    if self.dim() != rank:
+        raise RuntimeError(f"required rank {rank} tensor to use {name} format")
 
 
 def _wrapped_like(value: Any, source: torch.Tensor, memory_format: Any) -> torch.Tensor:
@@ -95,6 +105,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`aten._to_copy`: to another device or dtype, always a new tensor."""
     device = kwargs.get("device")
     dtype = kwargs.get("dtype") or self.dtype
+    _require_rank(self, kwargs.get("memory_format"))
     if device is not None and torch.device(device).type != "jax":
         host = to_host(self).to(device=device, dtype=dtype)
         if not _keeps_strides(self, kwargs.get("memory_format")):

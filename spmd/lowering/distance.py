@@ -14,23 +14,26 @@ from spmd.lowering._registry import lower
 @lower("_cdist_forward")
 def _cdist_forward(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
     """p-norm of every row of `x1` [..., P, M] minus every row of `x2` [..., R, M]: [..., P, R]."""
-    return _norm(x1[..., :, None, :] - x2[..., None, :, :], p)
+    difference = x1[..., :, None, :] - x2[..., None, :, :]
+    if p == float("inf"):  # there, and only there, torch's CPU passes over NaN
+        difference = jnp.where(jnp.isnan(difference), 0, difference)
+    return _norm(difference, p)
 
 
 def _norm(difference: Any, p: float) -> Any:
     """p-norm over the last dim."""
     difference = jnp.abs(difference)
     if p == 0:
-        return jnp.sum(difference != 0, axis=-1).astype(difference.dtype)
+        return jnp.sum(jnp.where(jnp.isnan(difference), difference, difference != 0), axis=-1)
     if p == 1:
         return jnp.sum(difference, axis=-1)
     if p == float("inf"):
         return jnp.max(difference, axis=-1, initial=0)
     if p == 2:
         total = jnp.sum(difference * difference, axis=-1)
-        return jnp.where(total > 0, jnp.sqrt(jnp.where(total > 0, total, 1)), 0)
-    total = jnp.sum(jnp.where(difference > 0, difference, 1) ** p * (difference > 0), axis=-1)
-    return jnp.where(total > 0, jnp.where(total > 0, total, 1) ** (1 / p), 0)
+        return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
+    total = jnp.sum(jnp.where(difference == 0, 0, jnp.where(difference == 0, 1, difference) ** p), axis=-1)
+    return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1 / p))
 
 
 @lower("_cdist_backward")

@@ -62,6 +62,8 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
 def _search(sequence: Any, values: Any, right: bool, side: str | None, out_int32: bool) -> Any:
     side = side or ("right" if right else "left")
     places = jnp.searchsorted(sequence, values, side=side) if sequence.size else jnp.zeros(values.shape, jnp.int64)
+    if jnp.issubdtype(values.dtype, jnp.floating):  # NaN belongs behind all
+        places = jnp.where(jnp.isnan(values), sequence.shape[-1], places)
     return places.astype(jnp.int32 if out_int32 else jnp.int64)
 
 

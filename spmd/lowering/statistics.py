@@ -100,8 +100,10 @@ def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 @lower("bincount", data_dependent=True)
 def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
+    if self.ndim != 1 or (self.size and int(self.min()) < 0):
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     length = max(minlength, int(self.max()) + 1 if self.size else 0)
-    if weights is None:
+    if weights is None or not self.size:
         return jnp.zeros(length, jnp.int64).at[self].add(1)
     dtype = jnp.float32 if weights.dtype == jnp.float32 else jnp.float64
     return jnp.zeros(length, dtype).at[self].add(weights.astype(dtype))

@@ -49,6 +49,23 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         }.items()
         for beta, alpha in ((0, 1), (1, 0), (0, 0))
     },
+    **{
+        f"cdist of NaN, p {p}": (functools.partial(torch.cdist, p=p), (SOME_NAN.reshape(6, 2), of(1, 2, 0, inf).reshape(2, 2)))
+        for p in (0.0, 0.5, 1.0, 2.0, 3.0, inf)
+    },
+    **{
+        f"pdist of NaN, p {p}": (functools.partial(F.pdist, p=p), (of(1, nan, 3, 2, 5, 2).reshape(3, 2),))
+        for p in (0.0, 1.0, 2.0, 3.0, inf)
+    },
+    **{
+        f"{name} of NaN, right {right}": (search, (of(1, 2, 3), of(nan, inf, -inf, 2)))
+        for right in (False, True)
+        for name, search in {
+            "searchsorted": functools.partial(torch.searchsorted, right=right),
+            "bucketize": lambda edges, x, right=right: torch.bucketize(x, edges, right=right),
+        }.items()
+    },
+    "bincount of nothing": (torch.bincount, (torch.zeros(0, dtype=torch.int64), torch.zeros(0), 3)),
     "max_pool1d of NaN": (lambda x: F.max_pool1d(x, 3, 1, return_indices=True), (SOME_NAN.reshape(1, 1, 12),)),
     "max_pool2d of NaN": (lambda x: F.max_pool2d(x, 2, 1, return_indices=True), (SOME_NAN.reshape(1, 3, 4),)),
     "max_pool3d of NaN": (lambda x: F.max_pool3d(x, 2, 1, return_indices=True), (SOME_NAN.reshape(1, 3, 2, 2),)),
@@ -94,6 +111,31 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "mode": lambda x: x.mode(0),
     "argmax": lambda x: x.argmax(0),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.uint64], ids=str)
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_floats_that_no_integer_holds_are_converted_as_on_the_cpu(source: torch.dtype, dtype: torch.dtype) -> None:
+    x = torch.tensor([-1.0, -1.5, 255.9, 300.0, -300.0, 40000.0, 65536.5, 3e9, -3e9, 1e19, -1e19, 1.9e19, inf, -inf, nan], dtype=source)
+    if dtype == torch.uint64 and source.itemsize < 4:
+        x = x[:8]  # the CPU makes another number of the others in a vector than alone
+    check(lambda x: x.to(dtype), x)
+    check(lambda x: torch.zeros(len(x), dtype=dtype, device=x.device).copy_(x), x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+@pytest.mark.parametrize("value", [torch.tensor(3), torch.tensor([1, -1])], ids=["0-dim", "negative"])
+def test_bincount_takes_one_dim_of_counts(value: torch.Tensor, device: str) -> None:
+    with pytest.raises(RuntimeError, match="bincount only supports 1-d non-negative integral inputs"):
+        value.to(device).bincount()
+
+
+@pytest.mark.parametrize("copy", [lambda x, f: x.clone(memory_format=f), lambda x, f: x.to(torch.float64, memory_format=f)])
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d], ids=str)
+def test_a_memory_format_of_another_rank_is_refused(copy: Callable[..., Any], memory_format: torch.memory_format) -> None:
+    for device in ("cpu", "jax"):
+        with pytest.raises(RuntimeError, match=r"required rank [45] tensor to use channels_last(_3d)? format"):
+            copy(torch.ones(3, device=device), memory_format)
 
 
 @pytest.mark.parametrize("name", REFUSED)
