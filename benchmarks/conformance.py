@@ -118,8 +118,6 @@ def main() -> None:
         raise SystemExit(f"{checkout} is no checkout of pytorch/xla\n  fix: git clone https://github.com/pytorch/xla, and name its folder")
     Path("/tmp/profile").mkdir(exist_ok=True)  # one of the examples writes there
     results: dict[str, Any] = {"commit": commit_of(checkout), "devices": {}}
-    if chosen.update and RESULTS.exists():
-        results["devices"] = json.loads(RESULTS.read_text(encoding="utf-8"))["devices"]
     for devices in chosen.devices:
         files = results["devices"].setdefault(str(devices), {})
         for case in (*FILES, *EXAMPLES):
@@ -130,6 +128,11 @@ def main() -> None:
                 for test, outcome in outcomes.items():
                     if outcome != "pass" and not outcome.startswith("skip"):
                         print(f"  {test}: {outcome}{' [listed]' if reason(case.name, test) else ''}", flush=True)
+    if chosen.update and RESULTS.exists():  # as it is now: another run may have written meanwhile
+        known = json.loads(RESULTS.read_text(encoding="utf-8"))["devices"]
+        for devices, files in results["devices"].items():
+            known[devices] = {**known.get(devices, {}), **files}
+        results["devices"] = {devices: known[devices] for devices in sorted(known, key=int)}
     if chosen.update or (not chosen.files and tuple(chosen.devices) == DEVICES):
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(results), encoding="utf-8")

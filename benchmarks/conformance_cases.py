@@ -88,7 +88,7 @@ EXAMPLES = (
     *(Case(f"examples/{name}.py", is_script=True) for name in _EXAMPLES.split()),
 )
 
-_GRAPH = "compares text of the graph that torch_xla lowers, instruction names among it; here it is the program that XLA compiles"
+_GRAPH = "compares the text of the graph that torch_xla lowers, its names of instructions among it"
 _ONE = "the test itself is for one device"
 _SOME = "a mesh of some of the devices is a mesh here"
 _AUTO = "XLA's automatic sharding is not available (`xr.use_spmd(auto=True)` says so)"
@@ -134,6 +134,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "counts the programs of one operation in torch_xla; here it is one, or none",
     ),
     (r"test_eager.py .*execute_once", "counts by ATen operator; programs are counted here, not operators"),
+    (r"test_virtual_device_upload_after_tracing", "a tensor from the host is uploaded when the step runs that uses it"),
     (r"test_assume_pure_avoid_retracing", "a function with a gradient is traced twice: what its results are comes first"),
     (r"test_train_spmd_linear_model", _LARGE),
 )

@@ -97,7 +97,7 @@ def debug_info(t: torch.Tensor) -> str:
     """`torch_xla._XLAC._get_xla_tensor_debug_info(t)`: where the value is and how it lies."""
     buffer = buffer_of(t)
     buffer.settle()
-    if buffer.value is None and buffer.host is not None:
+    if buffer.value is None and buffer.host is not None and buffer.annotation is None:
         return f"XLATensor {{\nDevice: SPMD:0\nIR: None\nXLAData: None\nTensor on host: with size {list(t.shape)}\n}}"
     spec = layout(t)
     lines = ["Data Device: SPMD:0", f"Data Shape: {hlo_shape(t)}"]

@@ -11,6 +11,7 @@ import torch
 
 from mesh import ShardingSpec as ShardingOnMesh
 from mesh import device_count
+from mesh.launch._xla_environment import check_env_flag
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import ShardError, message
 from spmd.compat.torch_xla import _debug_metrics, _preemption_sync, _spmd, _step_ends, _tensor_views
@@ -34,24 +35,42 @@ def tensor_id(t: torch.Tensor) -> int:
 
 
 def hlo_of(tensors: Sequence[torch.Tensor]) -> str:
-    """The program that is pending for these tensors, as XLA compiles it; a tensor whose value is there is a parameter."""
-    pending = _pending_program([buffer_of(t) for t in tensors if t.device.type == "jax"])
+    """The program that is pending for these tensors, before XLA's optimizations; a tensor whose value is there is a parameter.
+
+    `XLA_DUMP_POST_OPTIMIZATIONS=1` in the environment: after them, which compiles it.
+    """
+    pending = _pending_text([buffer_of(t) for t in tensors if t.device.type == "jax"])
     if pending is not None:
-        return pending.hlo()
+        return pending
     params = [f"  %p{i}.1 = {_shape(t)} parameter({i}){_sharding(t)}" for i, t in enumerate(tensors)]
     shapes, names = ", ".join(map(_shape, tensors)), ", ".join(f"%p{i}.1" for i in range(len(tensors)))
     root = f"  ROOT %tuple.1 = ({shapes}) tuple({names})"
     return "\n".join(["HloModule values", "", f"ENTRY %values () -> ({shapes}) {{", *params, root, "}", ""])
 
 
-def _pending_program(buffers: Sequence[Buffer]) -> Region | None:
-    """The program that would compute these buffers' values now, compiled and not run; None if none of them waits."""
+class _Shown(Region):
+    """A program that is lowered and not compiled."""
+
+    def note_lowered(self, program: Any) -> None:
+        raise _LoweredText(program.compiler_ir("hlo").as_hlo_text())
+
+
+class _LoweredText(Exception):
+    """Carries the text out of the making of a program that nobody wants to run."""
+
+
+def _pending_text(buffers: Sequence[Buffer]) -> str | None:
+    """The program that would compute these buffers' values now; None if none of them waits."""
     recorded = next((lazy._recording for lazy in _step_ends._lazy), None)
     waiting = sorted({b.place_in_queue for b in buffers if b.is_waiting and b.queue is recorded})
     if recorded is None or not waiting:
         return None
-    with exact_dtypes():
-        return Region(recorded, waiting, frozenset(), platform_of(mesh_of(recorded)))
+    kind = Region if check_env_flag("XLA_DUMP_POST_OPTIMIZATIONS") else _Shown
+    try:
+        with exact_dtypes():
+            return kind(recorded, waiting, frozenset(), platform_of(mesh_of(recorded))).hlo()
+    except _LoweredText as text:
+        return str(text)
 
 
 def _shape(t: torch.Tensor) -> str:

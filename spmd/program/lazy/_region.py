@@ -69,6 +69,9 @@ class Region(Executable):
         self.shardings: list[Any] = [None] * len(recorded.taken)
         self._compile(recorded)
 
+    def note_lowered(self, program: Any) -> None:
+        """What is about to be compiled; for who wants to see it."""
+
     def holds(self, numbers: list[int | float]) -> bool:
         """Whether its constants are today's numbers."""
         return all(exactly(numbers[i]) == value for i, value in self.literals)
@@ -97,6 +100,7 @@ class Region(Executable):
             args = ([values[i] for i in self._donated], [values[i] for i in kept], *self._rest(vector, words))
             assert len(args[0]) == num_donated
             program = lowered(lazy, args, donate=True, pinned=pinned, mesh=self.mesh, platform=self.platform)
+            self.note_lowered(program)
             if self.watched is not None:
                 buffers = [b for b in (ref() for ref in recorded.buffers) if b is not None and b.value is not None]
                 self.watched.require_same("lazy", program, self.mesh, buffers, [])
