@@ -43,6 +43,7 @@
         +-- NewContainerTypes                                 ... with objects recognised as containers
     Exception                                          neither: always caught by ours
     +-- _StateComplete                                 an optimizer has all its state
+    +-- Now                                            an operation that cannot wait for the end of its step
     +-- _LoweredText                                   a program was lowered to be read, and not to run
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process
     UserWarning
