@@ -206,6 +206,11 @@ def multi_margin_loss(self: Any, target: Any, p: Any = 1, margin: Any = 1, weigh
     return _reduced(_multi_margin(wide(self), target, p, margin, weight), reduction)
 
 
+def _above_zero(x: Any) -> Any:
+    """What exceeds 0, else 0: of NaN too, as torch's comparison has it."""
+    return jnp.where(x > 0, x, jnp.zeros((), x.dtype))
+
+
 def _multi_margin(x: Any, target: Any, p: Any, margin: Any, weight: Any) -> Any:
     """Per sample: mean over the classes j != y of max(0, margin - x_y + x_j)^p, times y's weight."""
     single = x.ndim < 2
@@ -213,7 +218,7 @@ def _multi_margin(x: Any, target: Any, p: Any, margin: Any, weight: Any) -> Any:
     picked = _is_target(x, target.reshape(-1))
     zero = jnp.zeros((), x.dtype)
     of_target = jnp.sum(jnp.where(picked, x, zero), 1, keepdims=True)
-    short = jnp.maximum(margin - of_target + x, zero)
+    short = _above_zero(margin - of_target + x)
     cost = jnp.where(picked, zero, short if p == 1 else short * short)
     if weight is not None:
         cost = cost * jnp.sum(jnp.where(picked, wide(weight)[None], zero), 1, keepdims=True)
@@ -241,7 +246,7 @@ def _multilabel_margin(x: Any, target: Any) -> Any:
     is_label, before_end = _label_mask(x, target)
     classes = jnp.arange(x.shape[1], dtype=target.dtype)
     of_label = jnp.sum(jnp.where(target[:, :, None] == classes, x[:, None], jnp.zeros((), x.dtype)), 2)
-    short = jnp.maximum(1 - of_label[:, :, None] + x[:, None], jnp.zeros((), x.dtype))
+    short = _above_zero(1 - of_label[:, :, None] + x[:, None])
     counted = before_end[:, :, None] & ~is_label[:, None]
     return jnp.sum(jnp.where(counted, short, jnp.zeros((), x.dtype)), (1, 2)) / x.shape[1]
 

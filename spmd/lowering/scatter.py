@@ -65,7 +65,15 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, in
     return _reduced(self, src, combine, reduce, include_self)
 
 
-@lower("index_reduce")
+def _has_an_index_for_each(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> None:
+    dim = dim % max(source.ndim, 1)
+    count = source.shape[dim] if source.ndim else 1
+    if index.size != count:
+        what = f"Number of indices ({index.size}) should be equal to source.size(dim): ({count}), for dim: {dim}"
+        raise RuntimeError(f"index_reduce_(): {what}")
+
+
+@lower("index_reduce", check=_has_an_index_for_each)
 def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
     def combine(base: Any, method: str, values: Any) -> Any:
         values = values.reshape(-1) if base.ndim == 0 else values

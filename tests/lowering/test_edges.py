@@ -65,6 +65,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             "bucketize": lambda edges, x, right=right: torch.bucketize(x, edges, right=right),
         }.items()
     },
+    "multi_margin_loss": (
+        F.multi_margin_loss,
+        (of(0.5, nan, 1, nan, 0.1, 0.2, 0, 1, 2).reshape(3, 3), torch.tensor([0, 1, 2])),
+    ),
+    "multi_margin_loss on its margin": (F.multi_margin_loss, (of(1, 0, 2, grad=True).reshape(1, 3), torch.tensor([0]))),
+    "multilabel_margin_loss": (F.multilabel_margin_loss, (of(0.5, nan, 1, 0.2).reshape(1, 4), torch.tensor([[0, 2, -1, 1]]))),
     "bincount of nothing": (torch.bincount, (torch.zeros(0, dtype=torch.int64), torch.zeros(0), 3)),
     "max_pool1d of NaN": (lambda x: F.max_pool1d(x, 3, 1, return_indices=True), (SOME_NAN.reshape(1, 1, 12),)),
     "max_pool2d of NaN": (lambda x: F.max_pool2d(x, 2, 1, return_indices=True), (SOME_NAN.reshape(1, 3, 4),)),
@@ -128,6 +134,13 @@ def test_floats_that_no_integer_holds_are_converted_as_on_the_cpu(source: torch.
 def test_bincount_takes_one_dim_of_counts(value: torch.Tensor, device: str) -> None:
     with pytest.raises(RuntimeError, match="bincount only supports 1-d non-negative integral inputs"):
         value.to(device).bincount()
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_index_reduce_takes_an_index_for_each_slice(device: str) -> None:
+    x, none = torch.ones(3, 4, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match=r"Number of indices \(0\) should be equal to source.size\(dim\): \(4\), for dim: 1"):
+        x.index_reduce(-1, none, x, "amax")
 
 
 @pytest.mark.parametrize("copy", [lambda x, f: x.clone(memory_format=f), lambda x, f: x.to(torch.float64, memory_format=f)])
