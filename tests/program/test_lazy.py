@@ -7,6 +7,7 @@ import io
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import spmd
 from spmd.base._torch import pytree
 from spmd.device._storage import buffer_of
 from spmd.program.lazy import _session
+from tests import launched
 from tests.oracle import assert_same
 
 Case = Callable[[], Any]
@@ -451,3 +453,39 @@ def test_a_sharded_step_is_the_compiled_one(mesh_4x2: mesh.Mesh) -> None:
     for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True):
         assert torch.equal(a, b)
     assert lazy.program.collectives().counts() == compiled.collectives().counts()
+
+
+LOOP = """
+import torch
+
+import mesh
+import spmd
+
+grid = mesh.Mesh(range(mesh.device_count()), (mesh.device_count(),), ("data",))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 8)).to("jax")
+for parameter in model.parameters():
+    spmd.mark_sharding(parameter, grid, (None,) * parameter.dim())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+losses = []
+with spmd.lazy() as lazy:
+    for i in range(4):
+        x = spmd.mark_sharding(torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).to("jax"), grid, ("data", None))
+        optimizer.zero_grad()
+        loss = (model(x) - x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+print("losses", [round(loss.item(), 5) for loss in losses], lazy.num_executables, flush=True)
+"""
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    said: list[str] = []
+    for options in (("-n", 2, "--devices-per-process", 2), ("-n", 1, "--devices-per-process", 4)):
+        done = launched.launch(*options, program=program)
+        assert done.code == 0, done.err
+        said.extend(line[line.index("losses") :] for line in (done.out + done.err).splitlines() if "losses" in line)
+    assert len(said) == 3 and len(set(said)) == 1 and said[0].endswith("] 2")
