@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +25,19 @@ STEP_EVERY = 6  # one trial in so many is a training step
 NUM_STEPS = 3
 # Of the largest number in a result, for one operation; and for what several steps of training add up to.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2}
+LAZY = 1_000_000
+"""Seeds from here on are the trials of seed - LAZY, neither compiled nor eager but under `spmd.lazy()`."""
 OURS = (spmd.SpmdError, MeshError, JobError)
 
 
 def trial(seed: int) -> dict[str, str]:
     """{"what": the trial in words, "result": "right", "refused: ..." in our words or as CPU torch does, "wrong: ...", "foreign: ..."}."""
-    d = Draw(seed)
+    drawn = seed % LAZY
+    d = Draw(drawn)
     mesh = _mesh(d)
-    run = _step if seed % STEP_EVERY == 0 else _operation
-    torch.manual_seed(seed)
-    return run(d, mesh)
+    run = _step if drawn % STEP_EVERY == 0 else _operation
+    torch.manual_seed(drawn)
+    return run(d, mesh, "lazy" if seed >= LAZY else "")
 
 
 def _mesh(d: Draw) -> Mesh:
@@ -57,20 +61,21 @@ class _Outcome:
     error: Exception | None
 
 
-def _operation(d: Draw, mesh: Mesh) -> dict[str, str]:
+def _operation(d: Draw, mesh: Mesh, mode: str) -> dict[str, str]:
     op = OPS[d.rng.choice(sorted(OPS))]
     d.dtype = getattr(torch, d.rng.choice(op.dtypes))
     case = op.make(d)
-    compiled = op.is_compilable and d.one(True, False)
+    drawn = "compiled" if op.is_compilable and d.one(True, False) else "eager"
+    mode = mode or drawn
     with_gradient = op.has_gradient and d.dtype.is_floating_point and d.one(True, True, False)
     specs = [any_spec(d, mesh, t.dim()) if d.rng.random() < 0.8 else None for t in case.inputs]
     shapes = " ".join(f"{tuple(t.shape)}:{'-' if s is None else s}" for t, s in zip(case.inputs, specs, strict=True))
-    modes = f"{'compiled' if compiled else 'eager'}{' gradient' if with_gradient else ''}"
+    modes = f"{mode}{' gradient' if with_gradient else ''}"
     what = f"{op.name} {str(d.dtype)[6:]} {modes} {mesh.mesh_shape} {shapes}"
     cotangents = d.rng.randrange(2**31)
-    want = _outcome(case, case.inputs, with_gradient, False, cotangents)
+    want = _outcome(case, case.inputs, with_gradient, "eager", cotangents)
     with_layouts = [_laid(t.clone(), mesh, s) for t, s in zip(case.inputs, specs, strict=True)]
-    got = _outcome(case, with_layouts, with_gradient, compiled, cotangents)
+    got = _outcome(case, with_layouts, with_gradient, mode, cotangents)
     return {"what": what, "result": _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))}
 
 
@@ -79,7 +84,7 @@ def _laid(tensor: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
     return there if spec is None else spmd.mark_sharding(there, mesh, spec)
 
 
-def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, compiled: bool, seed: int) -> _Outcome:
+def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, mode: str, seed: int) -> _Outcome:
     def run(*inputs: torch.Tensor) -> list[Any]:
         inputs = tuple(t.detach().requires_grad_(with_gradient and t.dtype.is_floating_point) for t in inputs)
         found = [t for t in pytree.tree_leaves(case.fn(*inputs)) if isinstance(t, torch.Tensor)]
@@ -91,10 +96,15 @@ def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, compile
         return found
 
     try:
-        out = (spmd.compile(run) if compiled else run)(*given)
+        with _waiting(mode):
+            out = (spmd.compile(run) if mode == "compiled" else run)(*given)
         return _Outcome([t.detach().cpu().as_subclass(torch.Tensor) for t in out], None)
     except Exception as error:
         return _Outcome([], error)
+
+
+def _waiting(mode: str) -> AbstractContextManager[Any]:
+    return spmd.lazy(max_retraces=10_000) if mode == "lazy" else nullcontext()
 
 
 def _cotangent(t: torch.Tensor, seed: int) -> torch.Tensor:
@@ -133,7 +143,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     return f"off by {off:.3g} where the largest is {largest:.3g}" if off > tolerance * max(1.0, largest) else ""
 
 
-def _step(d: Draw, mesh: Mesh) -> dict[str, str]:
+def _step(d: Draw, mesh: Mesh, mode: str) -> dict[str, str]:
     name, d.dtype = d.rng.choice(sorted(JOBS)), d.one(torch.float32, torch.float64)
     job = JOBS[name](d)
     model, rule, compiled = job.model.to(d.dtype), d.one("sgd", "adamw"), d.one(True, True, False)
@@ -141,22 +151,22 @@ def _step(d: Draw, mesh: Mesh) -> dict[str, str]:
     parameters = {n: any_spec(d, mesh, p.dim()) for n, p in model.named_parameters() if d.rng.random() < share}
     batch = [any_spec(d, mesh, t.dim()) for t in job.batch]
     sizes = " ".join(f"{tuple(t.shape)}:{s}" for t, s in zip(job.batch, batch, strict=True))
-    mode = "compiled" if compiled else "eager"
+    mode = mode or ("compiled" if compiled else "eager")
     what = f"step {name} {rule} {str(d.dtype)[6:]} {mode} {mesh.mesh_shape} {sizes} {parameters}"
     there = copy.deepcopy(model).to("jax")
-    want = _trained(model, job, job.batch, rule, False)
+    want = _trained(model, job, job.batch, rule, "eager")
     try:
         for key, spec in parameters.items():
             spmd.mark_sharding(there.get_parameter(key), mesh, spec)
         given = [_laid(t, mesh, s) for t, s in zip(job.batch, batch, strict=True)]
     except Exception as error:
         return {"what": what, "result": _verdict(_Outcome([], error), want, 0.0)}
-    got = _trained(there, job, given, rule, compiled)
+    got = _trained(there, job, given, rule, mode)
     # rounding errors of a step are multiplied by the next one
     return {"what": what, "result": _verdict(got, want, math.sqrt(TOLERANCE[d.dtype]) / 10)}
 
 
-def _trained(model: Any, job: Any, batch: list[torch.Tensor], rule: str, compiled: bool) -> _Outcome:
+def _trained(model: Any, job: Any, batch: list[torch.Tensor], rule: str, mode: str) -> _Outcome:
     chosen = optimizer(rule, model.parameters())
 
     def step(*batch: torch.Tensor) -> torch.Tensor:
@@ -167,8 +177,10 @@ def _trained(model: Any, job: Any, batch: list[torch.Tensor], rule: str, compile
         return loss
 
     try:
-        run = spmd.compile(step) if compiled else step
-        losses = [run(*batch).detach().cpu() for _ in range(NUM_STEPS)]
+        run = spmd.compile(step) if mode == "compiled" else step
+        with _waiting(mode):
+            losses = [run(*batch).detach() for _ in range(NUM_STEPS)]
+        losses = [loss.cpu() for loss in losses]
         values = [t.detach().cpu().as_subclass(torch.Tensor) for t in (*losses, *model.state_dict().values())]
         return _Outcome(values, None)
     except Exception as error:

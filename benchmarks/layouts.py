@@ -2,6 +2,7 @@
 
     python -m benchmarks.layouts                          # 3,000 trials (about an hour of one core)
     python -m benchmarks.layouts --trials 200 --first 3000
+    python -m benchmarks.layouts --first 1000000 --trials 200      # those of seeds 0 to 199, under spmd.lazy()
     python -m benchmarks.layouts --seeds 17,1204          # these, in words
 
 Each trial is one seed: it draws the operation, sizes, dtype, mesh, layouts, eager or compiled, with its gradient or without. Trials
