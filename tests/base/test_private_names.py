@@ -22,7 +22,12 @@ SOURCES = sorted(
     for path in (ROOT / package).rglob("*.py")
     if not path.is_relative_to(ROOT / "spmd/bench/peers")
 )
-OWNERS = {"torch": ("spmd/base/_torch.py",), "functorch": (), "jax": ("spmd/base/_jax.py", "mesh/platform/_jax_runtime.py"), "jaxlib": ()}
+OWNERS = {
+    "torch": ("spmd/base/_torch.py", "spmd/base/_torch_late.py"),
+    "functorch": ("spmd/base/_torch_late.py",),
+    "jax": ("spmd/base/_jax.py", "mesh/platform/_jax_runtime.py"),
+    "jaxlib": (),
+}
 # Patches say their target by its own name; operators of ATen are no names of Python.
 ALLOWED = ("torch.ops.", "torch.nn.Module._apply")
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from spmd.base._errors import CheckpointError, message
+from spmd.base._torch_late import fsspec_filesystem
 from spmd.compat.torch_xla import _preemption_sync
 from spmd.compat.torch_xla._distributed_planners import SPMDLoadPlanner, SPMDSavePlanner, _sharded_cpu_state_dict
 from spmd.compat.torch_xla._step_ends import mark_step
@@ -125,7 +126,7 @@ class CheckpointManager:
         with self._one_writer:
             path = os.path.join(self.base_path, str(step))
             self._remove(step)
-            writer = _fsspec().FsspecWriter(path, thread_count=self.num_of_threads, per_thread_copy_ahead=0)
+            writer = fsspec_filesystem().FsspecWriter(path, thread_count=self.num_of_threads, per_thread_copy_ahead=0)
             save_state(state_dict, storage_writer=writer, planner=SPMDSavePlanner(), process_group=self.pg)
             saved = _Saved(step, datetime.now())
             self._tracked = [*(old for old in self._tracked if old.step != step), saved]
@@ -149,7 +150,7 @@ class CheckpointManager:
         """
         if step not in self.all_steps():
             raise CheckpointError(message(f"step {step} is not tracked", f"tracked: {self.all_steps()}", fix="restore one of these"))
-        reader = _fsspec().FsspecReader(os.path.join(self.base_path, str(step)))
+        reader = fsspec_filesystem().FsspecReader(os.path.join(self.base_path, str(step)))
         load_state(state_dict, storage_reader=reader, planner=SPMDLoadPlanner(), process_group=self.pg)
 
     def all_steps(self) -> list[int]:
@@ -207,9 +208,3 @@ def _file_system(path: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     return url_to_fs(path)
-
-
-def _fsspec() -> Any:
-    from torch.distributed.checkpoint import _fsspec_filesystem
-
-    return _fsspec_filesystem

@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_load_plan,
     create_default_global_save_plan,
@@ -40,6 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from spmd.base._torch import pytree
+from spmd.base._torch_late import plan_parts
 from spmd.compat.torch_xla._tensor_views import layout, shards
 from spmd.sharding._annotate import wrap_if_sharded
 from spmd.sharding._shard import XLAShard
@@ -81,7 +79,7 @@ def _host(t: torch.Tensor) -> torch.Tensor:
 
 def _separated(state_dict: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """(sharded, other, mappings): the state flattened to names, and how it was nested."""
-    flat, mappings = flatten_state_dict(state_dict)
+    flat, mappings = plan_parts().flatten_state_dict(state_dict)
     wrapped = {name: wrap_if_sharded(value) for name, value in flat.items()}
     is_sharded = {name: _is_sharded_tensor(value) or isinstance(value, _CpuShards) for name, value in wrapped.items()}
     plain = {name: v.as_subclass(torch.Tensor) if isinstance(v, XLAShardedTensor) else v for name, v in wrapped.items()}
@@ -135,7 +133,7 @@ class SPMDSavePlanner(SavePlanner):
         return self._local_shards[name]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans), rewrite_index_hints=False)
+        plans, metadata = create_default_global_save_plan(plan_parts().dedup_save_plans(all_plans), rewrite_index_hints=False)
         return plans, dataclasses.replace(metadata, planner_data=dict(ChainMap(*(plan.planner_data for plan in plans))))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -194,7 +192,7 @@ class SPMDLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # written by whoever wrote the checkpoint: unpickled, as torch's own planner does
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], torch.load(value, weights_only=False))
+        plan_parts().set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], torch.load(value, weights_only=False))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch_late import dtensor_spec
 from spmd.compat.torch_xla._asker import is_user
 from spmd.compat.torch_xla._tensor_views import layout
 from spmd.sharding._dtensor_placements import placements_of
@@ -44,7 +45,6 @@ def spec_of(t: Any) -> Any:
         NoLayoutError: the tensor was not marked (a ValueError).
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     found = _marked_as(t)
     if found is None:
@@ -60,7 +60,8 @@ def spec_of(t: Any) -> Any:
         names = found.mesh.axis_names
         is_named = names != tuple(map(str, range(len(names))))
         mesh = DeviceMesh("xla", ids, mesh_dim_names=names if is_named else None, _init_backend=False, _rank=0)
-        made = DTensorSpec(mesh, placements_of(found), tensor_meta=TensorMeta(t.shape, t.stride(), t.dtype))
+        specs = dtensor_spec()
+        made = specs.DTensorSpec(mesh, placements_of(found), tensor_meta=specs.TensorMeta(t.shape, t.stride(), t.dtype))
         t.__dict__["_dtensor_spec"] = (found, made)
     return made
 

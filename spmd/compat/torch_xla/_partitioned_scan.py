@@ -15,6 +15,7 @@ from torch import nn
 
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
+from spmd.base._torch_late import joint_graphs
 from spmd.program.flow import _scan
 
 Passes = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -29,9 +30,7 @@ class ScanError(SpmdError, ValueError):
 
 def default_partition(*args: Any, **kwargs: Any) -> Any:
     """`functorch.compile.default_partition`: everything that the backward pass needs is kept."""
-    from functorch.compile import default_partition as partition  # importing it takes seconds
-
-    return partition(*args, **kwargs)
+    return joint_graphs().default_partition(*args, **kwargs)
 
 
 def scan(
@@ -78,9 +77,7 @@ def value_and_grad_partitioned(
         alias_input: (those activations stacked, xs) -> all activations.
         backward: (gradient of the new carry, (gradient of y, activations)) -> (gradient of the carry, of x).
     """
-    from functorch import compile as functorch_compile
-
-    aot: Any = functorch_compile
+    aot = joint_graphs()
 
     def like(v: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         return torch.empty_like(v.detach(), requires_grad=requires_grad and v.is_floating_point())

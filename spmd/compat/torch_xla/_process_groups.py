@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from spmd.base._errors import SpmdError, message
@@ -50,4 +49,4 @@ def _rendezvous(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[tuple[
     if jax.process_count() > 1:
         fix = "init_process_group('gloo', init_method='env://', rank=xr.process_index(), world_size=xr.process_count())"
         raise BackendError(message(f"xla:// is for one process, this job has {jax.process_count()}", fix=fix))
-    yield HashStore(), 0, 1
+    yield dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
