@@ -72,7 +72,7 @@ def _operation(d: Draw, mesh: Mesh, mode: str) -> dict[str, str]:
     shapes = " ".join(f"{tuple(t.shape)}:{'-' if s is None else s}" for t, s in zip(case.inputs, specs, strict=True))
     modes = f"{mode}{' gradient' if with_gradient else ''}"
     what = f"{op.name} {str(d.dtype)[6:]} {modes} {mesh.mesh_shape} {shapes}"
-    cotangents = d.rng.randrange(2**31)
+    cotangents = _Cotangents(d.rng.randrange(2**31))
     want = _outcome(case, case.inputs, with_gradient, "eager", cotangents)
     with_layouts = [_laid(t.clone(), mesh, s) for t, s in zip(case.inputs, specs, strict=True)]
     got = _outcome(case, with_layouts, with_gradient, mode, cotangents)
@@ -84,15 +84,14 @@ def _laid(tensor: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
     return there if spec is None else spmd.mark_sharding(there, mesh, spec)
 
 
-def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, mode: str, seed: int) -> _Outcome:
+def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, mode: str, cotangents: _Cotangents) -> _Outcome:
     def run(*inputs: torch.Tensor) -> list[Any]:
         inputs = tuple(t.detach().requires_grad_(with_gradient and t.dtype.is_floating_point) for t in inputs)
         found = [t for t in pytree.tree_leaves(case.fn(*inputs)) if isinstance(t, torch.Tensor)]
         made = [t for t in found if t.requires_grad]
         if made:
-            cotangents = [_cotangent(t, seed + i) for i, t in enumerate(made)]
             wanted = [t for t in inputs if t.requires_grad]
-            found += [g for g in torch.autograd.grad(made, wanted, cotangents, allow_unused=True) if g is not None]
+            found += [g for g in torch.autograd.grad(made, wanted, cotangents.of(made), allow_unused=True) if g is not None]
         return found
 
     try:
@@ -107,9 +106,18 @@ def _waiting(mode: str) -> AbstractContextManager[Any]:
     return spmd.lazy(max_retraces=10_000) if mode == "lazy" else nullcontext()
 
 
-def _cotangent(t: torch.Tensor, seed: int) -> torch.Tensor:
-    host = torch.randn(t.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(t.dtype)
-    return host.to(t.device)
+class _Cotangents:
+    """Random gradients of results: drawn for the CPU's, and the same for the device's, where a program takes them as constants."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: list[torch.Tensor] = []
+
+    def of(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One for each result, on its device."""
+        if not self._drawn:
+            self._drawn = [torch.randn(t.shape, generator=self._generator, dtype=torch.float64).to(t.dtype) for t in results]
+        return [drawn.to(t.device) for drawn, t in zip(self._drawn, results, strict=True)]
 
 
 def _verdict(got: _Outcome, want: _Outcome, tolerance: float) -> str:

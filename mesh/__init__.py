@@ -16,7 +16,7 @@ from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, ru
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
-from mesh._topology import topology_devices, topology_options
+from mesh._topology import has_topology, topology_devices, topology_options
 from mesh.job._clusters import register_cluster
 from mesh.job._join import barrier, extended_timeout, init, report_saved, should_stop
 from mesh.job._join import long as long
@@ -27,6 +27,7 @@ __all__ = [
     "Device",
     "device_count",
     "devices",
+    "has_topology",
     "topology_devices",
     "topology_options",
     "virtual_devices",

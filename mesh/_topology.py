@@ -66,4 +66,9 @@ def topology_devices(name: str) -> tuple[Device, ...]:
     return tuple(cast("list[Device]", found.devices))
 
 
-__all__ = ["topology_devices", "topology_options"]
+def has_topology() -> bool:
+    """Whether this process has compiled, or can compile, for a topology: libtpu is loaded."""
+    return topology_devices.cache_info().currsize > 0
+
+
+__all__ = ["has_topology", "topology_devices", "topology_options"]

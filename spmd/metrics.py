@@ -4,7 +4,8 @@
     train_step(x, y)
     spmd.metrics.counters()      # {"uploads": 2, "upload_bytes": 524288, ...}
 
-Counters: `uploads` and `upload_bytes` (every device's copy counted), `host_reads` and `download_bytes`.
+Counters: `uploads` and `upload_bytes` (every device's copy counted), `host_reads` and `download_bytes`; under `spmd.lazy()` also
+`step_programs_made`, `step_programs_found` (a step that ran a program of an earlier one), `programs` (runs) and `aliased_buffers`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import torch
 
 from spmd.base._torch import OpOverload, decomposition_table, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 from spmd.device._backend import installed
+from spmd.device._deferred import Deferrable
 from spmd.device._kernels import MECHANISMS, variants_of
 from spmd.lowering import Lowering, lookup, lowerings
 
@@ -156,6 +157,7 @@ def _computed_by(op: OpOverload) -> tuple[How, str]:
     """The dispatcher's order: our kernel, C++'s composites, then the fallback."""
     lowering = lookup(op)
     kernel = installed().kernels.get(f"{_short(op)}PrivateUse1")
+    kernel = kernel.kernel if isinstance(kernel, Deferrable) else kernel
     if lowering is not None:
         return "rule", _rule_source(lowering)
     if kernel is not None:

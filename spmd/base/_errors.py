@@ -24,6 +24,7 @@
     |   +-- AnnotationError (RuntimeError)             torch_xla's errors, where programs rely on them
     |   +-- CollectiveError (NotImplementedError)
     |   +-- NoShardingError (ValueError)
+    |   +-- ProfileError (RuntimeError)                a profile would end the process
     |   +-- NoLayoutError (ValueError)
     |   +-- ScanError (ValueError)
     |   +-- MicroBatchError (ValueError)

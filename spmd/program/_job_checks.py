@@ -7,7 +7,9 @@ check of what the processes feed. Alone, a step has no `JobChecks` and pays noth
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -33,9 +35,23 @@ _SETTINGS = (
 _SHOWN = 160
 
 
-def compiling() -> AbstractContextManager[None]:
-    """While active, the watchdog waits as long as a compilation may take."""
-    return nullcontext() if _join.job() is None else extended_timeout("compiling")
+_is_compiling: ContextVar[bool] = ContextVar("a program is being made", default=False)
+
+
+@contextmanager
+def compiling() -> Generator[None]:
+    """While active, a program is being made: the watchdog waits as long as a compilation may take."""
+    token = _is_compiling.set(True)
+    try:
+        with nullcontext() if _join.job() is None else extended_timeout("compiling"):
+            yield
+    finally:
+        _is_compiling.reset(token)
+
+
+def is_compiling() -> bool:
+    """Whether what is compiled now is a program, and not an eager operation."""
+    return _is_compiling.get()
 
 
 class JobChecks:

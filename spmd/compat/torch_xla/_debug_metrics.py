@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,23 +11,27 @@ import jax
 
 from spmd.base import _counters
 from spmd.device import _adapter, _whole
-from spmd.program.lazy._region import Region
+from spmd.program._job_checks import is_compiling
 
 # torch_xla's metric -> (our counter of samples, our counter of the accumulated amount)
 _AMOUNTS = {
     "OutboundData": ("uploads", "upload_bytes"),
     "InboundData": ("host_reads", "download_bytes"),
-    "InputOutputAliasCount": ("UncachedCompile", "aliased_buffers"),  # of the programs of steps: inputs that results take over
+    "InputOutputAliasCount": ("step_programs_made", "aliased_buffers"),  # inputs that results take over
 }
 _ALSO = {"TransferToDeviceTime": "OutboundData", "TransferFromDeviceTime": "InboundData"}
 # torch_xla's counter -> ours. Every program here runs over all the devices that its values lie on, which is its "replicated" execution.
-_COUNTERS = {"VirtualDeviceUsage": ("uploads",), "ExecuteReplicated": ("operations", "programs")}
+_COUNTERS = {
+    "VirtualDeviceUsage": ("uploads",),
+    "ExecuteReplicated": ("operations", "programs"),
+    "UncachedCompile": ("step_programs_made",),
+    "CachedCompile": ("step_programs_found",),
+}
 # torch_xla's metric of executions -> our counters; how long they take nobody waits for, so there is a number and no time
 _EXECUTIONS = {"EagerOpExecuteTime": ("operations",), "ExecuteTime": ("programs",), "ExecuteReplicatedTime": ("operations", "programs")}
 _compilations: list[tuple[float, float]] = []  # (time, seconds) of each
 _of_operations: list[tuple[float, float]] = []  # those that eager operations needed
 _in_program: list[bool] = []
-_fresh: weakref.WeakSet[Region] = weakref.WeakSet()  # programs of steps that have not run yet
 _total = [0]
 
 
@@ -42,43 +45,19 @@ def listen() -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             _compilations.append((time.time(), duration_secs))
             _total[0] += 1
-            if not _in_program:
+            if not (_in_program or is_compiling()):
                 _of_operations.append(_compilations[-1])
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
 
 
 def enter(stack: ExitStack) -> None:
-    """Count eager operations, and the programs of steps that were recorded, until `stack` closes."""
+    """Count eager operations until `stack` closes."""
     modules: tuple[Any, ...] = (_adapter, _whole)
     for module in modules:
         original = module.note_operation
         module.note_operation = _counted(original)
         stack.callback(setattr, module, "note_operation", original)
-    made, called = Region.__init__, Region.__call__
-
-    def make(self: Any, *args: Any) -> None:
-        _in_program.append(True)
-        try:
-            made(self, *args)
-        finally:
-            _in_program.pop()
-        _counters.count("UncachedCompile")
-        _counters.count("aliased_buffers", len(self.donated))
-        _fresh.add(self)
-
-    def call(self: Any, recorded: Any) -> Any:
-        _counters.count("programs")
-        if self in _fresh:
-            _fresh.discard(self)
-        else:
-            _counters.count("CachedCompile")
-        return called(self, recorded)
-
-    kind: Any = Region
-    kind.__init__, kind.__call__ = make, call
-    stack.callback(setattr, Region, "__init__", made)
-    stack.callback(setattr, Region, "__call__", called)
 
 
 def _counted(note: Callable[[Any], None]) -> Callable[[Any], None]:

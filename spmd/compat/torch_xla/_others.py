@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint as torchs_checkpoint
 from torch import nn
 
+from mesh import has_topology
 from spmd.base._errors import SpmdError, message
 from spmd.compat.torch_xla import _debug_metrics, _device_names
 from spmd.compat.torch_xla._step_ends import is_eager, mark_step, record, run_eagerly
@@ -159,7 +160,28 @@ def start_server(port: int, only_on_master: bool = True) -> Any:
 
 
 def start_trace(log_dir: str) -> None:
+    """Take a profile from here on, into a folder.
+
+    Raises:
+        ProfileError: libtpu is loaded where no TPU is, which ends the process when a profile starts.
+    """
+    _require_no_topology()
     jax.profiler.start_trace(log_dir)
+
+
+class ProfileError(SpmdError, RuntimeError):
+    """A profile cannot be taken here."""
+
+
+def _require_no_topology() -> None:
+    if has_topology() and jax.default_backend() != "tpu":
+        raise ProfileError(
+            message(
+                "no profile can be taken in this process",
+                "it has compiled for a TPU topology: libtpu, loaded where no TPU is, ends the process when a profile starts",
+                fix="take the profile in a process of its own, without mesh.Mesh(..., topology=...)",
+            )
+        )
 
 
 def stop_trace() -> None:
@@ -175,6 +197,7 @@ def trace_detached(service_addr: str, logdir: str, duration_ms: int = 1000, **op
         duration_ms: how long.
         options: torch_xla's other arguments, which tune its server.
     """
+    _require_no_topology()
     ended = threading.Event()
 
     def take() -> None:

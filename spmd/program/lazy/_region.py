@@ -12,6 +12,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh import Mesh
+from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._exact import exactly
 from spmd.base._jax import inline_jaxpr
@@ -179,6 +180,7 @@ class Region(Executable):
 
     def __call__(self, recorded: Recording) -> list[Any]:
         """Run on the recording's buffers; the values of those that it gives."""
+        _counters.count("programs")
         values = self._values(recorded)
         vector = np.array([recorded.numbers[i] for i in self.varying], np.float64)
         words = _words(recorded)

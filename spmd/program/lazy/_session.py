@@ -21,10 +21,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mesh import ShardingSpec
+from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
-from spmd.base._jax import is_tracing
+from spmd.base._jax import forget_traces, is_tracing
 from spmd.device._deferred import Deferrable, Held, deferring, end_step
 from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.device._turn import turn
@@ -36,9 +37,10 @@ from spmd.program.lazy._one_by_one import run_one_by_one
 from spmd.program.lazy._recording import Recording
 from spmd.program.lazy._region import Region, mesh_of
 from spmd.program.lazy._replay import tensor_over
+from spmd.program.reuse._shelf import FORGET_EVERY
 from spmd.program.xla._target import platform_of
 
-_MAX_NODES = 200_000
+_MAX_NODES = 100_000  # some 100 MB
 _MAX_OPERATIONS = 50_000
 
 
@@ -53,7 +55,7 @@ class Lazy:
         if max_programs < 1:
             raise SpmdError(message("lazy keeps one program or more", f"max_programs={max_programs!r}", fix="spmd.lazy(max_programs=32)"))
         self.root = Node(None, ())
-        self.effects = _EffectsOf(self)
+        self.effects = _EffectsOf()
         self.num_nodes = 0
         self.retraces: list[str] = []
         self._specs: dict[ShardingSpec, Held] = {}
@@ -64,6 +66,7 @@ class Lazy:
         self._latest: Region | None = None
         self._parted: str | None = None
         self._is_warned = False
+        self._num_dropped = 0
         self._hook: Any = None
 
     def __enter__(self) -> Lazy:
@@ -137,7 +140,7 @@ class Lazy:
         if node.latest is not None:
             self._parted = difference(node.latest, operation, key)
         if self.num_nodes > _MAX_NODES:  # what differs every time is forgotten
-            self.root, self.num_nodes = Node(None, ()), 0
+            self.root, self.num_nodes, self.effects = Node(None, ()), 0, _EffectsOf()
 
     def run(self, recorded: Recording) -> None:
         """Run what a recording holds."""
@@ -193,6 +196,9 @@ class Lazy:
         regions = recorded.node.regions
         for region in regions:
             if alive.issubset(region.gives) and region.holds(recorded.numbers):
+                _counters.count("step_programs_found")
+                self._regions.remove(region)
+                self._regions.append(region)  # those that ran last are kept
                 break
         else:
             varying = _varying(recorded)
@@ -201,6 +207,8 @@ class Lazy:
                 varying |= {i for i, value in other.literals if exactly(recorded.numbers[i]) != value}
             with compiling():
                 region = Region(recorded, sorted(alive), frozenset(varying), platform_of(mesh_of(recorded)))
+            _counters.count("step_programs_made")
+            _counters.count("aliased_buffers", len(region.donated))
             self._note_program(region)
             regions.insert(0, region)
         self._latest = region
@@ -224,6 +232,9 @@ class Lazy:
         if len(self._regions) > self._max_programs:
             dropped = self._regions.popleft()
             dropped.node.regions.remove(dropped)
+            self._num_dropped += 1
+            if self._num_dropped % FORGET_EVERY == 0:
+                forget_traces()
 
 
 def _same_path(region: Region) -> str:
@@ -262,7 +273,7 @@ def _varying(recorded: Recording) -> set[int]:
 class _EffectsOf:
     """Effects for the platform at hand."""
 
-    def __init__(self, lazy: Lazy) -> None:
+    def __init__(self) -> None:
         self._effects = Effects()
 
     def of(self, node: Node, roots: Any, numbers: Any) -> Any:
@@ -282,7 +293,7 @@ def lazy(*, max_programs: int = 32, max_retraces: int = 8) -> Lazy:
     Values, in-place writes, views, random draws, gradients, exceptions and prints are those of eager execution.
 
     Args:
-        max_programs: keep this many compiled programs; one too many drops the oldest.
+        max_programs: keep this many compiled programs; one too many drops the one that has not run for longest.
         max_retraces: warn when steps kept differing this often, and say in what.
     """
     return Lazy(max_programs, max_retraces)

@@ -15,7 +15,7 @@ from spmd.device._storage import Buffer
 if TYPE_CHECKING:
     from spmd.program._program import Program
 
-_FORGET_EVERY = 8  # dropped programs: jax keeps half a megabyte of traces for each
+FORGET_EVERY = 8  # dropped programs: jax keeps half a megabyte of traces for each
 
 
 class Shelf:
@@ -67,7 +67,7 @@ class Shelf:
 
     def _drop(self, program: Program) -> None:
         self._num_dropped += 1
-        if self._num_dropped % _FORGET_EVERY == 0:
+        if self._num_dropped % FORGET_EVERY == 0:
             forget_traces()
         del self._used[id(program)]
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
@@ -86,4 +86,4 @@ def _buffers_in(key: Any) -> Iterator[int]:
             yield place[1]
 
 
-__all__ = ["Shelf"]
+__all__ = ["FORGET_EVERY", "Shelf"]
