@@ -76,7 +76,13 @@ def _operation(d: Draw, mesh: Mesh, mode: str) -> dict[str, str]:
     want = _outcome(case, case.inputs, with_gradient, "eager", cotangents)
     with_layouts = [_laid(t.clone(), mesh, s) for t, s in zip(case.inputs, specs, strict=True)]
     got = _outcome(case, with_layouts, with_gradient, mode, cotangents)
-    return {"what": what, "result": _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))}
+    said = _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))
+    if said.startswith("wrong: result") and d.dtype == torch.bfloat16:  # the CPU rounds in between, and may be far off itself
+        wide = [t.double() if t.is_floating_point() else t for t in case.inputs]
+        exact = _outcome(case, wide, with_gradient, "eager", cotangents)
+        exact.values = [t.to(d.dtype) if t.is_floating_point() else t for t in exact.values]
+        said = _verdict(got, exact, TOLERANCE[d.dtype]) if exact.error is None else said
+    return {"what": what, "result": said}
 
 
 def _laid(tensor: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
@@ -117,7 +123,7 @@ class _Cotangents:
         """One for each result, on its device."""
         if not self._drawn:
             self._drawn = [torch.randn(t.shape, generator=self._generator, dtype=torch.float64).to(t.dtype) for t in results]
-        return [drawn.to(t.device) for drawn, t in zip(self._drawn, results, strict=True)]
+        return [drawn.to(t.device, t.dtype) for drawn, t in zip(self._drawn, results, strict=True)]
 
 
 def _verdict(got: _Outcome, want: _Outcome, tolerance: float) -> str:

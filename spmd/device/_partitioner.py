@@ -21,6 +21,10 @@ Where the rows that a scatter adds are split into parts of unequal size (two row
 parts too (openxla/xla, scatter_handler.cc; in plain JAX too). The gradients of embeddings and of pooling are scatters. A dim that what
 is known of the layouts would split unequally is kept whole; one that it splits equally is pinned to that.
 
+Note [Maxima in windows]
+Where a height or width is split, the gradient of a maximum in windows that overlap is wrong (openxla/xla, its partitioner of
+select-and-scatter; in plain JAX too). The dims that have windows are kept whole.
+
 Note [Transforms that are split]
 A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
 collective left in another order in memory, which it refuses (fft_thunk.cc): the order is said too.
@@ -44,6 +48,7 @@ from spmd.device._products import product_layouts
 
 _CONVOLUTION, _TRANSFORM, _SCATTER = "stablehlo.convolution", "stablehlo.fft", "stablehlo.scatter"
 _PRODUCT = "stablehlo.dot_general"
+_SELECTION = "stablehlo.select_and_scatter"
 _RESULT = -1  # in place of an operand's position
 _IN_QUESTION = (_CONVOLUTION, _SCATTER, _PRODUCT)
 _ASKED = "spmd.asked"
@@ -57,7 +62,8 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
     """
     module: Any = lowered.compiler_ir("stablehlo")
     operations, transforms = _operations(module, *_IN_QUESTION), _operations(module, _TRANSFORM)
-    if not operations and not transforms:
+    selections = _operations(module, _SELECTION)
+    if not (operations or transforms or selections):
         return False
     with module.context, ir.Location.unknown():
         mesh = largest_mesh(module)
@@ -74,6 +80,8 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
                 _constrain_all(operation, layouts(operation, splits[0], splits[1], splits[2], mesh))
         for operation in transforms:
             _keep_transform_whole(mesh, operation, platform == "cpu")
+        for operation in selections:
+            _keep_windows_whole(mesh, operation)
     return True
 
 
@@ -269,6 +277,15 @@ def _keep_transform_whole(mesh: ModuleMesh, operation: Any, is_on_cpu: bool) -> 
         with ir.InsertionPoint.after(operation):
             laid = _row_major(result)
         result.replace_all_uses_except(laid.results[0], laid.operation)
+
+
+def _keep_windows_whole(mesh: ModuleMesh, operation: Any) -> None:
+    """Dims along which a maximum was taken in windows are not split."""
+    windows = list(ir.DenseI64ArrayAttr(operation.attributes["window_dimensions"]))
+    dims = [dim for dim, size in enumerate(windows) if size > 1]
+    for position in (0, 1):
+        _constrain(operation, position, mesh.whole(operation.operands[position], dims))
+    _constrain_result(operation, mesh.whole(operation.results[0], dims))
 
 
 def _row_major(value: Any) -> Any:

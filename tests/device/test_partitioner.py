@@ -98,6 +98,26 @@ def test_gradient_of_an_embedding_of_rows_that_are_split_unequally(rows: int, gr
     assert_same(_run(fn, compiled, _mesh(grid), (tokens, of_tokens), (weight, (None, None))), fn(tokens, weight))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("grid", "of_images", "kernel", "stride"),
+    [
+        ("2x4", (None, None, "b", None), 2, 1),
+        ("2x4", (None, None, "b", "a"), 3, 1),
+        ("2x2x2", ("b", None, None, "c"), 3, 2),
+        ("2x2x2", (None, None, ("a", "b", "c"), None), 2, 1),
+    ],
+)
+def test_gradient_of_a_maximum_in_windows_that_overlap(grid: str, of_images: Any, kernel: int, stride: int, compiled: bool) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        out = F.max_pool2d(x, kernel, stride)
+        return torch.autograd.grad(out, x, torch.cos(out.detach()))[0]
+
+    x = batch(2, 4, 16, 16)
+    assert_same(_run(fn, compiled, _mesh(grid), (x, of_images)), fn(x))
+
+
 @pytest.mark.parametrize("fn", [torch.Tensor.index_add, torch.Tensor.index_copy], ids=["index_add", "index_copy"])
 def test_rows_that_are_split_unequally_are_added_once(fn: Any) -> None:
     def run(x: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
