@@ -22,8 +22,8 @@ parts too (openxla/xla, scatter_handler.cc; in plain JAX too). The gradients of 
 is known of the layouts would split unequally is kept whole; one that it splits equally is pinned to that.
 
 Note [Maxima in windows]
-Where a height or width is split, the gradient of a maximum in windows that overlap is wrong (openxla/xla, its partitioner of
-select-and-scatter; in plain JAX too). The dims that have windows are kept whole.
+Where a height or width is split, the gradient of a maximum in windows of at least twice their stride is wrong (openxla/xla, its
+partitioner of select-and-scatter; in plain JAX too). The dims that have windows are kept whole then.
 
 Note [Transforms that are split]
 A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
@@ -280,9 +280,11 @@ def _keep_transform_whole(mesh: ModuleMesh, operation: Any, is_on_cpu: bool) -> 
 
 
 def _keep_windows_whole(mesh: ModuleMesh, operation: Any) -> None:
-    """Dims along which a maximum was taken in windows are not split."""
-    windows = list(ir.DenseI64ArrayAttr(operation.attributes["window_dimensions"]))
-    dims = [dim for dim, size in enumerate(windows) if size > 1]
+    """Dims along which a maximum was taken in windows are not split, if windows are at least twice as long as their stride."""
+    sizes, strides = (list(ir.DenseI64ArrayAttr(operation.attributes[f"window_{name}"])) for name in ("dimensions", "strides"))
+    dims = [dim for dim, size in enumerate(sizes) if size > 1]
+    if not any(sizes[dim] >= 2 * strides[dim] for dim in dims):
+        return
     for position in (0, 1):
         _constrain(operation, position, mesh.whole(operation.operands[position], dims))
     _constrain_result(operation, mesh.whole(operation.results[0], dims))

@@ -105,6 +105,7 @@ def test_gradient_of_an_embedding_of_rows_that_are_split_unequally(rows: int, gr
         ("2x4", (None, None, "b", None), 2, 1),
         ("2x4", (None, None, "b", "a"), 3, 1),
         ("2x2x2", ("b", None, None, "c"), 3, 2),
+        ("2x4", (None, None, "b", "a"), 4, 2),
         ("2x2x2", (None, None, ("a", "b", "c"), None), 2, 1),
     ],
 )
