@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
-from mesh import Mesh, topology_options
+from mesh import topology_options
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
@@ -39,7 +39,7 @@ from spmd.program.trace._remade import remade
 from spmd.program.trace._results import made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, platform_of
+from spmd.program.xla._target import common_mesh, lies_on, platform_of
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Program(Executable):
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
         elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
             buffer.place(buffer.annotation.to_jax())
-        elif self.mesh is not None and not _lies_on(buffer.value, self.mesh):
+        elif self.mesh is not None and not lies_on(buffer.value, self.mesh):
             assert self.replicated is not None
             buffer.value = moved(buffer.value, self.replicated)
 
@@ -427,11 +427,6 @@ class Program(Executable):
 
 _EMPTY = Buffer(None, ())
 _grad, _value = attrgetter("grad"), attrgetter("value")
-
-
-def _lies_on(value: Any, mesh: Mesh) -> bool:
-    sharding = value.sharding
-    return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
 
 
 __all__ = ["Program", "Timings"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -64,13 +65,14 @@ class HybridMesh(Mesh, OurHybridMesh):  # pyright: ignore[reportIncompatibleVari
 
 def mesh_of_text(text: str) -> Mesh | None:
     """See `Mesh.from_str`."""
-    import ast
-
     try:
         found = ast.literal_eval(text.removeprefix("Mesh"))
         return Mesh(found["device_ids"], found["mesh_shape"], found["axis_names"])
-    except (ValueError, SyntaxError, KeyError, TypeError):
-        pass
+    except (ValueError, SyntaxError, KeyError, TypeError):  # it is no dict: perhaps "data=4,model=2", as our meshes are written
+        return _mesh_of_sizes(text)
+
+
+def _mesh_of_sizes(text: str) -> Mesh | None:
     try:
         ours = OurMesh.from_string(text)
     except MeshError:

@@ -115,17 +115,18 @@ def effect_of(
         return 0
 
     with exact_dtypes():
-        values = [jax.ShapeDtypeStruct(_stored(root), root.dtype) for root in roots]
+        values = [jax.ShapeDtypeStruct(stored_shape(root), root.dtype) for root in roots]
         jax.eval_shape(run, values, default_stream.words())
     return found[0]
 
 
-def traced_buffer(value: Any, root: Root) -> Buffer:
+def traced_buffer(value: Any, root: Root | Fresh) -> Buffer:
     """A buffer that holds a traced value, as a program's input or a constant of it."""
     return Buffer(value, root.shape, annotation=root.annotation)
 
 
-def _stored(root: Root) -> tuple[int, ...]:
+def stored_shape(root: Root | Fresh) -> tuple[int, ...]:
+    """Shape of the array that holds a buffer: uneven dims are padded."""
     return root.shape if root.annotation is None else tuple(root.annotation.padded_shape(root.shape))
 
 
@@ -160,4 +161,4 @@ def _moved(result: Any, places: Any) -> Any:
     return result
 
 
-__all__ = ["Effect", "Root", "effect_of", "traced_buffer"]
+__all__ = ["Effect", "Root", "effect_of", "stored_shape", "traced_buffer"]

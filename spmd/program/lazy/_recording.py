@@ -23,19 +23,16 @@ import torch
 from mesh import ShardingSpec
 from spmd.base._convert import to_torch_dtype
 from spmd.base._errors import user_line
-from spmd.base._torch import create_empty_tensor
 from spmd.device._deferred import Deferrable
 from spmd.device._random_stream import default_stream
-from spmd.device._storage import META, Buffer, contiguous_stride, strided_alias
+from spmd.device._storage import Buffer
 from spmd.program.lazy._described import Describing, Fresh, Now, Ref, fresh, on_device, template
 from spmd.program.lazy._effect import Effect, Root
 from spmd.program.lazy._node import Node
-from spmd.program.lazy._replay import New, Same
+from spmd.program.lazy._replay import New, Same, tensor_over, window
 
 if TYPE_CHECKING:
     from spmd.program.lazy._session import Lazy
-
-_set_window = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class Taken:
@@ -188,39 +185,27 @@ class Recording:
         if not made:
             return self._shown(effect.result, (), args, kwargs)
         if len(made) == 1 and type(effect.result) is New:  # nearly all
-            return self._tensor(effect.result, self._waiting(made[0]))
+            return window(self._waiting(made[0]), effect.result)
         bases = [self._waiting(root) for root in made]
         return self._shown(effect.result, bases, args, kwargs)
 
     def _waiting(self, root: Root) -> torch.Tensor:
         """A tensor on a new buffer that waits."""
-        tensor = create_empty_tensor(root.shape, to_torch_dtype(root.dtype))
-        buffer = Buffer(None, root.shape)
-        if root.annotation is not None:
-            buffer.annotation = root.annotation
+        buffer = Buffer(None, root.shape, annotation=root.annotation)
         buffer.queue, buffer.place_in_queue = self, len(self.buffers)
         self.buffers.append(weakref.ref(buffer))
         self.roots.append(root)
-        tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
-        return tensor
-
-    def _tensor(self, shown: New | Ref, base: torch.Tensor) -> torch.Tensor:
-        if shown.dtype != base.dtype:
-            other = create_empty_tensor((0,), shown.dtype)
-            return _set_window.redispatch(META, other, base.untyped_storage(), shown.offset, shown.size, shown.stride)
-        if shown.size == base.shape and shown.offset == 0 and shown.stride == contiguous_stride(shown.size):
-            return base
-        return strided_alias(base, shown.size, shown.stride, shown.offset)
+        return tensor_over(buffer, to_torch_dtype(root.dtype))
 
     def _shown(self, result: Any, bases: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cls = type(result)
         if cls is New:
-            return self._tensor(result, bases[result.made])
+            return window(bases[result.made], result)
         if cls is Same:
             return _tensors(args, kwargs)[result.given]
         if cls is Ref:
             owner = next(t for t in _tensors(args, kwargs) if t.untyped_storage().spmd_buffer.place_in_queue == result.place)  # pyright: ignore[reportAttributeAccessIssue]
-            return self._tensor(result, owner)
+            return window(owner, result)
         if cls is list or cls is tuple:
             return cls(self._shown(item, bases, args, kwargs) for item in result)
         if isinstance(result, tuple):

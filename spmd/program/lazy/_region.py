@@ -23,15 +23,15 @@ from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import recording
 from spmd.program._job_checks import require_sound, watched
-from spmd.program.lazy._described import Fresh, repeated_number
-from spmd.program.lazy._effect import Root, traced_buffer
+from spmd.program.lazy._described import repeated_number
+from spmd.program.lazy._effect import stored_shape, traced_buffer
 from spmd.program.lazy._node import Node
 from spmd.program.lazy._recording import Recording, Taken
 from spmd.program.lazy._replay import New, Replay
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, platform_of
+from spmd.program.xla._target import common_mesh, lies_on, platform_of
 
 _LARGEST_EXACT = 2**53
 
@@ -124,8 +124,8 @@ class Region(Executable):
         try:
             for node in self.node.path():
                 for place, found in node.taken:
-                    value = jnp.full(_stored(found), repeated_number(found)) if found.fill is not None else arrays[place]
-                    replay.put(place, traced_buffer(value, _root(found)), to_torch_dtype(found.dtype))
+                    value = jnp.full(stored_shape(found), repeated_number(found)) if found.fill is not None else arrays[place]
+                    replay.put(place, traced_buffer(value, found), to_torch_dtype(found.dtype))
                 if node.effect.draws:
                     if node.sets_stream and has_drawn:
                         recorder.words, recorder.start_draws = next(streams), default_stream.draws
@@ -169,7 +169,7 @@ class Region(Executable):
                 return upload(taken.host, wanted)
             buffer.place(wanted)  # whoever reads it next finds it there
             return buffer.value
-        if sharding is None and annotation is None and (self.mesh is None or _lies_on(value, self.mesh)):
+        if sharding is None and annotation is None and (self.mesh is None or lies_on(value, self.mesh)):
             return value
         if wanted is None or value.sharding == wanted:
             return value
@@ -226,19 +226,6 @@ def bind(replay: Replay, shown: Any, result: Any, first: int) -> None:
     elif isinstance(shown, list | tuple) and isinstance(result, list | tuple):
         for one, part in zip(shown, result, strict=True):
             bind(replay, one, part, first)
-
-
-def _root(found: Fresh) -> Root:
-    return Root(found.shape, found.dtype, found.annotation)
-
-
-def _stored(found: Fresh) -> tuple[int, ...]:
-    return found.shape if found.annotation is None else tuple(found.annotation.padded_shape(found.shape))
-
-
-def _lies_on(value: Any, mesh: Mesh) -> bool:
-    sharding = value.sharding
-    return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
 
 
 __all__ = ["Region", "bind", "mesh_of"]

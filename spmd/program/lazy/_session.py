@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -115,10 +116,8 @@ class Lazy:
                 if recorded.node.count >= _MAX_OPERATIONS:
                     self.run(recorded)
                     recorded = self._recording
-                try:
+                with suppress(Now):  # then it runs below, without holding up other threads
                     return recorded.call(operation, args, kwargs)
-                except Now:
-                    pass
         return operation.kernel(*args, **kwargs)
 
     def boundary(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import jax
+from jax.sharding import NamedSharding
 
 from mesh import Mesh, ShardingSpec
 from spmd.base._errors import SpmdError, message
@@ -39,3 +40,9 @@ def platform_of(mesh: Mesh | None) -> str:
 def likely_platform(buffers: Iterable[Buffer]) -> str:
     """That of the first mesh that a tensor is marked over: before the trace says which of the tensors the program uses."""
     return platform_of(next((b.annotation.mesh for b in buffers if b.annotation is not None), None))
+
+
+def lies_on(value: jax.Array, mesh: Mesh) -> bool:
+    """Whether an array lies on as many devices as a mesh has, by a layout over a mesh."""
+    sharding = value.sharding
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
