@@ -18,6 +18,10 @@ from spmd.base._errors import SpmdError, message
 from spmd.program.flow._scan import scan
 
 
+class MicroBatchError(SpmdError, ValueError):
+    """The tensors do not hold micro-batches."""
+
+
 def gradient_accumulation(
     train_step: Callable[..., Any],
     iterable_tensors: Sequence[torch.Tensor],
@@ -37,13 +41,15 @@ def gradient_accumulation(
         (loss summed over micro-batches and divided by k, *carried tensors).
 
     Raises:
-        SpmdError: no iterable tensors, or first dims of different sizes.
+        MicroBatchError: no iterable tensors, an empty one, or first dims of different sizes (a ValueError).
     """
     if not iterable_tensors:
-        raise SpmdError(message("gradient_accumulation was given no iterable tensors", fix="pass (data, target)"))
+        what = "gradient_accumulation was given no iterable tensors, with one first dim of micro-batches in common"
+        raise MicroBatchError(message(what, fix="pass (data, target)"))
     sizes = [t.shape[0] if t.dim() else 0 for t in iterable_tensors]
     if len(set(sizes)) != 1 or sizes[0] == 0:
-        raise SpmdError(message("iterable tensors need one first dim in common", f"sizes: {sizes}", fix="stack k micro-batches in each"))
+        what = "iterable tensors need one first dim of micro-batches in common"
+        raise MicroBatchError(message(what, f"sizes: {sizes}", fix="stack k micro-batches in each"))
     rounds = sizes[0]
     parameters = [p for p in model.parameters() if p.requires_grad]
     carried = tuple(carried_tensors or ())
