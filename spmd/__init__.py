@@ -20,6 +20,7 @@ from spmd.base._errors import ShardError as ShardError
 from spmd.base._errors import SpmdError as SpmdError
 from spmd.base._errors import TraceError as TraceError
 from spmd.base._errors import UnsupportedOpError as UnsupportedOpError
+from spmd.compat.torch_distributed import register as _register_distributed
 from spmd.data import shard_loader as shard_loader
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
@@ -80,6 +81,7 @@ _register_precision()
 _register_in_graphs()
 _register_moves()
 _register_parameters()
+_register_distributed()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [

@@ -20,6 +20,7 @@
     |   +-- ShardError (RuntimeError)                  pieces of a tensor do not make one up
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
+    |   +-- GroupError (RuntimeError)                  a process group that one program does not have
     |   +-- PeerError                                  a contender of a benchmark failed
     |   +-- AnnotationError (RuntimeError)             torch_xla's errors, where programs rely on them
     |   +-- CollectiveError (NotImplementedError)

@@ -45,6 +45,7 @@ if not torch_at_least("2.11"):
     raise untried("it is too old")
 
 try:
+    import torch.distributed.device_mesh
     import torch.optim._adafactor
     import torch.optim.optimizer
     import torch.utils._device
@@ -102,6 +103,7 @@ try:
     from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
 
     storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+    work_of_future: Callable[..., Any] = torch._C._distributed_c10d._create_work_from_future
     LinAlgError: type[RuntimeError] = torch._C._LinAlgError
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
@@ -122,6 +124,11 @@ except ImportError:  # guards look at the values then
 dict_version: Callable[[dict[Any, Any]], int] | None = _dict_version
 
 
+def current_device_mesh() -> Any:
+    """The DeviceMesh of the `with` block that runs. torch's own error if there is none."""
+    return torch.distributed.device_mesh._mesh_resources.get_current_mesh()
+
+
 def graph_break(msg: str) -> None:
     """Tell Dynamo that the graph it captures ends here. Dynamo is imported when it is used: that takes seconds."""
     torch._dynamo.graph_break(msg=msg)
@@ -140,6 +147,10 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "UntypedStorage": (lambda: torch.UntypedStorage(0), ("_cdata",)),
     "Node": (lambda: torch.ones((), requires_grad=True).exp().grad_fn, ("_sequence_nr",)),
     "OpOverload": (lambda: torch.ops.aten.add.Tensor, ("_schema",)),
+    "DeviceMesh": (
+        lambda: torch.distributed.device_mesh.DeviceMesh("cpu", [0], _init_backend=False, _rank=0),
+        ("_get_root_mesh", "_layout", "_rank_map"),
+    ),
 }
 for _kind, (_make, _names) in _ATTRIBUTES.items():
     _made = _make()

@@ -14,9 +14,11 @@ device are stored (`device/_serialize`), and `transformers::grouped_mm_fallback`
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 from spmd.base._torch import missing, torch_at_least
@@ -59,6 +61,8 @@ _UNINSTALL = "spmd.compat.torch_xla.uninstall"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
+_WORDS, _STYLE = "spmd/compat/torch_distributed/_words.py", "self, module, device_mesh"
+_BORDER_STYLES = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 _DLPACK_PARAMETERS = "self, stream, max_version, dl_device, copy"
 _FRAME = "self, recompute_fn, early_stop, unpack_error_cb, metadata_fn"
 
@@ -242,6 +246,25 @@ PATCHES: tuple[Patch, ...] = (
         _CONTROL_FLOW,
         parameters="combine_fn, xs, dim, reverse, combine_mode",
     ),
+    # torch's distributed words, on meshes of device type "jax"
+    Patch(
+        "torch.distributed.device_mesh.DeviceMesh.__init__",
+        "a mesh of this process's devices needs no process for each",
+        "spmd/compat/torch_distributed/_words.py",
+    ),
+    *(
+        Patch(target, "one program's tensors are whole: they are marked, and no rank has a piece", _WORDS, parameters=parameters)
+        for target, parameters in (
+            ("torch.distributed.tensor.distribute_tensor", "tensor, device_mesh, placements, src_data_rank"),
+            ("torch.distributed.tensor.distribute_module", "module, device_mesh, partition_fn, input_fn, output_fn"),
+            ("torch.distributed.tensor._api._dtensor_init_helper", "init_op, size, device_mesh, placements, kwargs"),
+            ("torch.distributed.tensor.DTensor.from_local", None),
+        )
+    ),
+    *(
+        Patch(f"torch.distributed.tensor.parallel.{name}._apply", "the same: the style says a layout", _WORDS, parameters=_STYLE)
+        for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel", *_BORDER_STYLES)
+    ),
     # device "xla" in programs written for torch_xla, while its names are installed
     Patch("threading.Thread.run", "the mode that translates devices is one thread's", _DEVICE_NAMES, _UNINSTALL, "self"),
     Patch("torch.autograd._engine_run_backward", "the mode is on in backward too", _DEVICE_NAMES, _UNINSTALL, "t_outputs, args, kwargs"),
@@ -302,6 +325,21 @@ def replace(target: str, by: Any) -> Any:
     return before
 
 
+def replace_code(target: str, by: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of theirs run the code of `by` while the process lives; returns a function that does what it did.
+
+    Programs import the function itself, and often before this package: it stays the object that it is. `by` finds the names of
+    their module, so it imports what it needs.
+    """
+    assert any(patch.target == target for patch in PATCHES), f"{target} is not listed in spmd/patches/_table.py"
+    theirs = current(target)
+    before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, theirs.__closure__)
+    before.__kwdefaults__ = theirs.__kwdefaults__
+    theirs.__signature__ = signature(theirs)
+    theirs.__code__ = by.__code__
+    return before
+
+
 def replace_everywhere(target: str, by: Any, package: str) -> None:
     """`replace`, also in every loaded module of a package that imported the same object by its name."""
     before, name = replace(target, by), target.rpartition(".")[2]
@@ -325,4 +363,4 @@ def replaced(target: str, by: Any) -> Generator[None]:
             setattr(owner, name, before)
 
 
-__all__ = ["PATCHES", "Patch", "current", "owner_of", "replace", "replace_everywhere", "replaced"]
+__all__ = ["PATCHES", "Patch", "current", "owner_of", "replace", "replace_code", "replace_everywhere", "replaced"]

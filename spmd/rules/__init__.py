@@ -4,7 +4,18 @@ report = spmd.shard_module(model, m, [("up.weight", ("model", None)), ("down.wei
 report = spmd.shard_module(model, m, "fsdp+megatron")
 """
 
+from spmd.rules._parallel_plan import batch_over_other_axes, parallelize
 from spmd.rules._presets import FAMILIES, fsdp_axis, megatron_axis, register_preset
 from spmd.rules._shard_module import rules_for, shard_module, sized_tensors
 
-__all__ = ["FAMILIES", "fsdp_axis", "megatron_axis", "register_preset", "rules_for", "shard_module", "sized_tensors"]
+__all__ = [
+    "FAMILIES",
+    "batch_over_other_axes",
+    "fsdp_axis",
+    "megatron_axis",
+    "parallelize",
+    "register_preset",
+    "rules_for",
+    "shard_module",
+    "sized_tensors",
+]

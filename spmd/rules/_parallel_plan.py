@@ -8,9 +8,9 @@ remains is the spec of each parameter and a constraint on the values that the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -25,10 +25,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from mesh import Mesh, PartitionSpec, Rule, Rules, ShardingSpec
+from mesh import Mesh, PartitionSpec, Rule, Rules, ShardingSpec, entry_axes, without_axes
 from spmd.base._errors import SpmdError, message
+from spmd.device._layout import annotation_of
+from spmd.sharding._annotate import mark_sharding
 from spmd.sharding._constraint import constrain
 
+Axes: TypeAlias = "str | tuple[str, ...]"
 _COLUMN, _ROW, _WHOLE = "column", "row", "whole"
 # Hugging Face's names (transformers.integrations.tensor_parallel). What `_WHOLE` ones add is about gradients of ranks, or experts.
 HUGGING_FACE: dict[str, str] = {
@@ -63,7 +66,7 @@ class Border:
     """
 
     mesh: Mesh
-    axis: str
+    axis: Axes
     inputs: tuple[Placement | None, ...] = ()
     keywords: tuple[tuple[str, Placement | None], ...] = ()
     outputs: tuple[Placement | None, ...] = ()
@@ -97,16 +100,49 @@ class Border:
         return constrain(value, spec, spec if value.is_floating_point() else None)
 
     def spec(self, layout: Placement, shape: tuple[int, ...]) -> PartitionSpec:
-        """The plan's axis where the layout says, the mesh's other axes on dim 0 (the batch) as far as they divide it."""
-        entries: list[Any] = [[] for _ in shape]
-        size = shape[0]
-        for axis in self.mesh.axis_names:
-            if axis != self.axis and size % self.mesh.axis_size(axis) == 0:
-                size //= self.mesh.axis_size(axis)
-                entries[0].append(axis)
+        """The plan's axes where the layout says, the mesh's other axes on dim 0 (the batch) as far as they divide it."""
+        entries = [entry_axes(entry) for entry in batch_over_other_axes(shape, self.mesh, entry_axes(self.axis))]
         if isinstance(layout, Shard):
-            entries[layout.dim].append(self.axis)
-        return PartitionSpec(*(tuple(axes) if axes else None for axes in entries))
+            entries[layout.dim] = (*entries[layout.dim], *entry_axes(self.axis))
+        return PartitionSpec(*(axes or None for axes in entries))
+
+
+def batch_over_other_axes(shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str | int]) -> PartitionSpec:
+    """A value's layout along all axes but these, where nothing is known: dim 0, the batch, over those that divide it."""
+    over: list[str] = []
+    size = shape[0] if shape else 1
+    for axis in mesh.axis_names:
+        if axis not in axes and size % mesh.axis_size(axis) == 0:
+            size //= mesh.axis_size(axis)
+            over.append(axis)
+    return PartitionSpec(*((tuple(over) or None) if dim == 0 else None for dim in range(len(shape))))
+
+
+def parallelize(style: ParallelStyle, module: nn.Module, mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Lay out one module as a style of `parallelize_module` says, over these axes; along others it stays as it is marked.
+
+    Returns:
+        False, and nothing is done, for a style or a module that has no meaning here.
+    """
+    kind = _STYLES.get(type(style))
+    if kind is None or (isinstance(style, ColwiseParallel | RowwiseParallel) and not isinstance(module, nn.Linear | nn.Embedding)):
+        return False
+    side, border = kind(style, mesh, axes)
+    if side is not None:
+        held = [(name, p) for name, p in module.named_parameters(recurse=side == _WHOLE)]
+        for name, parameter in (*held, *module.named_buffers(recurse=side == _WHOLE)):
+            split = BySide(side, axes, isinstance(module, nn.Embedding))(name, tuple(parameter.shape), mesh)
+            mark_sharding(parameter, mesh, _joined(annotation_of(parameter), split, parameter.dim(), mesh, axes))
+    border.install(module)
+    return True
+
+
+def _joined(before: ShardingSpec | None, split: PartitionSpec | None, rank: int, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+    """The layout of before along other axes, and the split along these."""
+    nowhere = PartitionSpec(*(None,) * rank)
+    kept = without_axes(before.partition_spec, axes) if before is not None and before.mesh == mesh else nowhere
+    pairs = zip(kept, split or nowhere, strict=True)
+    return PartitionSpec(*((*entry_axes(old), *entry_axes(new)) or None for old, new in pairs))
 
 
 def dtensor_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle], axis: str) -> Plan:
@@ -192,7 +228,7 @@ class BySide:
     """
 
     side: str
-    axis: str
+    axis: Axes
     transposed: bool
 
     def __call__(self, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec | None:
@@ -218,39 +254,39 @@ def _redistributed(given: Any, wanted: Any) -> tuple[Placement | None, ...]:
     return changed if any(layout is not None for layout in changed) else ()
 
 
-def _column_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
+def _column_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
     outputs = () if style.output_layouts == (Shard(-1),) else _layouts(style.output_layouts)
     return _COLUMN, Border(mesh, axis, _redistributed(style.input_layouts, (Replicate(),)), (), outputs)
 
 
-def _row_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
+def _row_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
     is_tokens = style.input_layouts == (Replicate(),)  # an embedding's ids, or an input to split: the weight says so
     inputs = () if is_tokens else _redistributed(style.input_layouts, (Shard(-1),))
     return _ROW, Border(mesh, axis, inputs, (), _layouts(style.output_layouts))
 
 
-def _sequence_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
+def _sequence_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
     return _WHOLE, Border(mesh, axis, style.sequence_sharding, (), style.sequence_sharding)
 
 
-def _input_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
+def _input_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
     inputs = () if style.input_layouts is None else _redistributed(style.input_layouts, style.desired_input_layouts)
     given, wanted = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
     return None, Border(mesh, axis, inputs, tuple((k, wanted[k]) for k in given if given[k] != wanted[k]))
 
 
-def _output_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
+def _output_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
     return None, Border(mesh, axis, outputs=_redistributed(style.output_layouts, style.desired_output_layouts))
 
 
-def _both_style(style: Any, mesh: Mesh, axis: str) -> tuple[str | None, Border]:
+def _both_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
     _, entering = _input_style(style.prepare_module_input, mesh, axis)
     _, leaving = _output_style(style.prepare_module_output, mesh, axis)
     return None, Border(mesh, axis, entering.inputs, entering.keywords, leaving.outputs)
 
 
 _STYLES = cast(
-    "dict[type[ParallelStyle], Callable[[Any, Mesh, str], tuple[str | None, Border]]]",
+    "dict[type[ParallelStyle], Callable[[Any, Mesh, Axes], tuple[str | None, Border]]]",
     {
         ColwiseParallel: _column_style,
         RowwiseParallel: _row_style,
@@ -262,4 +298,13 @@ _STYLES = cast(
 )
 
 
-__all__ = ["HUGGING_FACE", "Border", "Plan", "automatic_plan", "dtensor_plan", "hugging_face_plan"]
+__all__ = [
+    "HUGGING_FACE",
+    "Border",
+    "Plan",
+    "automatic_plan",
+    "batch_over_other_axes",
+    "dtensor_plan",
+    "hugging_face_plan",
+    "parallelize",
+]

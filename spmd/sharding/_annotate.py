@@ -20,6 +20,7 @@ from spmd.base._torch import disable_dynamo, graph_break, torch_at_least
 from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 from spmd.sharding._constraint import constrain
+from spmd.sharding._device_mesh import is_of_devices, mesh_axes
 from spmd.sharding._names import name_of
 from spmd.sharding._tensor import XLAShardedTensor, become_plain, become_sharded
 
@@ -136,11 +137,14 @@ def wrap_if_sharded(x: Any) -> Any:
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh` (ranks are device positions)."""
+    """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh`: ranks are device positions, and a submesh of
+    device type "jax" is the whole mesh, of which it names some axes."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
         return Mesh.from_jax(mesh)
+    if is_of_devices(mesh):
+        return mesh_axes(mesh).mesh
     if type(mesh).__name__ == "DeviceMesh":
         names = mesh.mesh_dim_names
         return Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), tuple(names) if names else None)

@@ -18,15 +18,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import Replicate
 
-from mesh import Mesh, ShardingSpec, SpecError, split_largest_dim
+from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, entry_axes, split_largest_dim, without_axes
 from spmd.base._errors import SpmdError, message
+from spmd.device._layout import annotation_of
 from spmd.device._storage import buffer_of
+from spmd.rules import batch_over_other_axes
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
+from spmd.sharding._device_mesh import is_of_devices, mesh_axes, root_of
 from spmd.sharding._dtensor_placements import placements_of, spec_of_placements
 from spmd.sharding._names import name_of
 from spmd.sharding._tensor import XLAShardedTensor
 from spmd.xla_names._functional import mark_sharding_with_gradients
 from spmd.xla_names._global_mesh import mesh_or_global
+
+_GIVEN = "_spmd_device_mesh"  # on a tensor: the DeviceMesh that it was distributed over
 
 
 def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> ShardingSpec:
@@ -35,9 +40,31 @@ def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] |
     Raises:
         SpecError, SpmdError: as `spec_of_placements`.
     """
+    if is_of_devices(mesh):
+        return _spec_on_axes(t, mesh, placements)
     mesh = as_mesh(mesh)
     given = [Replicate()] * len(mesh.axis_names) if placements is None else placements
     return checked_spec(t, mesh, spec_of_placements(given, t.dim(), mesh.axis_names, lambda: name_of(t)))
+
+
+def _spec_on_axes(t: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None) -> ShardingSpec:
+    """As the placements say along the axes of a DeviceMesh, which may be a part of one; along other axes as `t` is marked, and where
+    it is not, a value that was computed keeps its first dim, the batch, over those that divide it."""
+    found = mesh_axes(device_mesh)
+    given = [Replicate()] * len(found.axes) if placements is None else placements
+    names = tuple(map(str, device_mesh.mesh_dim_names or range(len(found.axes))))
+    wanted = spec_of_placements(given, t.dim(), names, lambda: name_of(t))
+    before = annotation_of(t)
+    if before is not None and before.mesh == found.mesh:
+        kept = without_axes(before.partition_spec, found.names)
+    elif t.is_leaf:
+        kept = PartitionSpec(*(None,) * t.dim())
+    else:
+        kept = batch_over_other_axes(tuple(t.shape), found.mesh, found.names)
+    axes_by_name = dict(zip(names, found.axes, strict=True))
+    new = ((axis for name in entry_axes(entry) for axis in axes_by_name[str(name)]) for entry in wanted)
+    entries = (tuple((*entry_axes(old), *axes)) or None for old, axes in zip(kept, new, strict=True))
+    return checked_spec(t, found.mesh, PartitionSpec(*entries))
 
 
 def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
@@ -57,7 +84,10 @@ def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Se
         moved = tensor.detach().to("jax").requires_grad_(tensor.requires_grad)
         tensor = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
     spec = spec_from_placements(tensor, device_mesh, placements)
-    return mark_sharding(tensor, spec.mesh, spec.partition_spec)
+    marked = mark_sharding(tensor, spec.mesh, spec.partition_spec)
+    if is_of_devices(device_mesh):
+        vars(marked)[_GIVEN] = device_mesh
+    return marked
 
 
 Partition = Callable[[str, nn.Module, Any], None]
@@ -123,23 +153,33 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def redistribute(t: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
     """`XLAShardedTensor.redistribute`: the same values laid out anew, as a new tensor; gradients come back alike."""
-    mesh = device_mesh if device_mesh is not None else _spec_of(t).mesh
+    mesh = device_mesh if device_mesh is not None else device_mesh_of(t)
     spec = spec_from_placements(t, mesh, placements)
     return mark_sharding_with_gradients(t, spec.mesh, spec.partition_spec)
 
 
 def device_mesh_of(t: torch.Tensor) -> Any:
-    """A torch `DeviceMesh` of the tensor's mesh: names and device positions; it can describe, not communicate."""
+    """A torch `DeviceMesh` of the tensor's mesh: the one it was distributed over, else the whole; it can describe, not communicate."""
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = _spec_of(t).mesh
+    given = vars(t).get(_GIVEN)
+    if given is not None and mesh_axes(given).mesh == mesh:
+        return given
+    known = root_of(mesh)
+    if known is not None and mesh_axes(known).axes == tuple((name,) for name in mesh.axis_names):
+        return known
     ids = torch.tensor(mesh.get_logical_mesh().tolist())
-    return DeviceMesh("cpu", ids, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=0)
+    return DeviceMesh("jax", ids, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=int(mesh.device_ids[0]))
 
 
 def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """`XLAShardedTensor.placements`."""
-    return placements_of(_spec_of(t))
+    """`XLAShardedTensor.placements`: one per dim of its `device_mesh`."""
+    spec, given = _spec_of(t), vars(t).get(_GIVEN)
+    if given is None or mesh_axes(given).mesh != spec.mesh:
+        return placements_of(spec)
+    of_axis = dict(zip(spec.mesh.axis_names, placements_of(spec), strict=True))
+    return tuple(of_axis[axes[0]] if axes else Replicate() for axes in mesh_axes(given).axes)
 
 
 def _spec_of(t: torch.Tensor) -> ShardingSpec:
@@ -151,7 +191,7 @@ def _spec_of(t: torch.Tensor) -> ShardingSpec:
 
 def full_tensor(t: torch.Tensor) -> torch.Tensor:
     """`XLAShardedTensor.full_tensor`: a plain tensor that every device holds whole."""
-    return redistribute(t).as_subclass(torch.Tensor)
+    return redistribute(t, _spec_of(t).mesh).as_subclass(torch.Tensor)
 
 
 def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:

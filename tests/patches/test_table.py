@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import spmd.compat.torch_distributed
 import spmd.compat.torch_xla
 from spmd.patches._running_averages import counting_on_device
 from spmd.patches._table import PATCHES, Patch, current, owner_of, replace, replaced
@@ -28,7 +29,7 @@ LOOK = """
 import importlib, inspect, json, sys, threading
 import torch, torch.amp.autocast_mode, torch.optim.swa_utils, torch.utils.checkpoint, torch.utils.dlpack, torch._higher_order_ops.utils
 import torch.optim._adafactor, torch.optim.optimizer, torch.utils._device, torch.utils._foreach_utils
-import torch._higher_order_ops.associative_scan
+import torch._higher_order_ops.associative_scan, torch.distributed.tensor.parallel
 
 found = {}
 for target in json.load(sys.stdin):
@@ -78,6 +79,7 @@ def test_the_file_that_is_named_replaces_it_and_says_why(patch: Patch) -> None:
 
 @pytest.mark.parametrize("patch", LASTING, ids=lambda patch: patch.target)
 def test_what_is_replaced_for_good_is_ours(patch: Patch) -> None:
+    spmd.compat.torch_distributed.install()  # the first mesh of type "jax" would
     found = current(patch.target)
     code = getattr(found, "__code__", None)
     name: str = code.co_filename if code is not None else sys.modules[type(found).__module__].__file__ or ""

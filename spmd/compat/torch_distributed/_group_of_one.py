@@ -1,0 +1,147 @@
+"""Process groups of one program: backend "spmd" of `torch.distributed`, whose one rank is the program with all its devices.
+
+    dist.init_process_group("spmd", init_method="spmd://")     # init_device_mesh("jax", ...) does it by itself
+    dist.get_rank(), dist.get_world_size()                     # 0, 1
+
+A rank of torch's is a process; here one process drives all devices, and its tensors are whole. So a sum over ranks is the tensor
+itself, and what is gathered is a list of one.
+"""
+
+# pyright: reportIncompatibleMethodOverride=none, reportIncompatibleVariableOverride=none, reportAssignmentType=none
+# (torch's signatures differ from version to version)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from spmd.base._errors import SpmdError, message
+from spmd.base._torch import pytree, work_of_future
+
+BACKEND = "spmd"
+_registered: list[bool] = []
+
+
+class GroupError(SpmdError, RuntimeError):
+    """A process group that one program does not have."""
+
+
+class GroupOfOne(dist.ProcessGroup):
+    """The group of the program alone: each collective hands back what it was given."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]
+        self._name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave it; C++ would ask a backend of its own."""
+        return self._name
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return _done(tensors)
+
+    allreduce_coalesced = broadcast = reduce = allreduce
+
+    def barrier(self, opts: Any = None) -> Any:
+        return _done(None)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return _copied(outputs, inputs)
+
+    allgather_coalesced = gather = scatter = reduce_scatter = alltoall = allgather
+    all_gather_single = _allgather_base = allgather_into_tensor_coalesced = all_gather_single_coalesced = allgather
+    reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = allgather
+
+    def all_to_all_single(self, output: Any, given: Any, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None) -> Any:
+        return _copied(output, given)
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        raise GroupError(message("one program has no other rank to send to", f"rank {peer} was named", fix="a global tensor is everywhere"))
+
+    recv = recv_anysource = send
+
+
+def _done(value: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(value)
+    return work_of_future(future)
+
+
+def _copied(outputs: Any, inputs: Any) -> Any:
+    """Each output gets the values of its input."""
+    targets, sources = pytree.tree_leaves(outputs), pytree.tree_leaves(inputs)
+    if len(targets) != len(sources):
+        what = f"a collective of one rank was given {len(sources)} tensors and {len(targets)} places for them"
+        raise GroupError(message(what, fix="one program is one rank: dist.get_world_size() is 1"))
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source.reshape(target.shape))
+    return _done(outputs)
+
+
+def register() -> None:
+    """Let torch.distributed know the backend, which is device 'jax''s default, and `spmd://`; once in a process."""
+    if _registered or not dist.is_available():
+        return
+    _registered.append(True)
+    dist.Backend.register_backend(BACKEND, _made, devices=["jax"])
+    register_rendezvous_handler(BACKEND, _rendezvous)
+
+
+def require_group() -> Any:
+    """The default process group: the user's of one rank, else ours, made now.
+
+    Raises:
+        GroupError: it has several ranks.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND, init_method=f"{BACKEND}://")
+    _require_one(dist.get_world_size())
+    return dist.group.WORLD
+
+
+def _made(store: Any, rank: int, size: int, timeout: Any) -> GroupOfOne:
+    _require_one(size)
+    return GroupOfOne(rank, size)
+
+
+def _rendezvous(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    """(store, rank, world size) of a program that is alone."""
+    yield dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _require_one(size: int) -> None:
+    if jax.process_count() > 1:
+        what = f"torch.distributed's groups are for a program in one process; this job has {jax.process_count()}"
+        raise GroupError(message(what, fix="use mesh.init(), mesh.Mesh and spmd.mark_sharding, which know the job"))
+    if size != 1:
+        raise GroupError(
+            message(
+                f"device 'jax' has one rank, the process group has {size}",
+                "one process drives all devices; to several processes they would be the same devices",
+                fix="start the program once: torchrun --nproc-per-node 1, or python alone",
+            )
+        )
+
+
+__all__ = ["BACKEND", "GroupError", "GroupOfOne", "register", "require_group"]
