@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance bench torchax ops models layouts fuzz docs faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance bench torchax ops models presets layouts fuzz docs faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ ops: setup ## which PyTorch ops the device computes as the CPU does (more than a
 models: setup ## which models of Hugging Face and timm run unmodified (about two hours)
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv-timm torchvision==0.28.0 timm==1.0.31
 	@$(PY) -m benchmarks.models
+
+presets: setup ## collectives of the presets of eight models beside the same layouts written by hand (some minutes)
+	@$(PY) -m benchmarks.presets
 
 layouts: setup ## whether a layout ever changes a value: 3,000 random ones beside CPU torch (about an hour)
 	@$(PY) -m benchmarks.layouts

@@ -65,7 +65,7 @@ class Finding:
     """A suspicious placement that rules make.
 
     Attributes:
-        kind: "replicated", "unmatched", "shadowed", "uneven", "tied", "heads" or "packed".
+        kind: "replicated", "unmatched", "shadowed", "uneven", "tied", "pair", "heads" or "packed".
         is_error: whether `strict` raises for it; other findings are notes.
         fix: the shortest change that helps.
     """

@@ -13,7 +13,7 @@ the unsharded model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -29,8 +29,8 @@ from spmd.base._jax import is_tracing
 from spmd.base._torch import current_graph_task_id, pytree, top_saved_tensors_default_hooks
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
 from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
-from spmd.rules import fsdp_axis
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
+from spmd.sharding._axes import fsdp_axis
 from spmd.sharding._constraint import placed
 from spmd.sharding._precision import cast_floating, sum_gradients_wide
 from spmd.sharding._tensor import become_sharded
@@ -89,10 +89,7 @@ def fully_shard(
     """
     mesh = as_mesh(mesh)
     axes = _axes(mesh, axis)
-    if _UNIT in vars(module):
-        raise SpmdError(
-            message(f"{type(module).__name__} is a unit of fully_shard already", fix="call it once per module, inner ones first")
-        )
+    require_no_unit([module])
     if stage not in (1, 2, 3):
         known = "3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone"
         raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
@@ -112,6 +109,19 @@ def fully_shard(
     module.register_forward_pre_hook(unit.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(unit.leave, always_call=True)
     return module
+
+
+def require_no_unit(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules that are units already.
+
+    Raises:
+        SpmdError: one of them is.
+    """
+    for module in modules:
+        if _UNIT in vars(module):
+            raise SpmdError(
+                message(f"{type(module).__name__} is a unit of fully_shard already", fix="call it once per module, inner ones first")
+            )
 
 
 _UNIT = "_spmd_fsdp_unit"
@@ -349,4 +359,4 @@ def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
     return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
-__all__ = ["MixedPrecision", "fully_shard"]
+__all__ = ["MixedPrecision", "fully_shard", "require_no_unit"]

@@ -4,9 +4,11 @@ report = spmd.shard_module(model, m, [("up.weight", ("model", None)), ("down.wei
 report = spmd.shard_module(model, m, "fsdp+megatron")
 """
 
+from spmd.rules._families import FAMILIES
 from spmd.rules._parallel_plan import batch_over_other_axes, parallelize
-from spmd.rules._presets import FAMILIES, fsdp_axis, megatron_axis, register_preset
+from spmd.rules._presets import register_preset
 from spmd.rules._shard_module import rules_for, shard_module, sized_tensors
+from spmd.sharding._axes import fsdp_axis, megatron_axis
 
 __all__ = [
     "FAMILIES",

@@ -20,8 +20,8 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhe
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "d_head", "head_size")
 _WIDTH = ("embed_dim", "hidden_size", "d_model", "n_embd", "width", "all_head_size")
-_PACKED = re.compile(r"(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj|in_proj_weight|in_proj_bias)(\.weight|\.bias)?$")
-_PACKED_TWO = re.compile(r"(gate_up_proj)(\.weight|\.bias)?$")
+_PACKED = re.compile(r"(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj|in_proj_weight|in_proj_bias)(\.base_layer)?(\.weight|\.bias)?$")
+_PACKED_TWO = re.compile(r"(gate_up_proj)(_bias)?(\.base_layer)?(\.weight|\.bias)?$")
 
 
 def head_findings(model: nn.Module, report: RulesReport) -> list[Finding]:
@@ -91,7 +91,7 @@ def _projection(placement: Placement, heads: int, kv_heads: int, head_dim: int) 
 
 def _packed(placement: Placement, parts: int, names: str) -> Iterator[Finding]:
     for dim, (size, shards) in enumerate(_split_dims(placement)):
-        if shards == 1 or size % parts:
+        if shards == 1 or size % parts or (dim == 0 and len(placement.shape) == 3):  # of a stack, dim 0 counts experts
             continue
         if (size // parts) % shards:
             what = f"{placement.name!r}: dim {dim} packs {names}, {size // parts} each, which {shards} shards do not divide"

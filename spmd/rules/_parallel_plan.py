@@ -25,9 +25,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from mesh import Mesh, PartitionSpec, Rule, Rules, ShardingSpec, entry_axes, without_axes
+from mesh import Finding, Mesh, PartitionSpec, Rule, Rules, ShardingSpec, entry_axes, without_axes
 from spmd.base._errors import SpmdError, message
 from spmd.device._layout import annotation_of
+from spmd.rules._sides import outputs_last
 from spmd.sharding._annotate import mark_sharding
 from spmd.sharding._constraint import constrain
 
@@ -49,10 +50,16 @@ class Plan:
     Attributes:
         rules: for parameters.
         borders: module and what happens to values at its border.
+        units: modules that are units of FSDP, inner ones first.
+        fsdp_axis: the axis over which FSDP splits parameters further than the rules do.
+        findings: what is suspicious about the model.
     """
 
     rules: Rules
     borders: tuple[tuple[nn.Module, Border], ...] = ()
+    units: tuple[nn.Module, ...] = ()
+    fsdp_axis: str | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,11 @@ class Border:
     """Layouts of the values that enter and leave a module, as placements on the plan's axis; None is left alone.
 
     Attributes:
+        axis: the plan's axis or axes, if there are any.
         inputs: of the positional arguments in order; those beyond are left alone.
         keywords: by keyword argument.
         outputs: of the outputs in order.
+        batch: axes for dim 0; None: all but the plan's.
     """
 
     mesh: Mesh
@@ -70,6 +79,7 @@ class Border:
     inputs: tuple[Placement | None, ...] = ()
     keywords: tuple[tuple[str, Placement | None], ...] = ()
     outputs: tuple[Placement | None, ...] = ()
+    batch: tuple[str, ...] | None = None
 
     def install(self, module: nn.Module) -> None:
         """Constrain the values at `module`'s border from now on."""
@@ -86,7 +96,8 @@ class Border:
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
         """Forward hook."""
         if isinstance(result, tuple | list):
-            return type(result)(self._laid_out(tuple(result), self.outputs))
+            laid_out = self._laid_out(tuple(result), self.outputs)
+            return type(result)(*laid_out) if hasattr(result, "_fields") else type(result)(laid_out)
         return self._value(result, self.outputs[0])
 
     def _laid_out(self, values: tuple[Any, ...], layouts: tuple[Placement | None, ...]) -> tuple[Any, ...]:
@@ -100,8 +111,9 @@ class Border:
         return constrain(value, spec, spec if value.is_floating_point() else None)
 
     def spec(self, layout: Placement, shape: tuple[int, ...]) -> PartitionSpec:
-        """The plan's axes where the layout says, the mesh's other axes on dim 0 (the batch) as far as they divide it."""
-        entries = [entry_axes(entry) for entry in batch_over_other_axes(shape, self.mesh, entry_axes(self.axis))]
+        """The plan's axes where the layout says, the axes of the batch on dim 0 as far as they divide it."""
+        others = entry_axes(self.axis) if self.batch is None else [a for a in self.mesh.axis_names if a not in self.batch]
+        entries = [entry_axes(entry) for entry in batch_over_other_axes(shape, self.mesh, others)]
         if isinstance(layout, Shard):
             entries[layout.dim] = (*entries[layout.dim], *entry_axes(self.axis))
         return PartitionSpec(*(axes or None for axes in entries))
@@ -215,7 +227,7 @@ def _parameter_rules(key: str, modules: list[nn.Module], side: str, axis: str) -
         return [(f"{key}{separator}weight", BySide(side, axis, transposed=False))]
     if side == _WHOLE:
         return [Rule(f"{key}{separator}**", None, is_optional=True)]
-    transposed = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) or type(m).__name__ == "Conv1D" for m in modules)
+    transposed = any(outputs_last(module) for module in modules)
     names = dict.fromkeys(name for module in modules for name, _ in module.named_parameters(recurse=False))
     return [(f"{key}{separator}{name}", BySide(side, axis, transposed)) for name in names]
 

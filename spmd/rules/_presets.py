@@ -1,45 +1,24 @@
-"""Rules for models whose parameter names are known: Megatron tensor parallelism by family, and FSDP for any model.
+"""What the strings mean that `shard_module` takes: Megatron's tensor parallelism for models of known families, FSDP for any model.
 
-Megatron: of each pair of linears the first is split by outputs (`column`), the second by inputs (`row`), so that a pair costs
-one all-reduce forward and one backward. torch's Linear holds [out, in], Hugging Face's Conv1D [in, out].
+Both also lay out what embeddings and blocks return: the batch over the axes that are not the model's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from mesh import Mesh, Rules
+from mesh import Mesh, PartitionSpec, Rules
 from spmd.base._errors import SpmdError, message
-
-MODEL_AXES = ("model", "tensor", "tp")
-FSDP_AXES = ("fsdp", "shard", "data", "dp")
-
-
-Lines: TypeAlias = list[tuple[str, tuple[str | None, ...] | None]]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Models that name their parameters alike.
-
-    Attributes:
-        pattern: found in the parameter names, one per line, of a model that is one.
-        lines: its Megatron rules over an axis, for a model with such names.
-    """
-
-    name: str
-    pattern: str
-    lines: Callable[[str, Sequence[str]], Lines]
-
-    def rules(self, axis: str, names: Sequence[str]) -> Rules:
-        """The rules; one that fits no name of this model is no mistake."""
-        return Rules(*(replace(rule, is_optional=True) for rule in Rules(*self.lines(axis, names))))
-
+from spmd.rules._blocks import activation_borders, blocks_of
+from spmd.rules._families import FAMILIES, Side, Split, split_of
+from spmd.rules._parallel_plan import Border, Plan
+from spmd.rules._sides import spec_of_side, split_dim
+from spmd.sharding._axes import batch_axes, fsdp_axis, megatron_axis
 
 Preset: TypeAlias = Callable[[nn.Module, Mesh], Any]
 
@@ -65,8 +44,8 @@ def register_preset(name: str) -> Callable[[Preset], Preset]:
     return register
 
 
-def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> Rules:
-    """The rules that a string names.
+def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> Plan:
+    """What a string names.
 
     Args:
         name: "megatron", "fsdp", a registered one, or one of these and "fsdp" joined by '+'.
@@ -80,25 +59,26 @@ def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> 
     if not wanted or wanted - {"megatron", "fsdp", *own} or len(wanted - {"fsdp"}) > 1:
         known = ["megatron", "fsdp", "fsdp+megatron", "auto", *_own]
         raise SpmdError(message(f"{name!r} names no rules", f"known: {', '.join(map(repr, known))}", fix="write one of these"))
-    rules = Rules()
+    rules, split, model_axis = Rules(), Split(), None
     if own:
         made = _own[own[0]](model, mesh)
         rules = made if isinstance(made, Rules) else Rules(*made)
     if "megatron" in wanted:
-        rules = family_of(model).rules(axis or megatron_axis(mesh), _names(model))
-    return rules.split_further(fsdp_axis(mesh), frozenset(_names(model))) if "fsdp" in wanted else rules
+        model_axis = axis or megatron_axis(mesh)
+        split = _split(model)
+        rules = megatron_rules(model, split, model_axis)
+    shards = fsdp_axis(mesh) if "fsdp" in wanted else None
+    borders: tuple[tuple[nn.Module, Border], ...] = ()
+    if not own:
+        borders = activation_borders(model, mesh, batch_axes(mesh, model_axis, shards))
+    return Plan(rules, borders, (*blocks_of(model), model) if shards is not None else (), shards, tuple(split.findings))
 
 
-def family_of(model: nn.Module) -> Family:
-    """The family that the model belongs to.
-
-    Raises:
-        SpmdError: none of them.
-    """
+def _split(model: nn.Module) -> Split:
+    split = split_of(model)
+    if split.sides or split.dims or split.findings:
+        return split
     names = _names(model)
-    for family in FAMILIES:
-        if re.search(family.pattern, "\n".join(names), re.MULTILINE):
-            return family
     raise SpmdError(
         message(
             f"no Megatron rules are known for {type(model).__name__}",
@@ -108,109 +88,53 @@ def family_of(model: nn.Module) -> Family:
     )
 
 
+def megatron_rules(model: nn.Module, split: Split, axis: str) -> Rules:
+    """The rules of a split, one for all layers of a stack; and "whole" for norms, tables and convolutions that no family splits."""
+    specs = _specs(model, split, axis)
+    by_pattern: dict[str, dict[str, PartitionSpec | None]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if id(tensor) in specs:
+            by_pattern.setdefault("^" + re.sub(r"(?<![^.])\d+(?![^.])", "*", name), {})[name] = specs[id(tensor)]
+    lines: list[tuple[str, PartitionSpec | None]] = []
+    for pattern, by_name in by_pattern.items():
+        is_one = len(set(by_name.values())) == 1
+        lines.extend([(pattern, next(iter(by_name.values())))] if is_one else ((f"^{name}", spec) for name, spec in by_name.items()))
+    return Rules(*(replace(rule, is_optional=True) for rule in Rules(*lines)))  # shadowed by the same layer's name in another stack
+
+
+def _specs(model: nn.Module, split: Split, axis: str) -> dict[int, PartitionSpec | None]:
+    """The spec of each tensor, by id; tied ones have one."""
+    specs: dict[int, PartitionSpec | None] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, dim in split.dims.items():
+        specs[id(parameters[name])] = split_dim(dim, parameters[name].dim(), axis)
+    for name, side in split.sides.items():
+        if name in parameters:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            specs.setdefault(id(parameters[name]), spec_of_side(side, owner, parameters[name], axis))
+            continue
+        for path, module in model.get_submodule(name).named_modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                specs.setdefault(id(tensor), spec_of_side(_adapter_side(side, path), module, tensor, axis))
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.dim() != 2 or isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower():
+                specs.setdefault(id(tensor), None)
+    return specs
+
+
+def _adapter_side(side: Side, path: str) -> Side | None:
+    """The side of a module inside one that is split: an adapter's first factor takes the inputs, its second makes the outputs."""
+    part = path.partition(".")[0]
+    if part.startswith("lora_A"):
+        return "row" if side == "row" else None
+    if part.startswith("lora_B"):
+        return "column" if side == "column" else None
+    return None if part.startswith("lora_") else side
+
+
 def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def megatron_axis(mesh: Mesh) -> str:
-    """The axis for tensor parallelism: the one so named, or the mesh's only one."""
-    return _axis(mesh, MODEL_AXES, "tensor parallelism")
-
-
-def fsdp_axis(mesh: Mesh) -> str:
-    """The axis over which FSDP splits: the one so named, or the mesh's only one."""
-    return _axis(mesh, FSDP_AXES, "FSDP")
-
-
-def _axis(mesh: Mesh, names: Sequence[str], purpose: str) -> str:
-    if len(mesh.axis_names) == 1:
-        return mesh.axis_names[0]
-    for name in names:
-        if name in mesh.axis_names:
-            return name
-    raise SpmdError(
-        message(
-            f"{mesh} has no axis for {purpose}",
-            f"axes of the mesh: {', '.join(map(repr, mesh.axis_names))}; looked for: {', '.join(map(repr, names))}",
-            fix=f"name an axis {names[0]!r}, or write the rules with your own names",
-        )
-    )
-
-
-def column(axis: str, *modules: str) -> Lines:
-    """Linears [out, in] split by outputs, with their bias."""
-    return [pair for name in modules for pair in ((f"{name}.weight", (axis, None)), (f"{name}.bias", (axis,)))]
-
-
-def row(axis: str, *modules: str) -> Lines:
-    """Linears [out, in] split by inputs; the bias is added once, so whole."""
-    return [pair for name in modules for pair in ((f"{name}.weight", (None, axis)), (f"{name}.bias", None))]
-
-
-def gpt2(axis: str, names: Sequence[str]) -> Lines:
-    """Hugging Face's GPT-2: Conv1D layers, weights [in, out]; the vocabulary split."""
-    columns = ("attn.c_attn", "crossattention.{c_attn,q_attn}", "mlp.c_fc")
-    rows = ("{attn,crossattention}.c_proj", "mlp.c_proj")
-    return [
-        *((f"{name}.weight", (None, axis)) for name in columns),
-        *((f"{name}.bias", (axis,)) for name in columns),
-        *((f"{name}.weight", (axis, None)) for name in rows),
-        *((f"{name}.bias", None) for name in rows),
-        ("{wte,lm_head}.weight", (axis, None)),
-        ("wpe.weight", None),
-        ("{ln_1,ln_2,ln_f,ln_cross_attn}.*", None),
-    ]
-
-
-def llama(axis: str, names: Sequence[str]) -> Lines:
-    """Llama, Mistral, Qwen, Phi-3, Gemma and their like."""
-    return [
-        *column(axis, "{q_proj,k_proj,v_proj,gate_proj,up_proj,qkv_proj,gate_up_proj}"),
-        *row(axis, "{o_proj,down_proj}"),
-        ("{embed_tokens,lm_head}.weight", (axis, None)),
-        ("{q_norm,k_norm,norm,input_layernorm,post_attention_layernorm}.*", None),
-    ]
-
-
-def vit(axis: str, names: Sequence[str]) -> Lines:
-    """Vision transformers of Hugging Face, timm and torchvision, and torch's own encoder layers."""
-    return [
-        *row(axis, "attention.output.dense", "{output.dense,attn.proj,attention.o_proj}", "mlp.fc2", "linear2"),
-        *column(axis, "attention.{query,key,value,q_proj,k_proj,v_proj}", "intermediate.dense", "mlp.fc1", "attn.qkv", "linear1"),
-        *row(axis, "{self_attn,self_attention}.out_proj", "mlp.3"),
-        *column(axis, "mlp.0"),
-        ("{self_attn,self_attention}.in_proj_weight", (axis, None)),
-        ("{self_attn,self_attention}.in_proj_bias", (axis,)),
-        ("{position_embeddings,pos_embed,pos_embedding,cls_token,class_token}", None),
-    ]
-
-
-def resnet(axis: str, names: Sequence[str]) -> Lines:
-    """ResNets of torchvision, timm and Hugging Face: in each block the convolution before the last is split by outputs, with
-    the norm behind it, and the last by inputs."""
-    has_third = any(re.search(r"layer\d?\.\d+\.conv3\.|layer\.2\.convolution", name) for name in names)
-    first, last = (2, 3) if has_third else (1, 2)
-    norm = "{weight,bias,running_mean,running_var}"
-    return [
-        (f"^**.layer?.*.conv{first}.weight", (axis, None, None, None)),
-        (f"^**.layer?.*.bn{first}.{norm}", (axis,)),
-        (f"^**.layer?.*.conv{last}.weight", (None, axis, None, None)),
-        (f"layers.*.layer.{first - 1}.convolution.weight", (axis, None, None, None)),
-        (f"layers.*.layer.{first - 1}.normalization.{norm}", (axis,)),
-        (f"layers.*.layer.{last - 1}.convolution.weight", (None, axis, None, None)),
-        ("{conv1,conv2,conv3,convolution}.weight", None),
-        ("downsample.*.weight", None),
-        *column(axis, "fc"),
-    ]
-
-
-FAMILIES = (
-    Family("GPT-2", r"attn\.c_attn\.weight$", gpt2),
-    Family("Llama", r"(self_attn|attention)\.(q_proj|qkv_proj)\.weight$(?s:.*)(down_proj|gate_up_proj)\.weight$", llama),
-    Family(
-        "ViT and encoders",
-        r"(attention\.query|attention\.q_proj|attn\.qkv)\.weight$|self_att(n|ention)\.in_proj_weight$",
-        vit,
-    ),
-    Family("ResNet", r"(layer\d\.\d+\.conv2|layers\.\d+\.layer\.1\.convolution)\.weight$", resnet),
-)
+__all__ = ["Preset", "preset", "register_preset"]

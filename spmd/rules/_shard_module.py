@@ -10,10 +10,12 @@ from torch import nn
 
 from mesh import LARGE_BYTES, Mesh, Rule, Rules, RulesReport, Sized, SpecFunction, rules_report
 from spmd.base._errors import SpmdError, message
+from spmd.fsdp import fully_shard, require_no_unit
 from spmd.rules._heads import head_findings
 from spmd.rules._parallel_plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
-from spmd.rules._presets import megatron_axis, preset
+from spmd.rules._presets import preset
 from spmd.sharding._annotate import as_mesh, mark_sharding
+from spmd.sharding._axes import megatron_axis
 from spmd.sharding._dtensor_placements import is_placements, spec_of_placements
 
 ParameterFunction: TypeAlias = Callable[[str, torch.Tensor], Any]
@@ -54,13 +56,20 @@ def shard_module(
     """
     mesh = as_mesh(mesh)
     plan = rules_for(model, mesh, rules, axis)
-    report = rules_report(sized_tensors(model), mesh, plan.rules, large_bytes)
-    report = report.with_findings(head_findings(model, report))
+    sized = sized_tensors(model)
+    report = computed = rules_report(sized, mesh, plan.rules, large_bytes)  # as the model computes with them
+    if plan.fsdp_axis is not None:
+        names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+        report = rules_report(sized, mesh, plan.rules.split_further(plan.fsdp_axis, names), large_bytes)
+    report = report.with_findings([*plan.findings, *head_findings(model, computed)])
     if strict:
         report.raise_errors()
+    require_no_unit(plan.units)
     tensors = dict(named_tensors(model))
     for placement in report:
         mark_sharding(tensors[placement.name], mesh, placement.sharding.partition_spec)
+    for unit in plan.units:
+        fully_shard(unit, mesh, axis=plan.fsdp_axis)
     for module, border in plan.borders:
         border.install(module)
     return report
@@ -70,7 +79,7 @@ def rules_for(model: nn.Module, mesh: Mesh, rules: RulesLike, axis: str | None =
     """What a user may pass as `rules`, as `mesh.Rules` and layouts at module borders."""
     if isinstance(rules, str):
         if rules != "auto":
-            return Plan(preset(rules, model, mesh, axis))
+            return preset(rules, model, mesh, axis)
         rules = automatic_plan(model)
     if isinstance(rules, Rules):
         return Plan(rules)

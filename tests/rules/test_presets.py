@@ -9,12 +9,14 @@ from torch import nn
 
 import mesh
 import spmd
+from benchmarks import presets
+from benchmarks.preset_models import SAMPLES
 from tests.oracle import assert_same
 
 transformers = pytest.importorskip("transformers", reason="the models come from transformers")
 pytestmark = [
     pytest.mark.multidevice(num=8),
-    pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers"),
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers", "ignore:.*:FutureWarning:transformers", "ignore:.*:UserWarning:peft"),
 ]
 
 
@@ -160,3 +162,109 @@ def test_too_few_key_value_heads_for_the_axis_is_an_error() -> None:
 def test_the_packed_projection_of_gpt2_is_noted_once(mesh_4x2: mesh.Mesh) -> None:
     findings = spmd.shard_module(gpt2().to("jax"), mesh_4x2, "megatron").findings
     assert [(f.kind, f.is_error) for f in findings] == [("packed", False)]
+
+
+SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
+ENDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+PARTS = dict(
+    encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=4, decoder_attention_heads=4
+)
+FAMILY_MEMBERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi", "Mixtral", "StableLm", "Starcoder2", "Olmo2"), SMALL),
+    "Qwen2Moe": {**SMALL, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "GptOss": {**SMALL, "num_local_experts": 4},
+    "GPTNeoX": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
+    "GPTJ": dict(n_embd=16, n_layer=2, n_head=4, vocab_size=32, rotary_dim=4),
+    "GPT2": dict(n_embd=16, n_layer=2, n_head=4, vocab_size=32),
+    "Bloom": dict(hidden_size=16, n_layer=2, n_head=4, vocab_size=32),
+    "OPT": dict(hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=32, word_embed_proj_dim=16),
+    "Bert": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
+    "Roberta": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
+    "DistilBert": dict(dim=16, hidden_dim=32, n_layers=2, n_heads=4, vocab_size=32),
+    "Albert": {**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}, "embedding_size": 8},
+    "ModernBert": {**SMALL, **ENDS, "cls_token_id": 1, "sep_token_id": 2},
+    "T5": dict(d_model=16, d_ff=32, num_layers=2, num_heads=4, d_kv=4, vocab_size=32, feed_forward_proj="gated-gelu"),
+    "Bart": dict(d_model=16, vocab_size=32, decoder_start_token_id=2, **PARTS, **ENDS),
+    "Whisper": dict(d_model=16, vocab_size=32, decoder_start_token_id=2, **PARTS, **ENDS),
+    "Dinov2": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8),
+    "Wav2Vec2": {**SMALL, "num_conv_pos_embedding_groups": 4},
+}
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # an output for each expert, or one
+
+
+@pytest.mark.parametrize("name", FAMILY_MEMBERS)
+def test_a_family_is_known_down_to_its_last_linear(name: str) -> None:
+    kinds = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification", "ForCTC")
+    make = next(cls for kind in kinds if (cls := getattr(transformers, name + kind, None)) is not None)
+    with torch.device("meta"):
+        model = make(getattr(transformers, f"{name}Config")(**FAMILY_MEMBERS[name]))
+    grid = mesh.Mesh(range(8), (4, 2), ("data", "model"))
+    spmd.shard_module(model, grid, "megatron")
+    whole: set[str] = set()
+    for block in (m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(c) for c in m}) == 1):
+        for path, module in block.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+                is_split = any(entry is not None for entry in getattr(weight, "partition_spec", ()))
+                whole.update({path.rpartition(".")[2]} if not is_split else ())
+    assert whole <= ROUTERS
+
+
+def test_a_transposed_weight_is_told_by_its_modules_type(mesh_4x2: mesh.Mesh) -> None:
+    of_torch = spmd.shard_module(SAMPLES["nanoGPT"].make().to("jax"), mesh_4x2, "megatron")
+    of_hugging_face = spmd.shard_module(gpt2().to("jax"), mesh_4x2, "megatron")
+    found = [
+        r[f"transformer.h.0.{n}.weight"].sharding.partition_spec
+        for r in (of_torch, of_hugging_face)
+        for n in ("attn.c_attn", "attn.c_proj")
+    ]
+    assert list(map(tuple, found)) == [(M, None), (None, M), (None, M), (M, None)]
+
+
+def test_half_a_pair_is_refused(mesh_4x2: mesh.Mesh) -> None:
+    model = SAMPLES["nanoGPT"].make()
+    for block in model.get_submodule("transformer.h").children():
+        mlp: Any = block.mlp
+        mlp.out = mlp.c_proj
+        del mlp.c_proj
+    with pytest.raises(mesh.RulesError, match=r"'transformer.h.0.mlp.c_fc' would be split by outputs, but nothing beside it .* 'c_proj'"):
+        spmd.shard_module(model.to("jax"), mesh_4x2, "megatron")
+
+
+@pytest.mark.parametrize(("name", "form"), [("nanoGPT", "megatron"), ("Llama", "fsdp+megatron"), ("GPT-2", "lora")])
+def test_a_preset_moves_what_rules_by_hand_move(name: str, form: str) -> None:
+    if form == "lora":
+        pytest.importorskip("peft", reason="the adapters come from peft")
+    hand, ours = (presets.collectives(SAMPLES[name], form, is_preset) for is_preset in (False, True))
+    assert ours == hand
+
+
+def test_adapters_lie_as_the_linear_that_they_adapt(mesh_4x2: mesh.Mesh) -> None:
+    pytest.importorskip("peft", reason="the adapters come from peft")
+    report = spmd.shard_module(presets.made(SAMPLES["Llama"], "lora"), mesh_4x2, "fsdp+megatron")
+    specs = {p.name.partition("layers.0.self_attn.")[2]: tuple(p.sharding.partition_spec) for p in report}
+    expected = {
+        "q_proj.lora_A": (None, "data"),
+        "q_proj.lora_B": (M, "data"),
+        "o_proj.lora_A": ("data", M),
+        "o_proj.lora_B": ("data", None),
+    }
+    assert {name: specs[f"{name}.default.weight"] for name in expected} == expected
+
+
+def test_parameters_of_fsdp_are_gathered_a_block_at_a_time(mesh_4x2: mesh.Mesh) -> None:
+    model = llama().to("jax")
+    spmd.shard_module(model, mesh_4x2, "fsdp+megatron")
+    with pytest.raises(spmd.SpmdError, match="is a unit of fully_shard already"):
+        spmd.shard_module(model, mesh_4x2, "fsdp")
+    with pytest.raises(spmd.SpmdError, match="is a unit of fully_shard already"):
+        spmd.fully_shard(model, mesh_4x2)
+
+
+def test_activations_are_split_over_the_batch(mesh_4x2: mesh.Mesh) -> None:
+    model = llama().to("jax")
+    spmd.shard_module(model, mesh_4x2, "fsdp+megatron")
+    found: list[Any] = []
+    model.get_submodule("model.layers.0").register_forward_hook(lambda module, args, out: found.append(out.partition_spec))
+    model(torch.zeros(8, 8, dtype=torch.int64, device="jax"))
+    assert list(map(tuple, found)) == [("data", None, None)]
