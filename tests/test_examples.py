@@ -10,7 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-SHOWN_ELSEWHERE = {"train_gpt2": "tests/test_train_gpt2.py runs it seven times"}
+SHOWN_ELSEWHERE = {
+    "train_gpt2": "tests/test_train_gpt2.py runs it seven times",
+    "huggingface_trainer": "tests/huggingface/test_trainer.py trains the same beside CPU torch",
+    "peft_lora": "and tests/huggingface/test_peft.py",
+}
 CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SHOWN_ELSEWHERE else []) for path in EXAMPLES]
 
 

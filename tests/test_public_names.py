@@ -70,6 +70,9 @@ NAMES = {
     "spmd.compat.torch_xla": """
         install installed uninstall
     """,
+    "spmd.huggingface": """
+        Training train_on
+    """,
     "spmd.doctor": """
         Report examine
     """,

@@ -58,6 +58,7 @@ _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.o
 _RECOMPUTE = "spmd.program.flow._remat.barrier_on_recompute"
 _CONSTRAINTS, _WITHOUT_BRANCHES = "spmd/patches/_constraints.py", "spmd.patches._constraints.without_branches"
 _UNINSTALL = "spmd.compat.torch_xla.uninstall"
+_TRAIN_ON, _ACCELERATE, _TRAINER = "spmd.huggingface.train_on", "spmd/huggingface/_accelerate.py", "spmd/huggingface/_trainer.py"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
@@ -278,6 +279,35 @@ PATCHES: tuple[Patch, ...] = (
         "self, device_type, dtype, enabled, cache_enabled",
     ),
     Patch("torch.get_default_device", 'the device "xla" is the one that was set', _DEVICE_NAMES, _UNINSTALL, ""),
+    # Accelerate and the Trainer, while `train_on` is on
+    Patch("accelerate.state.PartialState.default_device", "it has no registry of devices", _ACCELERATE, _TRAIN_ON),
+    Patch(
+        "accelerate.accelerator.Accelerator.prepare_model",
+        "a model is laid out before it moves to the devices",
+        _ACCELERATE,
+        _TRAIN_ON,
+        "self, model, device_placement, evaluation_mode",
+    ),
+    Patch(
+        "accelerate.data_loader.send_to_device",
+        "each device gets its part of a batch, and a step ends before the next",
+        _ACCELERATE,
+        _TRAIN_ON,
+        "tensor, device, non_blocking, skip_keys",
+    ),
+    Patch("transformers.training_args.is_torch_bf16_gpu_available", "it knows CUDA's devices and those it names", _TRAINER, _TRAIN_ON, ""),
+    Patch("transformers.training_args.TrainingArguments._setup_devices", "the Trainer looks for devices itself", _TRAINER, _TRAIN_ON),
+    *(
+        Patch(f"transformers.trainer.Trainer.{name}", why, _TRAINER, _TRAIN_ON, parameters)
+        for name, why, parameters in (
+            ("_move_model_to_device", "a model is laid out before it moves to the devices", "self, model, device"),
+            ("_prepare_inputs", "each device gets its part of a batch that Accelerate has not sent", "self, inputs"),
+            ("training_step", "the filter of NaN would read every loss in the middle of a step", "self, model, inputs, num_items_in_batch"),
+            ("floating_point_ops", "the same: it is what comes after the filter", "self, inputs"),
+            ("_save_rng_state", "the device's random state is saved with the others", "self, output_dir"),
+            ("_load_rng_state", "and is there again", "self, checkpoint"),
+        )
+    ),
 )
 _ABSENT = object()
 

@@ -1,11 +1,13 @@
 """What is replaced in torch: every target is there with the parameters that are expected, and is as before where that is promised."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 
 import spmd.compat.torch_distributed
 import spmd.compat.torch_xla
+from mesh import Mesh
+from spmd.huggingface import train_on
 from spmd.patches._running_averages import counting_on_device
 from spmd.patches._table import PATCHES, Patch, current, owner_of, replace, replaced
 from spmd.program.flow._remat import barrier_on_recompute
@@ -21,15 +25,20 @@ from spmd.program.trace._watch import report_compiling
 from tests.base.test_private_names import SOURCES, dotted
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPECTED = [patch for patch in PATCHES if patch.is_expected]
+# Packages that are not installed are not looked at: environments of other versions of torch have none of Hugging Face's.
+INSTALLED = [patch for patch in PATCHES if find_spec(patch.target.partition(".")[0]) is not None]
+EXPECTED = [patch for patch in INSTALLED if patch.is_expected]
 LASTING = [patch for patch in EXPECTED if not patch.undone_by and not patch.target.endswith("_foreach_supported_types")]
 
 # Run without spmd, so that torch's own objects are looked at.
 LOOK = """
-import importlib, inspect, json, sys, threading
+import importlib, importlib.util, inspect, json, sys, threading
 import torch, torch.amp.autocast_mode, torch.optim.swa_utils, torch.utils.checkpoint, torch.utils.dlpack, torch._higher_order_ops.utils
 import torch.optim._adafactor, torch.optim.optimizer, torch.utils._device, torch.utils._foreach_utils
 import torch._higher_order_ops.associative_scan, torch.distributed.tensor.parallel
+
+if importlib.util.find_spec("accelerate") and importlib.util.find_spec("transformers"):
+    import transformers.trainer
 
 found = {}
 for target in json.load(sys.stdin):
@@ -50,14 +59,14 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def torchs_own() -> dict[str, list[str | None] | None]:
     """Target -> its parameters, or None if torch does not have it."""
-    targets = json.dumps([patch.target for patch in PATCHES])
+    targets = json.dumps([patch.target for patch in INSTALLED])
     done = subprocess.run([sys.executable, "-c", LOOK], input=targets, capture_output=True, text=True, check=True, cwd="/")
     return json.loads(done.stdout)
 
 
 def test_every_target_is_there_with_the_parameters_that_it_should_have(torchs_own: dict[str, list[str | None] | None]) -> None:
     wrong: list[str] = []
-    for patch in PATCHES:
+    for patch in INSTALLED:
         found = torchs_own[patch.target]
         if patch.target in ("torch.optim._adafactor.min", "torch.optim._adafactor.max"):  # globals over the builtins
             assert found is None
@@ -92,12 +101,15 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "spmd.program.trace._watch.report_compiling": report_compiling,
     "spmd.program.optim._preparation.traceable": lambda: traceable([]),
     "spmd.compat.torch_xla.uninstall": spmd.compat.torch_xla.installed,
+    "spmd.huggingface.train_on": lambda: train_on(Mesh(range(1), (1,), ("data",))),
 }
 
 
 @pytest.mark.parametrize("by", sorted({patch.undone_by for patch in EXPECTED if patch.undone_by}))
 def test_what_is_replaced_for_a_while_is_as_before_afterwards_and_after_an_error(by: str) -> None:
     targets = [patch.target for patch in EXPECTED if patch.undone_by == by]
+    if by == "spmd.huggingface.train_on":
+        importlib.import_module("transformers.trainer")  # which takes seconds
 
     def standing() -> list[Any]:
         return [vars(owner).get(name) for owner, name in map(owner_of, targets)]
@@ -116,7 +128,7 @@ def test_what_is_not_listed_is_not_replaced() -> None:
         pass
 
 
-@pytest.mark.parametrize("library", ["torch", "jax", "numpy", "transformers"])
+@pytest.mark.parametrize("library", ["torch", "jax", "numpy", "transformers", "accelerate"])
 def test_nothing_is_replaced_in_another_way(library: str) -> None:
     findings: list[str] = []
     for source in SOURCES:
