@@ -58,7 +58,7 @@ def fully_shard(
     *,
     axis: str | Sequence[str] | None = None,
     stage: Stage = 3,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = True,
     mp_policy: MixedPrecision | None = None,
     ignored_params: Collection[torch.Tensor] | None = None,
     shard_placement_fn: Placer | None = None,
@@ -73,7 +73,7 @@ def fully_shard(
             the batch should be split over these axes and the replicating ones.
         stage: 3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone.
         reshard_after_forward: gather again for the backward, so that whole parameters live for one module at a time; False
-            keeps them from forward to backward and saves the second all-gather. Stage 3 only.
+            keeps them and saves the second all-gather; None means False for the outermost unit alone. Stage 3 only.
         mp_policy: `param_dtype` to gather and compute in, `reduce_dtype` to sum gradients in, `output_dtype`,
             `cast_forward_inputs`; the parameters themselves keep their dtype.
         ignored_params: parameters to leave as they are.
@@ -104,8 +104,8 @@ def fully_shard(
     unit = _Unit(mesh, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
     vars(module)[_UNIT] = unit
     for inner in module.modules():
-        if _UNIT not in vars(inner):
-            vars(inner)[_INSIDE] = type(module).__name__
+        if inner is not module:
+            vars(inner).setdefault(_INSIDE, type(module).__name__)
     module.register_forward_pre_hook(unit.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(unit.leave, always_call=True)
     return module
@@ -126,6 +126,11 @@ def require_no_unit(modules: Iterable[nn.Module]) -> None:
 
 _UNIT = "_spmd_fsdp_unit"
 _INSIDE = "_spmd_fsdp_inside"
+
+
+def is_outermost(module: nn.Module) -> bool:
+    """Whether a unit is inside no other."""
+    return _INSIDE not in vars(module)
 
 
 def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -249,7 +254,8 @@ class _Call:
                 self._sources.append(parameter)
             self._replaced.append((registry, name, parameter))
             registry[name] = whole
-        drops = unit.stage == 3 and unit.reshard and not is_again and torch.is_grad_enabled()
+        reshard = not is_outermost(module) if unit.reshard is None else unit.reshard
+        drops = unit.stage == 3 and reshard and not is_again and torch.is_grad_enabled()
         # Under somebody else's hooks (checkpointing) nothing is kept from forward to backward anyway, and two would not nest.
         outer = top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
@@ -359,4 +365,4 @@ def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
     return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
-__all__ = ["MixedPrecision", "fully_shard", "require_no_unit"]
+__all__ = ["MixedPrecision", "fully_shard", "is_outermost", "require_no_unit"]

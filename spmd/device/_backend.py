@@ -20,7 +20,7 @@ from spmd.base._torch import (
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
 )
-from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _serialize
+from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _serialize, _streams
 from spmd.device._checks import raise_failed
 from spmd.device._deferred import end_step
 from spmd.device._generator import made
@@ -113,8 +113,9 @@ class DeviceModule:
         raise_failed()
 
 
-for _function in _memory_statistics.FUNCTIONS:
+for _function in (*_memory_statistics.FUNCTIONS, *_streams.MEMBERS):
     setattr(DeviceModule, _function.__name__, staticmethod(_function))
+_streams.waiting_by(lambda: DeviceModule().synchronize())
 
 
 def synchronize(device: Any = None, /) -> None:

@@ -260,6 +260,8 @@ PATCHES: tuple[Patch, ...] = (
             ("torch.distributed.tensor.distribute_module", "module, device_mesh, partition_fn, input_fn, output_fn"),
             ("torch.distributed.tensor._api._dtensor_init_helper", "init_op, size, device_mesh, placements, kwargs"),
             ("torch.distributed.tensor.DTensor.from_local", None),
+            ("torch.distributed.fsdp.fully_shard.__wrapped__", None),
+            ("torch.nn.parallel.DistributedDataParallel.__new__", None),
         )
     ),
     *(

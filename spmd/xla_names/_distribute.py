@@ -86,8 +86,13 @@ def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Se
     spec = spec_from_placements(tensor, device_mesh, placements)
     marked = mark_sharding(tensor, spec.mesh, spec.partition_spec)
     if is_of_devices(device_mesh):
-        vars(marked)[_GIVEN] = device_mesh
+        note_device_mesh(marked, device_mesh)
     return marked
+
+
+def note_device_mesh(t: torch.Tensor, device_mesh: Any) -> None:
+    """Let a marked tensor say its `placements` along this DeviceMesh, a part of its mesh."""
+    vars(t)[_GIVEN] = device_mesh
 
 
 Partition = Callable[[str, nn.Module, Any], None]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mesh
 import spmd
+from spmd.compat.torch_distributed._group_of_one import GroupOfOne
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._device_mesh import mesh_axes
 
@@ -86,7 +87,8 @@ def test_a_group_is_the_program_alone_and_its_collectives_give_back_what_they_ge
 
 
 def test_a_group_can_be_asked_for_first() -> None:
-    dist.init_process_group("spmd", init_method="spmd://")
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    assert isinstance(dist.group.WORLD, GroupOfOne)  # the accelerator's
     assert grid().get_group("tp") is not None
     assert dist.get_world_size() == 1
 

@@ -12,7 +12,7 @@ itself, and what is gathered is a list of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from spmd.base._torch import pytree, work_of_future
 
 BACKEND = "spmd"
 _registered: list[bool] = []
+when_made: list[Callable[[], None]] = []  # what is called when a program asks for such a group
 
 
 class GroupError(SpmdError, RuntimeError):
@@ -122,6 +123,8 @@ def require_group() -> Any:
 
 def _made(store: Any, rank: int, size: int, timeout: Any) -> GroupOfOne:
     _require_one(size)
+    for tell in when_made:
+        tell()
     return GroupOfOne(rank, size)
 
 
@@ -144,4 +147,4 @@ def _require_one(size: int) -> None:
         )
 
 
-__all__ = ["BACKEND", "GroupError", "GroupOfOne", "register", "require_group"]
+__all__ = ["BACKEND", "GroupError", "GroupOfOne", "register", "require_group", "when_made"]

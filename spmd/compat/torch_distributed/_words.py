@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd.compat.torch_distributed import _group_of_one
+from spmd.compat.torch_distributed import _data_parallel, _group_of_one
 from spmd.patches._table import current, replace, replace_code
 from spmd.sharding._device_mesh import is_of_devices, mesh_axes, note_axes
 
@@ -32,7 +32,9 @@ def register() -> None:
     target = "torch.distributed.device_mesh.DeviceMesh.__init__"
     if target not in before:
         _group_of_one.register()
+        _group_of_one.when_made.append(install)
         before[target] = replace(target, _make_mesh)
+        replace("torch.nn.parallel.DistributedDataParallel.__new__", staticmethod(_data_parallel.made))
 
 
 def install() -> None:
@@ -46,6 +48,9 @@ def install() -> None:
         (f"{tensors}._api._dtensor_init_helper", _made_on_mesh),
     ):
         before[target] = replace_code(target, code)
+    from spmd.compat.torch_distributed import _composable_fsdp  # torch.distributed.fsdp is imported late
+
+    before[_composable_fsdp.TARGET] = replace_code(_composable_fsdp.TARGET, _fully_shard)
     target = f"{tensors}.DTensor.from_local"
     before[target] = current(target)
     replace(target, staticmethod(_from_local))
@@ -86,7 +91,7 @@ def _groups_of_dims(layout: Any, *_: Any) -> list[str]:
     return [_group_of_one.require_group().group_name] * len(layout)
 
 
-# The next three are run with the names of torch's modules (see `replace_code`).
+# The next four are run with the names of torch's modules (see `replace_code`).
 def _distribute_tensor(*args: Any, **kwargs: Any) -> Any:
     from spmd.compat.torch_distributed._whole_tensors import distribute_tensor
 
@@ -103,6 +108,12 @@ def _made_on_mesh(*args: Any, **kwargs: Any) -> Any:
     from spmd.compat.torch_distributed._whole_tensors import made_on_mesh
 
     return made_on_mesh(*args, **kwargs)
+
+
+def _fully_shard(*args: Any, **kwargs: Any) -> Any:
+    from spmd.compat.torch_distributed._composable_fsdp import fully_shard
+
+    return fully_shard(*args, **kwargs)
 
 
 def _from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:

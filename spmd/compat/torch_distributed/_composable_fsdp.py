@@ -1,0 +1,169 @@
+"""`torch.distributed.fsdp.fully_shard` on a mesh of type "jax": `spmd.fully_shard`, by torch's arguments and defaults.
+
+Parameters are split along dim 0, as torch's are, over the last dim of the mesh; over a first dim of two they are replicated (HSDP). The
+batch of a program is the whole one, and the outermost module lays it out over these axes where nobody has. Gradients are those
+of the loss as it is written: a mean over the batch is a mean over all ranks' batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, UnshardHandle
+from torch.distributed.tensor import Shard
+
+from mesh import device_count
+from spmd.base._errors import SpmdError, message
+from spmd.compat.torch_distributed._batches import split_batch
+from spmd.compat.torch_distributed._group_of_one import GroupOfOne
+from spmd.compat.torch_distributed._words import before
+from spmd.device._layout import annotation_of
+from spmd.fsdp import fully_shard as shard_over
+from spmd.fsdp import is_outermost
+from spmd.sharding._device_mesh import is_of_devices, mesh_axes
+from spmd.xla_names._distribute import note_device_mesh
+
+TARGET = "torch.distributed.fsdp.fully_shard.__wrapped__"
+_classes: dict[type, type] = {}
+
+
+def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
+    """torch's `fully_shard`; on the device a unit of `spmd.fully_shard`.
+
+    Raises:
+        SpmdError: an argument asks for what one program has not: offload to the host, a smaller world after the forward.
+    """
+    modules: Sequence[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
+    if not is_of_devices(mesh) and not (mesh is None and _is_ours(modules)):
+        return before[TARGET](module, mesh=mesh, **options)
+    if mesh is None:
+        mesh = torch.distributed.init_device_mesh("jax", (device_count(),), mesh_dim_names=("fsdp",))
+    _require_possible(options)
+    found = mesh_axes(mesh)
+    shard, batch = _dims(mesh, options.pop("dp_mesh_dims", None))
+    place = options.get("shard_placement_fn")
+    for each in modules:
+        if any(parameter.device.type == "cpu" for parameter in each.parameters()):
+            each.to("jax")
+        is_marked = {id(parameter) for parameter in each.parameters() if annotation_of(parameter) is not None}
+        shard_over(
+            each,
+            found.mesh,
+            axis=tuple(name for dim in shard for name in found.axes[dim]),
+            reshard_after_forward=options.get("reshard_after_forward"),
+            mp_policy=options.get("mp_policy"),
+            ignored_params=options.get("ignored_params"),
+            shard_placement_fn=lambda parameter: _placement(parameter, place),
+        )
+        for parameter in each.parameters():
+            if id(parameter) not in is_marked and annotation_of(parameter) is not None:
+                note_device_mesh(parameter, mesh)
+        axes = tuple(name for dim in batch for name in found.axes[dim])
+        each.register_forward_pre_hook(_Batch(found.mesh, axes).enter, with_kwargs=True, prepend=True)
+        each.__class__ = _class_of(type(each))
+    return module
+
+
+class _Batch:
+    """Lays the batch out that the outermost unit is given."""
+
+    def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
+        self.mesh, self.axes = mesh, axes
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return split_batch((args, kwargs), self.mesh, self.axes) if is_outermost(module) else (args, kwargs)
+
+
+class OneProgramModule(FSDPModule):
+    """What a unit can be told between steps: to gather, to prefetch, to wait with gradients are the compiler's, and do nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A part of a container is what it was before it was a unit."""
+        theirs: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        made = theirs.__new__(theirs, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: there are no streams, no buckets, and no gradient that has yet to be summed."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return super(FSDPModule, self)._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def unshard(self, async_op: bool = False) -> Any:
+        """Nothing to do either; `wait` of what it returns does nothing."""
+        return UnshardHandle() if async_op else None
+
+    reshard = reset_iter_state = set_is_last_backward = set_requires_gradient_sync = set_requires_all_reduce = _nothing
+    set_reshard_after_forward = set_reshard_after_backward = set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = _nothing
+    set_post_optim_event = set_force_sum_reduction_for_comms = set_unshard_in_backward = _nothing
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """1 is what happens: the gradient of the loss as it is written, which is over the whole batch."""
+        if factor != 1:
+            raise SpmdError(
+                message(
+                    f"set_gradient_divide_factor({factor}): gradients here are those of the loss as it is written",
+                    "one program's loss is over the whole batch; there is no sum over ranks to divide",
+                    fix=f"loss = loss / {factor}",
+                )
+            )
+
+    def _refused(self, *args: Any, **kwargs: Any) -> None:
+        raise SpmdError(message("one program's collectives are the compiler's: none can be replaced", fix="leave the call out"))
+
+    set_custom_all_gather = set_custom_reduce_scatter = set_all_reduce_hook = _refused
+
+
+def _is_ours(modules: Sequence[nn.Module]) -> bool:
+    """Without a mesh: whether modules are on the device, or the process group is one of the program alone."""
+    kinds = {parameter.device.type for module in modules for parameter in module.parameters()}
+    dist = torch.distributed
+    return "jax" in kinds or (dist.is_initialized() and isinstance(dist.group.WORLD, GroupOfOne))
+
+
+def _dims(mesh: Any, dims: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions of the dims that parameters are split over, and of those that the batch is split over."""
+    if dims is None:
+        every = tuple(range(mesh.ndim))
+        return every[-1:], every
+    names = list(mesh.mesh_dim_names)
+
+    def positions(given: Any) -> tuple[int, ...]:
+        return tuple(names.index(name) for name in ((given,) if isinstance(given, str) else given or ()))
+
+    return positions(dims.shard), (*positions(dims.replicate), *positions(dims.shard))
+
+
+def _placement(parameter: nn.Parameter, choose: Any) -> Any:
+    placement = None if choose is None else choose(parameter)
+    if placement is None:
+        return Shard(0) if parameter.dim() else None
+    if not isinstance(placement, Shard):
+        fix = "return Shard(dim), and call fully_shard on the module with a mesh of its own"
+        raise SpmdError(message(f"shard_placement_fn returned {placement!r}: a unit has one mesh", fix=fix))
+    return placement
+
+
+def _require_possible(options: dict[str, Any]) -> None:
+    reshard = options.get("reshard_after_forward")
+    if reshard is not None and not isinstance(reshard, bool):
+        what = f"reshard_after_forward={reshard!r} keeps parameters whole on some devices between forward and backward"
+        raise SpmdError(message(what, fix="reshard_after_forward=True, or False to keep them whole"))
+    if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
+        raise SpmdError(message("CPUOffloadPolicy: one program's parameters lie on its devices", fix="leave offload_policy out"))
+
+
+def _class_of(theirs: type) -> type:
+    """`FSDP<name>`, as torch calls it."""
+    if issubclass(theirs, OneProgramModule):
+        return theirs
+    if theirs not in _classes:
+        _classes[theirs] = type(f"FSDP{theirs.__name__}", (OneProgramModule, theirs), {"__module__": theirs.__module__})
+    return _classes[theirs]
+
+
+__all__ = ["TARGET", "OneProgramModule", "fully_shard"]
