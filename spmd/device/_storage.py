@@ -96,6 +96,9 @@ class Recorder(Protocol):
         """Words of the random state, and the count of the default stream's draws that belongs to them."""
         ...
 
+    def laid_out(self, spec: mesh.ShardingSpec) -> None:
+        """A value is constrained to lie so."""
+
     def ran(self, module: torch.nn.Module) -> None:
         """A module runs, itself or in the shape of another."""
 

@@ -40,6 +40,7 @@ from spmd.program.trace._capture import Captured, capture
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
 from spmd.program.trace._way import Way
+from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
 
 P = ParamSpec("P")
@@ -139,6 +140,9 @@ class Step(Compiled, Generic[P, R]):
             captured, prepare_s = self._traced(call, way)
             trace_s = time.perf_counter() - start - prepare_s
             program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
+        told = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
+        if told is not None:
+            warnings.warn(told, stacklevel=5)
         if program.is_ahead:
             return program, call
         self.num_traces += 1

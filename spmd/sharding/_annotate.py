@@ -57,7 +57,10 @@ def mark_sharding(
         remember(tensor, spec)
         return become_sharded(tensor)
     buffer = buffer_of(tensor)
-    if recording.get() is not None or is_tracer(buffer.value):
+    recorder = recording.get()
+    if recorder is not None or is_tracer(buffer.value):
+        if recorder is not None:
+            recorder.laid_out(spec)
         with exact_dtypes():
             store(tensor, jax.lax.with_sharding_constraint(load(tensor), spec.to_jax()))
         if tensor.requires_grad and not tensor.is_leaf:

@@ -40,7 +40,10 @@ class _Constrained(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, value: ShardingSpec, gradient: Any) -> torch.Tensor:
         ctx.gradient = gradient
-        if recording.get() is not None or is_tracer(buffer_of(tensor).value):
+        recorder = recording.get()
+        if recorder is not None:
+            recorder.laid_out(value)
+        if recorder is not None or is_tracer(buffer_of(tensor).value):
             return wrap(placed(load(tensor), value))
         copy = tensor.as_subclass(torch.Tensor).clone(memory_format=torch.contiguous_format)
         buffer_of(copy).annotate(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mesh import ShardingSpec, entry_axes
 from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
 from spmd.device._storage import Buffer
@@ -27,6 +28,7 @@ class TraceRecorder:
 
     Attributes:
         on_run: told of each module that runs.
+        constrained: axes over which values were split at some point.
     """
 
     words: Any
@@ -58,6 +60,7 @@ class TraceRecorder:
     reduce_dtype: Any = None
     platform: str | None = None
     axes: tuple[str, ...] | None = None
+    constrained: set[str] = field(default_factory=set[str])
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -93,6 +96,9 @@ class TraceRecorder:
             return
         self.touched.setdefault(buffer, (buffer.value, buffer.host))
         self.written[buffer] = None
+
+    def laid_out(self, spec: ShardingSpec) -> None:
+        self.constrained.update(axis for entry in spec.partition_spec for axis in entry_axes(entry) if isinstance(axis, str))
 
     def ran(self, module: torch.nn.Module) -> None:
         self.on_run(module)

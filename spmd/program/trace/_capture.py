@@ -77,6 +77,7 @@ class Captured:
         checks: checks of values that it makes: the program's flags of them are one output behind those of the result.
         effects: what it wrote to Python objects, for every call to write; their values follow the function's result in `leaves`.
         stepped: the optimizers that stepped.
+        constrained: axes over which values were split at some point.
         actions: what it changed in the optimizers' state, for every call to change.
         held: what a name holds to which the function assigns anew.
         shared: arguments that the function also reaches without being passed them.
@@ -104,6 +105,7 @@ class Captured:
     checks: list[Check]
     effects: list[Effect]
     stepped: list[torch.optim.Optimizer]
+    constrained: set[str]
     actions: list[Action]
     held: list[Held]
     born: list[tuple[torch.Tensor, torch.Tensor]]
@@ -218,6 +220,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         checks=[check for check, _ in recorder.checks],
         effects=state.effects,
         stepped=recorder.stepped,
+        constrained=recorder.constrained,
         actions=state.actions,
         held=held,
         born=state.optim.born,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
 from spmd.device._storage import Buffer, Recorder, recording
@@ -72,6 +73,9 @@ class Part:
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
+
+    def laid_out(self, spec: ShardingSpec) -> None:
+        self.outer.laid_out(spec)
 
     def ran(self, module: torch.nn.Module) -> None:
         self.outer.ran(module)

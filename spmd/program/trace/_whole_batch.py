@@ -1,0 +1,38 @@
+"""A training step whose batch nobody split: every device computes all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mesh import Mesh, entry_axes
+from spmd.base._errors import message
+from spmd.device._storage import Buffer
+from spmd.program.trace._capture import Captured
+from spmd.sharding._axes import batch_axes
+
+
+def whole_batch(name: str, mesh: Mesh | None, captured: Captured, buffers: Sequence[Buffer], hosts: Sequence[torch.Tensor]) -> str | None:
+    """What to say of a step that trains on arguments that lie whole on every device of an axis for batches; None if it does not.
+
+    Args:
+        buffers: of the arguments on the device.
+        hosts: the arguments on the host.
+    """
+    if mesh is None or not captured.stepped:
+        return None
+    idle = [a for a in batch_axes(mesh) if mesh.axis_size(a) > 1 and a not in captured.constrained]
+    split = {axis for b in buffers if b.annotation is not None for entry in b.annotation.partition_spec for axis in entry_axes(entry)}
+    idle = [a for a in idle if a not in split]
+    batches = [tuple(t.shape) for t in (*buffers, *hosts) if t.shape]
+    if not idle or not batches or any(rows[0] < mesh.axis_size(idle[0]) for rows in batches):
+        return None
+    return message(
+        f"every device along {', '.join(map(repr, idle))} of the mesh computes the whole batch in {name}: no argument is split",
+        f"arguments of shapes {', '.join(map(str, batches[:4]))}",
+        fix=f"spmd.mark_sharding(x, mesh, ({idle[0]!r}, {', '.join(['None'] * (len(batches[0]) - 1))})) before the call",
+    )
+
+
+__all__ = ["whole_batch"]
