@@ -76,12 +76,13 @@ def inputs_of_each_output(jaxpr: Any) -> list[list[bool]]:
     return [_dce_jaxpr(jaxpr, [i == output for i in range(count)])[1] for output in range(count)]
 
 
-def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None = None) -> Any:
+def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None = None, num_alike: int = 0) -> Any:
     """What a tracer stands for, if it was computed from constants alone (positions, masks); None if an input has part in it.
 
     Args:
         is_input: whether a constant of the trace will be an input of the program.
         of: what to tell of the value, in one program: large values in between need not be held.
+        num_alike: so many leading dims may have size 1 in what `of` is told, where all along them is equal.
     """
     equations: dict[int, Any] = {}  # in the order in which they must run
     waiting: list[tuple[Any, bool]] = [(value, False)]
@@ -98,7 +99,14 @@ def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any],
         elif id(equation) not in equations:
             waiting.append((tracer, True))
             waiting.extend((operand, False) for operand in equation.in_tracers)
-    return _evaluated(value, list(equations.values()), is_input, of)
+    listed = list(equations.values())
+    if of is None:
+        with jax.ensure_compile_time_eval():
+            return _evaluated([value], listed, is_input, {})[0]
+    with _eval_context():  # the other one would evaluate each operation of the new program by itself
+        known = _alike_parts(listed, is_input, num_alike)
+        rest = [e for e in listed if not all(id(variable) in known for variable in e.outvars)]
+        return jax.jit(lambda: of(_evaluated([value], rest, is_input, known)[0]))()
 
 
 def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
@@ -109,24 +117,54 @@ def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
     return None if value is None or is_tracer(value) or is_input(value) else value  # a tracer: of a trace around this one
 
 
-def _evaluated(value: Any, equations: list[Any], is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None) -> Any:
-    known: dict[int, Any] = {}
+_LARGE = 1 << 22  # elements; a mask [batch, 1, positions, positions] has more, what it is made of has less
+_ELEMENTWISE = frozenset(
+    ("add", "sub", "mul", "max", "min", "and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type")
+)
+
+
+def _alike_parts(equations: list[Any], is_input: Callable[[Any], bool], num_alike: int) -> dict[int, Any]:
+    """What large elementwise results are made of, each leading dim along which all is equal cut to 1; {} where others are large too.
+
+    So a mask for 256 sequences that are treated alike is looked at for one.
+    """
+    large = [e for e in equations if any(variable.aval.size > _LARGE for variable in e.outvars)]
+    made = {id(variable) for e in large for variable in e.outvars}
+    if not num_alike or not large or any(e.primitive.name not in _ELEMENTWISE for e in large):
+        return {}
+    small = [e for e in equations if not any(id(variable) in made for variable in e.outvars)]
+    if any(id(operand.val) in made for e in small for operand in e.in_tracers):
+        return {}
+    needed = list({id(o.val): o for e in large for o in e.in_tracers if id(o.val) not in made}.values())
+    needed = [o for o in needed if getattr(o, "parent", None) is not None]
+    values = jax.jit(lambda: _evaluated(needed, small, is_input, {}))()
+    known = {id(o.val): _cut(value, num_alike) for o, value in zip(needed, values, strict=True)}
+    return known | {id(variable): None for e in small for variable in e.outvars if id(variable) not in known}
+
+
+def _cut(value: Any, num_alike: int) -> Any:
+    for dim in range(min(num_alike, value.ndim)):
+        first = jax.lax.slice_in_dim(value, 0, 1, axis=dim)
+        if value.shape[dim] > 1 and bool((value == first).all()):
+            value = first
+    return value
+
+
+def _evaluated(values: list[Any], equations: list[Any], is_input: Callable[[Any], bool], known: Mapping[int, Any]) -> list[Any]:
+    """Tracers' values, by running the equations; `known` has values of variables already, which may have size 1 along some dims."""
+    found = dict(known)
 
     def read(tracer: Any) -> Any:
-        return _constant(tracer, is_input) if getattr(tracer, "parent", None) is None else known[id(tracer.val)]
+        return _constant(tracer, is_input) if getattr(tracer, "parent", None) is None else found[id(tracer.val)]
 
-    def run() -> Any:
-        for equation in equations:
-            results = equation.primitive.bind(*(read(operand) for operand in equation.in_tracers), **equation.params)
-            listed = results if equation.primitive.multiple_results else [results]
-            known.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
-        return read(value)
-
-    if of is None:
-        with jax.ensure_compile_time_eval():
-            return run()
-    with _eval_context():  # the other one would evaluate each operation of the new program by itself
-        return jax.jit(lambda: of(run()))()
+    for equation in equations:
+        operands = [read(operand) for operand in equation.in_tracers]
+        if known:  # then all are elementwise
+            operands = jax.numpy.broadcast_arrays(*operands)
+        results = equation.primitive.bind(*operands, **equation.params)
+        listed = results if equation.primitive.multiple_results else [results]
+        found.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
+    return [read(value) for value in values]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def _shown_by(mask: torch.Tensor, num_queries: int, num_keys: int) -> str | None
         repeated = [size > 1 and stride == 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
         one = mask[tuple(slice(1) if is_repeated else slice(None) for is_repeated in repeated)]
         with exact_dtypes():
-            known = known_value(load(one), recorder.is_state, of=tell)
+            known = known_value(load(one), recorder.is_state, of=tell, num_alike=one.dim() - 2)
         return None if known is None else "all" if known[0] else "causal" if known[1] else None
 
     return once(("mask", tuple(mask.shape), mask.stride(), mask.storage_offset()), (buffer_of(mask).value,), judged)

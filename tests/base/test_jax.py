@@ -1,11 +1,17 @@
 """What a trace computed from constants alone is known while tracing; what an input has part in is not."""
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
 import spmd
+from spmd.base._jax import known_value
+from spmd.device._storage import load, wrap
 
 
 def test_branch_on_positions_made_in_the_step_is_taken_by_their_value() -> None:
@@ -52,3 +58,33 @@ def test_value_of_the_trace_around_is_not_known_inside_a_branch() -> None:
 
     x = torch.ones(3)
     assert torch.equal(step(x.to("jax")).cpu(), x * 3)
+
+
+POSITIONS = torch.arange(512).reshape(-1, 1) >= torch.arange(512)
+LARGE_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "alike": (lambda rows: rows >= 0, (1, 1, 512, 512)),
+    "one sequence is not": (lambda rows: rows != 7, (32, 1, 512, 512)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_MASKS)
+def test_a_large_mask_is_looked_at_once_for_sequences_that_are_alike(name: str) -> None:
+    kept, shape = LARGE_MASKS[name]
+    told: list[tuple[int, ...]] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        queries = torch.arange(512, device="jax").reshape(1, 1, -1, 1)
+        rows = kept(torch.arange(32, device="jax")).reshape(-1, 1, 1, 1)
+        mask = rows & (queries >= torch.arange(512, device="jax").reshape(1, 1, 1, -1))
+
+        def tell(seen: Any) -> Any:
+            told.append(seen.shape)
+            return seen
+
+        seen = known_value(load(mask), lambda array: False, of=tell, num_alike=2)
+        expected = kept(torch.arange(32)).reshape(-1, 1, 1, 1) & POSITIONS
+        assert torch.equal(torch.from_numpy(np.array(seen)).expand(expected.shape), expected)
+        return x
+
+    jax.make_jaxpr(lambda array: load(step(wrap(array))))(jnp.ones(3))
+    assert told == [shape]
