@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, UnshardHandle
 from torch.distributed.tensor import Shard
 
@@ -40,7 +41,7 @@ def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
     if not is_of_devices(mesh) and not (mesh is None and _is_ours(modules)):
         return before[TARGET](module, mesh=mesh, **options)
     if mesh is None:
-        mesh = torch.distributed.init_device_mesh("jax", (device_count(),), mesh_dim_names=("fsdp",))
+        mesh = init_device_mesh("jax", (device_count(),), mesh_dim_names=("fsdp",))
     _require_possible(options)
     found = mesh_axes(mesh)
     shard, batch = _dims(mesh, options.pop("dp_mesh_dims", None))

@@ -61,7 +61,7 @@ class OneProgramDataParallel(DistributedDataParallel):
         yield
 
     @contextmanager
-    def join(self, *args: Any, **kwargs: Any) -> Generator[None]:
+    def join(self, *args: Any, **kwargs: Any) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Nothing to do: no rank has fewer batches than another."""
         yield
 
