@@ -5,14 +5,16 @@
 
 Each step takes a new batch object. Every 50 steps it evaluates on batches that nobody reads, every 100 comes a length that is not
 among the programs kept, so that one is traced, compiled and dropped, and every 250 it saves a checkpoint and restores it. Counted:
-resident memory, threads, open files, tensors' buffers, jax's arrays, kernels' plans.
+resident and allocated memory, threads, open files, tensors' buffers, jax's arrays, kernels' plans.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import platform
 import resource
 import tempfile
 import time
@@ -45,13 +47,31 @@ class Options:
     json: Path | None = ROOT / "benchmarks" / "results" / "days.json"
 
 
-def counts() -> dict[str, float]:
-    """What this process holds now."""
+class _Allocated(ctypes.Structure):
+    """glibc's `struct mallinfo2`, of all arenas."""
+
+    _NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES]
+
+
+def allocated_mb() -> float | None:
+    """Memory that the process has allocated and not freed; None where the C library is not glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Allocated
+    found = mallinfo2()
+    return round((found.uordblks + found.hblkhd) / 2**20, 1)
+
+
+def counts() -> dict[str, float | None]:
+    """What this process holds now: resident memory has what it freed and the allocator keeps, allocated memory has not."""
     gc.collect()
     status = Path("/proc/self/statm").read_text(encoding="ascii").split()
     adapters = [o for o in gc.get_objects() if type(o).__name__ == "Adapter" and hasattr(o, "plans")]
     return {
-        "memory_mb": round(int(status[1]) * resource.getpagesize() / 2**20, 1),
+        "resident_mb": round(int(status[1]) * resource.getpagesize() / 2**20, 1),
+        "allocated_mb": allocated_mb(),
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
         "buffers": sum(isinstance(o, Buffer) for o in _tensors_buffers()),
@@ -93,7 +113,7 @@ def run(options: Options) -> None:
     def batch(rows: int) -> torch.Tensor:
         return spmd.mark_sharding(torch.randn(rows, 8).to("jax"), mesh, ("data", None))
 
-    held: dict[int, dict[str, float]] = {}
+    held: dict[int, dict[str, float | None]] = {}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for i in range(1, options.steps + 1):
@@ -115,10 +135,11 @@ def run(options: Options) -> None:
                 write(options, held, time.perf_counter() - start)
 
 
-def write(options: Options, held: dict[int, dict[str, float]], seconds: float) -> None:
+def write(options: Options, held: dict[int, dict[str, float | None]], seconds: float) -> None:
     """What was held at every look so far, and what the last one has more than the first."""
     first, last = held[min(held)], held[max(held)]
-    growth = {name: round(last[name] - first[name], 1) for name in last}
+    pairs = ((name, first[name], now) for name, now in last.items())
+    growth = {name: round(now - before, 1) for name, before, now in pairs if before is not None and now is not None}
     machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     result = {"steps": max(held), "since": min(held), "growth": growth, "seconds": round(seconds), **machine, "held": held}
     print(json.dumps(result), flush=True)
