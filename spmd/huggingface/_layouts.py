@@ -16,11 +16,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.rules._shard_module import RulesLike, shard_module
 from spmd.sharding._annotate import mark_sharding
-
-# What never holds a batch; every other axis does.
-_NOT_BATCH = frozenset(
-    ("model", "tensor", "tp", "expert", "experts", "ep", "sequence", "seq", "sp", "context", "cp", "pipeline", "pipe", "stage", "pp")
-)
+from spmd.sharding._axes import batch_axes
 
 
 class Layouts:
@@ -33,7 +29,7 @@ class Layouts:
 
     def __init__(self, mesh: Mesh, rules: RulesLike, batch: str | Sequence[str] | None, strict: bool) -> None:
         self.mesh = mesh
-        self.batch = tuple(a for a in mesh.axis_names if a not in _NOT_BATCH) if batch is None else _axes(mesh, batch)
+        self.batch = batch_axes(mesh) if batch is None else _axes(mesh, batch)
         self._rules = rules
         self._strict = strict
         self._models: WeakSet[nn.Module] = WeakSet()
