@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# tests/lightning runs its own: that package is in a folder beside the environment.
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith("lightning"))
+# tests/lightning and tests/torchtitan run theirs: those packages are in folders beside the environment.
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith(("lightning", "torchtitan")))
 
 
 SHOWN_ELSEWHERE = {
