@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-import jax
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,10 +24,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from mesh import Mesh, PartitionSpec, ShardingSpec, entry_axes, split_largest_dim, without_axes
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
-from spmd.base._jax import is_tracing
 from spmd.base._torch import current_graph_task_id, pytree, top_saved_tensors_default_hooks
+from spmd.device._deferred import Deferrable, Held
+from spmd.device._fence import fenced, is_fencing
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
 from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
+from spmd.patches._table import current
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
 from spmd.sharding._axes import fsdp_axis
 from spmd.sharding._constraint import placed
@@ -231,8 +232,9 @@ class _Call:
         self._sources: list[torch.Tensor] = []
         self._wholes: dict[Buffer, int] = {}
         self._again: dict[int, torch.Tensor] = {}
-        self._fence: Sequence[Any] = ()
+        self._fence: Sequence[torch.Tensor] = ()
         self._hooks: saved_tensors_hooks | None = None
+        self._drops = False
         self._outer: _Call | None = None
 
     def gather(self, module: nn.Module) -> None:
@@ -260,15 +262,17 @@ class _Call:
         outer = top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
         if drops and (outer is None or isinstance(self._outer, _Call)):
-            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._drops, self._hooks = True, saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def put_back(self) -> None:
         """The module has its own parameters again."""
         if self._hooks is not None:
             self._hooks.__exit__()
+            self._hooks = None  # it holds this call: in a circle, whole parameters would outlive the graph
         for registry, name, parameter in self._replaced:
             registry[name] = parameter
+        self._wholes.clear()
 
     def fenced(self, result: Any) -> Any:
         """The module's result; when its gradient arrives, the parameters are gathered anew and not before.
@@ -276,7 +280,7 @@ class _Call:
         The pieces go through one optimization barrier with the gradient: so XLA neither merges the gathers with those of
         the forward, which would keep every whole parameter alive, nor moves them ahead of the backward of later modules.
         """
-        if self._hooks is not None and is_tracing():
+        if self._drops and is_fencing():
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._on_gradient)
@@ -285,9 +289,18 @@ class _Call:
     def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._fence:
             return gradient
-        with exact_dtypes():
-            first, *self._fence = jax.lax.optimization_barrier([load(gradient), *map(load, self._sources)])
-        return wrap(first)
+        self._forget_after_backward()
+        first, *self._fence = fenced([gradient, *self._sources])
+        return first
+
+    def _forget_after_backward(self) -> None:
+        """Whole parameters, which a graph that lives on would keep, are gone when the backward pass is."""
+        if not self._again and not self._fence and current_graph_task_id() != -1:
+            current("torch.autograd.Variable._execution_engine").queue_callback(self._forget)
+
+    def _forget(self) -> None:
+        self._again.clear()
+        self._fence = ()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type != "jax":
@@ -307,7 +320,8 @@ class _Call:
         whole = self._again.get(index)
         if whole is None:
             source = self._sources[index]
-            whole = self._again[index] = wrap(_gathered(self._fence[index] if self._fence else load(source), source, self.unit))
+            self._forget_after_backward()
+            whole = self._again[index] = _gathered(self._fence[index] if self._fence else source, source, self.unit)
         return whole
 
 
@@ -328,11 +342,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, unit: _Unit, is_again: bool) -> torch.Tensor:
         ctx.unit, ctx.dtype, ctx.sharding = unit, parameter.dtype, _gradient_sharding(parameter, unit)
-        value = load(parameter)
-        if is_again and is_tracing():
-            with exact_dtypes():
-                value = jax.lax.optimization_barrier(value)
-        return wrap(_gathered(value, parameter, unit))
+        source = fenced([parameter])[0] if is_again else parameter
+        return _gathered(source, parameter, unit)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -340,19 +351,32 @@ class _Whole(torch.autograd.Function):
         gradient = grads[0]
         if policy is not None and policy.reduce_dtype is not None:
             gradient = gradient.to(policy.reduce_dtype)
-        summed = wrap(placed(load(gradient), ctx.sharding))
-        return summed.to(ctx.dtype), None, None
+        return _placed_copy(gradient, _held(ctx.sharding), None).to(ctx.dtype), None, None
 
 
-def _gathered(value: Any, parameter: torch.Tensor, unit: _Unit) -> Any:
-    """The parameter's array in the dtype to compute in, whole along the unit's axes."""
+def _gathered(source: torch.Tensor, parameter: torch.Tensor, unit: _Unit) -> torch.Tensor:
+    """The values of `source`, which are the parameter's, in the dtype to compute in and whole along the unit's axes."""
     policy, annotation = unit.policy, annotation_of(parameter)
-    if policy is not None and policy.param_dtype is not None and parameter.is_floating_point():
+    casts = policy is not None and policy.param_dtype is not None and parameter.is_floating_point()
+    whole = None if annotation is None or unit.stage < 3 else _without(annotation, unit.axes)
+    return _placed_copy(source, _held(whole), policy.param_dtype if casts and policy is not None else None)
+
+
+def _placed(tensor: torch.Tensor, sharding: Held, dtype: torch.dtype | None) -> torch.Tensor:
+    value = load(tensor)
+    if dtype is not None:
         with exact_dtypes():
-            value = value.astype(to_numpy_dtype(policy.param_dtype))
-    if annotation is None or unit.stage < 3:
-        return value
-    return placed(value, _without(annotation, unit.axes))
+            value = value.astype(to_numpy_dtype(dtype))
+    return wrap(placed(value, sharding.value))
+
+
+_placed_copy = Deferrable("fully_shard", _placed)
+
+
+@functools.cache
+def _held(sharding: ShardingSpec | None) -> Held:
+    """The same object for the same layout: so it is compared where operations wait."""
+    return Held(sharding)
 
 
 def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:

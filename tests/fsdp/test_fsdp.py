@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesh
 import spmd
+from spmd.device._storage import buffer_of
 from tests.oracle import assert_same, assert_same_model, batch, train
 
 pytestmark = pytest.mark.multidevice(num=8)
@@ -320,3 +321,39 @@ def test_on_tpu_gathering_again_needs_less_memory_than_keeping_weights() -> None
     kept, again = (program_on_pod(width, depth, reshard_after_forward=reshard).memory() for reshard in (False, True))
     assert again.argument_bytes == pytest.approx(weights / 8, rel=0.1)
     assert again.temp_bytes < kept.temp_bytes < weights
+
+
+def lazy_steps(model: Any, x: torch.Tensor, y: torch.Tensor) -> spmd.Lazy:
+    """Three steps, each with its loss still there when it ends, and with it the graph."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with spmd.lazy() as lazy:
+        for _ in range(3):
+            train(model, optimizer, x, y)
+    return lazy
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_waits_is_one_program_that_returns_no_whole_parameter(fsdp_8: mesh.Mesh, stage: int, frozen: bool) -> None:
+    host, device = pair(fsdp_8, lambda: Stack(64), stage=stage)
+    for model in (host, device):
+        model.layers[0].requires_grad_(not frozen)
+    hosts, devices = on_mesh(fsdp_8, 64)
+    lazy = lazy_steps(device, *devices)
+    optimizer = torch.optim.AdamW(host.parameters(), lr=1e-3)
+    for _ in range(3):
+        train(host, optimizer, *hosts)
+    assert_same_model(device, host)
+    assert lazy.num_executables == 2, lazy.retraces  # the first creates the optimizer's state
+    memory = lazy.program.memory()
+    gradients = sum(buffer_of(p.grad).get().addressable_shards[0].data.nbytes for p in device.parameters() if p.grad is not None)
+    assert memory.output_bytes - memory.alias_bytes <= gradients + 4096  # 0-dim state and the loss
+
+
+def test_checkpointed_layers_that_wait_are_computed_again(fsdp_8: mesh.Mesh) -> None:
+    """XLA would merge the second computation with the first."""
+    tanhs = []
+    for checkpointed in (False, True):
+        _, device = pair(fsdp_8, lambda checkpointed=checkpointed: Stack(checkpointed=checkpointed))
+        tanhs.append(lazy_steps(device, *on_mesh(fsdp_8)[1]).program.hlo().count(" tanh("))
+    assert tanhs == [3, 6]

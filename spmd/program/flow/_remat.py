@@ -21,11 +21,11 @@ import jax
 import torch
 import torch.utils.checkpoint as checkpoint_module
 
-from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import CheckpointFrame, pytree
+from spmd.device._fence import fenced, is_fencing
 from spmd.device._kept import Kept
-from spmd.device._storage import is_device_tensor, load, recording, wrap
+from spmd.device._storage import is_device_tensor, recording
 from spmd.patches._table import current, replaced
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,7 +82,7 @@ def _recomputed(fn: Callable[..., Any], policy: Callable[[str], bool]) -> Callab
         kept, flowing = Kept(policy), list[torch.Tensor]()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if flowing and recording.get() is not None:  # the second time, in the backward pass
+            if flowing and is_fencing():  # the second time, in the backward pass
                 flat, tree = pytree.tree_flatten((args, kwargs))
                 args, kwargs = pytree.tree_unflatten(_behind_barrier(flat, flowing), tree)
             return fn(*args, **kwargs)
@@ -157,8 +157,8 @@ def _behind_barrier(values: Any, after: Sequence[torch.Tensor] = ()) -> list[Any
     """The same values; tensors on the device as new leaves that XLA cannot trace back to the old ones, nor compute before `after`."""
     held = list(values)
     places = [i for i, v in enumerate(held) if is_device_tensor(v)]
-    with exact_dtypes():
-        fenced, _ = jax.lax.optimization_barrier(([load(held[i]) for i in places], [load(t) for t in after]))
-    for i, array in zip(places, fenced, strict=True):
-        held[i] = wrap(array).as_subclass(type(held[i])).requires_grad_(held[i].requires_grad)
+    behind = fenced([*(held[i] for i in places), *after])
+    if is_fencing():
+        for i, tensor in zip(places, behind, strict=False):
+            held[i] = tensor.as_subclass(type(held[i])).requires_grad_(held[i].requires_grad)
     return held

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from spmd.device._deferred import Deferrable, Held, deferring, end_step
 from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.device._turn import turn
 from spmd.program._job_checks import compiling
+from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.lazy._described import Now
 from spmd.program.lazy._effect import Effects
 from spmd.program.lazy._node import Node, difference
@@ -69,6 +70,7 @@ class Lazy:
         self._is_warned = False
         self._num_dropped = 0
         self._hook: Any = None
+        self._undo = ExitStack()
 
     def __enter__(self) -> Lazy:
         self.start()
@@ -89,11 +91,13 @@ class Lazy:
             raise SpmdError(
                 message("operations are recorded already", "a recording has no recordings inside", fix="leave the inner spmd.lazy() out")
             )
+        self._undo.enter_context(barrier_on_recompute())
         deferring.set(self)
 
     def stop(self) -> None:
         """Run what waits, and record no more."""
         deferring.set(None)
+        self._undo.close()
         self.boundary()
 
     @property
