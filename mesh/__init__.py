@@ -12,7 +12,7 @@ from mesh._devices import Device, device_count, devices, virtual_devices
 from mesh._hybrid import HybridMesh, device_attributes, simulated_slices
 from mesh._mesh import Mesh, init_device_mesh
 from mesh._mesh_errors import AcceleratorIdle, DeviceError, JobError, MeshError, RulesError, SpecError
-from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report
+from mesh._report import LARGE_BYTES, Finding, Placement, RulesReport, Sized, rules_report, size_text
 from mesh._rules import Rule, Rules, SpecFunction, largest_dim, split_largest_dim, without_axes
 from mesh._sharding import ShardingSpec, ShardingType, ShardSlice
 from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
@@ -66,6 +66,7 @@ __all__ = [
     "SpecFunction",
     "largest_dim",
     "rules_report",
+    "size_text",
     "split_largest_dim",
     "without_axes",
     # errors

@@ -138,14 +138,13 @@ class RulesReport:
         )
 
     def __str__(self) -> str:
-        rows = [(p.name, "×".join(map(str, p.shape)), str(p.sharding.partition_spec), str(p.bytes_per_device), p.rule or "-") for p in self]
-        rows = [("name", "shape", "spec", "bytes per device", "rule"), *rows, ("total", "", "", str(self.bytes_per_device), "")]
-        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, width)).rstrip() for row in rows]
-        return "\n".join([str(self.mesh), *lines, *map(str, self.findings)])
+        """The table as text, as wide as the terminal: the equal layers of a stack are one line."""
+        from mesh._report_table import text  # rich only where something is shown
+
+        return text(self)
 
     def __rich__(self) -> RenderableType:
-        from mesh._report_table import table  # rich only where something is shown
+        from mesh._report_table import table
 
         return table(self)
 

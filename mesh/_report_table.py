@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
+import shutil
 from collections.abc import Sequence
 
 import rich.box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +30,13 @@ def table(report: RulesReport) -> RenderableType:
     for members in groups.values():
         shown.add_row(*_row(members))
     return Group(shown, *(_finding(finding) for finding in report.findings))
+
+
+def text(report: RulesReport) -> str:
+    """The table without colours."""
+    stream = io.StringIO()
+    Console(file=stream, width=shutil.get_terminal_size((140, 24)).columns, color_system=None).print(table(report))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def _row(members: Sequence[Placement]) -> tuple[RenderableType, ...]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from mesh import Mesh, ShardingSpec
+from mesh import Mesh, ShardingSpec, size_text
 from spmd import XLAShardedTensor
 
 _BRAILLE = 0x2800
@@ -45,13 +45,13 @@ def sharding_table(model: nn.Module, mesh: Mesh) -> Table:
         whole, local = whole + num_bytes, local + num_bytes // sharding.num_shards
         piece = "" if sharding.is_replicated else f"→ [cyan]{dims(sharding.shard_shape(shape))}[/]"
         spec = "[dim]replicated[/]" if sharding.is_replicated else f"[cyan]({', '.join(map(str, sharding.partition_spec))})[/]"
-        rows.append((name.replace("*", f"0-{len(parameters) - 1}"), dims(shape), piece, spec, size(num_bytes // sharding.num_shards)))
+        rows.append((name.replace("*", f"0-{len(parameters) - 1}"), dims(shape), piece, spec, size_text(num_bytes // sharding.num_shards)))
     table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("parameter", "total", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=True)
     table.add_column("shard", no_wrap=True)
-    table.add_column("spec", f"of {size(whole)}", justify="right", no_wrap=True)
-    table.add_column("bytes", size(local), justify="right", no_wrap=True)
+    table.add_column("spec", f"of {size_text(whole)}", justify="right", no_wrap=True)
+    table.add_column("bytes", size_text(local), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table
@@ -60,15 +60,6 @@ def sharding_table(model: nn.Module, mesh: Mesh) -> Table:
 def dims(shape: Sequence[int]) -> str:
     """`128×64`."""
     return "×".join(map(str, shape))
-
-
-def size(num_bytes: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import mesh
 import spmd
-from mesh import Mesh, MeshError, virtual_devices
+from mesh import Mesh, MeshError, size_text, virtual_devices
 from spmd.demo import _reader, _screens, _text
 from spmd.demo._gpt2 import GPTConfig
 from spmd.demo._training import Training
@@ -166,7 +166,7 @@ class Demo:
         self.evaluate(losses)
         train_step = self.training.train_step
         executables, retraces = train_step.num_executables, train_step.retraces
-        memory = _screens.size(train_step.memory().peak_bytes)
+        memory = size_text(train_step.memory().peak_bytes)
         self.console.print(f"{executables} executable, {len(retraces)} retraces, {memory} of memory on each device", *retraces)
         return losses
 
@@ -215,7 +215,7 @@ class Demo:
         ours_BTV = self.training.logits(tokens_BT.to("jax")).cpu().as_subclass(Tensor)
         difference = (_read_without_spmd(self.config, path, tokens_BT) - ours_BTV).abs().max().item()
         self.console.print(
-            f"saved [bold]{path}[/], {_screens.size(path.stat().st_size)}\n"
+            f"saved [bold]{path}[/], {size_text(path.stat().st_size)}\n"
             f"loaded on the CPU by a process with torch alone: logits differ by {difference:.1e} (at most {TOLERANCE:g})",
             soft_wrap=True,
         )

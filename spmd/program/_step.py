@@ -42,6 +42,7 @@ from spmd.program.trace._results import require_function
 from spmd.program.trace._way import Way
 from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
+from spmd.program.xla._memory_report import MemoryReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -250,7 +251,7 @@ class Step(Compiled, Generic[P, R]):
         """The collectives of the latest program: kinds, counts, bytes and mesh axis, read from the compiled program."""
         return self._program.collectives()
 
-    def memory(self) -> _hlo.MemoryReport:
+    def memory(self) -> MemoryReport:
         """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
         return self._program.memory()
 

@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from spmd.program.xla._hlo import Collective, CollectiveReport, collectives, flops, instruction_count, memory
+from spmd.program.xla._hlo import Collective, CollectiveReport, collectives, flops, instruction_count
+from spmd.program.xla._memory_report import MemoryReport, memory
 
 P = PartitionSpec
 NAMES, SIZES = ("data", "model"), (4, 2)
@@ -455,6 +456,11 @@ def test_peak_falls_back_to_the_sum_of_the_parts() -> None:
     assert memory(SimpleNamespace(memory_analysis=lambda: analysis)).peak_bytes == 117
     with pytest.raises(ValueError, match="gives no memory analysis"):
         memory(SimpleNamespace(memory_analysis=lambda: None))
+
+
+def test_memory_is_shown_with_units() -> None:
+    shown = str(MemoryReport(3 << 20, 1536, 0, 512, 0, 3 << 30))
+    assert shown == "per device: argument 3 MiB, output 1.5 KiB, temp 0 B, alias 512 B, generated code 0 B, peak 3 GiB"
 
 
 def example_report() -> CollectiveReport:

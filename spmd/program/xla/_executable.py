@@ -13,6 +13,7 @@ from mesh import Mesh
 from spmd.base._convert import exact_dtypes
 from spmd.device._partitioner import avoid_faults, raise_other_devices
 from spmd.program.xla import _hlo, _partition
+from spmd.program.xla._memory_report import MemoryReport, memory
 
 
 class Executable:
@@ -26,9 +27,9 @@ class Executable:
     compiled: Any
     mesh: Mesh | None
 
-    def memory(self) -> _hlo.MemoryReport:
+    def memory(self) -> MemoryReport:
         """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
-        return _hlo.memory(self.compiled)
+        return memory(self.compiled)
 
     def flops(self) -> int:
         """Floating-point operations of one call on one device (dots and convolutions, 2 per multiply-add)."""

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mesh import size_text
+
 if TYPE_CHECKING:
-    from jax.stages import Compiled
     from rich.table import Table
 
-__all__ = ["Collective", "CollectiveReport", "MemoryReport", "collectives", "flops", "instruction_count", "memory"]
+__all__ = ["Collective", "CollectiveReport", "collectives", "flops", "instruction_count"]
 
 _Groups = tuple[tuple[int, ...], ...]
 _Array = tuple[str, tuple[int, ...]]  # dtype and dims
@@ -128,24 +129,9 @@ class CollectiveReport:
         return table
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """Per-device memory of a compiled program as the compiler planned it; `alias_bytes` are outputs that live in donated arguments."""
-
-    argument_bytes: int
-    output_bytes: int
-    temp_bytes: int
-    alias_bytes: int
-    generated_code_bytes: int
-    peak_bytes: int
-
-
 def _count_and_bytes(report: CollectiveReport) -> tuple[str, str]:
-    value, units = float(report.num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
     bound = ">=" if report.count_is_lower_bound else ""
-    return f"{bound}{sum(report.counts().values())}", f"{value:.4g} {units[0]}"
+    return f"{bound}{sum(report.counts().values())}", size_text(report.num_bytes)
 
 
 def collectives(hlo_text: str, axis_names: tuple[str, ...] = (), axis_sizes: tuple[int, ...] = ()) -> CollectiveReport:
@@ -212,22 +198,6 @@ def flops(hlo_text: str) -> int:
         for instruction in computation.instructions.values()
         if instruction.opcode in counters
     )
-
-
-def memory(compiled: "Compiled") -> MemoryReport:
-    """Memory of one device, from `jax.stages.Compiled.memory_analysis()`.
-
-    Raises:
-        ValueError: the backend has no memory analysis.
-    """
-    analysis: object = compiled.memory_analysis()
-    if analysis is None:
-        raise ValueError("this backend gives no memory analysis\n  fix: compile for cpu, gpu or a tpu topology")
-    names = ("argument", "output", "temp", "alias", "generated_code")
-    argument, output, temp, alias, code = (int(getattr(analysis, f"{name}_size_in_bytes")) for name in names)
-    total = argument + output + temp - alias  # all allocations of the program; the TPU's own figure for the peak counts VMEM on top
-    peak = min(int(getattr(analysis, "peak_memory_in_bytes", 0)) or total, total)
-    return MemoryReport(argument, output, temp, alias, code, peak)
 
 
 class _Instruction(NamedTuple):
