@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -32,6 +32,20 @@ from spmd.patches._table import current, is_expected, replace
 
 NAME = "jax"
 _installed: list[Installed] = []
+
+
+class DeviceProperties(NamedTuple):
+    """What `torch.jax.get_device_properties` tells.
+
+    Attributes:
+        name: what one chip is.
+        total_memory: bytes that jax may use on one chip; 0 where it does not know (CPU devices).
+        num_devices: how many chips there are.
+    """
+
+    name: str
+    total_memory: int
+    num_devices: int
 
 
 class DeviceModule:
@@ -102,6 +116,28 @@ class DeviceModule:
 
     seed_all = seed
 
+    def init(self) -> None:
+        """Nothing to do: the device is there from the import on."""
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """(free, total) bytes, as `torch.accelerator.get_memory_info`."""
+        return _memory_statistics.get_memory_info()
+
+    def ipc_collect(self) -> None:
+        """Nothing to do: no other process can read its memory."""
+
+    def get_device_name(self, device: Any = None) -> str:
+        """What the chips are, as jax says it ("TPU v5 lite", "cpu")."""
+        return str(_devices.devices()[0].device_kind)
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        """What the chips are, and how much memory each has."""
+        limits = [limit for chip in _memory_statistics.counted() if (limit := chip.get("bytes_limit"))]
+        return DeviceProperties(self.get_device_name(), min(limits, default=0), _devices.device_count())
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return True
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -162,6 +198,7 @@ def register() -> None:
     _engine.register()
     replace("torch.accelerator.synchronize", synchronize)
     replace("torch.accelerator.set_device_index", set_device_index)
+    replace("torch.accelerator.current_stream", _streams.current_accelerator_stream)
     _memory_statistics.register()
     _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())

@@ -89,12 +89,15 @@ def register() -> None:
             replace_everywhere(target, function, "torch.accelerator")
 
 
+def counted() -> list[dict[str, int]]:
+    """jax's counts on the chips of this process where it counts."""
+    return [counts for counts in _counts() if counts]
+
+
 def _chips() -> list[dict[str, int]]:
     """jax's counts on each chip of this process."""
-    own: list[Any] = [device for device in mesh.devices() if device.process_index == jax.process_index()]
-    chips: list[dict[str, int] | None] = [chip.memory_stats() for chip in own]
-    counted = [chip for chip in chips if chip]
-    if len(counted) < len(chips):
+    chips = counted()
+    if len(chips) < len(_counts()):
         raise SpmdError(
             message(
                 f"jax keeps no statistics of memory on platform {jax.default_backend()!r}",
@@ -102,7 +105,12 @@ def _chips() -> list[dict[str, int]]:
                 fix="step.memory() says what a compiled function takes on each device",
             )
         )
-    return counted
+    return chips
+
+
+def _counts() -> list[dict[str, int] | None]:
+    own: list[Any] = [device for device in mesh.devices() if device.process_index == jax.process_index()]
+    return [chip.memory_stats() for chip in own]
 
 
 def _first(chip: dict[str, int], keys: tuple[str, ...]) -> int:

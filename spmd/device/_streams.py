@@ -1,5 +1,7 @@
 """`torch.jax.Stream` and `Event`: there is one stream, in which operations run in the order of the program.
 
+`torch.accelerator.current_stream()` is it too. C++ makes `torch.Stream(device="jax")` itself, which has nothing to wait for.
+
 jax dispatches to each chip in order and keeps track of what needs what, so there is nothing to choose and nothing to wait for; what can be
 waited for is that everything dispatched is done. Programs that name streams run, and mean the same.
 """
@@ -103,6 +105,11 @@ def current_stream(device: Any = None) -> Stream:
     return Stream()
 
 
+def default_stream(device: Any = None) -> Stream:
+    """The stream."""
+    return Stream()
+
+
 def set_stream(stream: Any) -> None:
     """Nothing to do: there is one."""
 
@@ -113,7 +120,12 @@ def stream(stream: Any) -> Generator[None]:
     yield
 
 
-MEMBERS: tuple[Any, ...] = (Stream, Event, current_stream, set_stream, stream)
+MEMBERS: tuple[Any, ...] = (Stream, Event, current_stream, default_stream, set_stream, stream)
+
+
+def current_accelerator_stream(device: Any = None, /) -> Stream:
+    """`torch.accelerator.current_stream`: the stream; C++'s own does not wait."""
+    return Stream()
 
 
 def waiting_by(wait: Callable[[], None]) -> None:
@@ -121,4 +133,14 @@ def waiting_by(wait: Callable[[], None]) -> None:
     _wait[:] = [wait]
 
 
-__all__ = ["MEMBERS", "Event", "Stream", "current_stream", "set_stream", "stream", "waiting_by"]
+__all__ = [
+    "MEMBERS",
+    "Event",
+    "Stream",
+    "current_accelerator_stream",
+    "current_stream",
+    "default_stream",
+    "set_stream",
+    "stream",
+    "waiting_by",
+]
