@@ -1,5 +1,7 @@
 """PyTorch's own distributed words over 8 virtual devices: a plan, FSDP2 over it, and a checkpoint loaded into another mesh."""
 
+# pyright: reportPrivateImportUsage=none
+
 import tempfile
 from typing import Any
 

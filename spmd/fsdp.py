@@ -129,6 +129,11 @@ _UNIT = "_spmd_fsdp_unit"
 _INSIDE = "_spmd_fsdp_inside"
 
 
+def unit_of(module: nn.Module) -> _Unit:
+    """What `fully_shard` settled for a module that is a unit."""
+    return vars(module)[_UNIT]
+
+
 def is_outermost(module: nn.Module) -> bool:
     """Whether a unit is inside no other."""
     return _INSIDE not in vars(module)
@@ -189,7 +194,7 @@ class _Unit:
     mesh: Mesh
     axes: tuple[str, ...]
     stage: Stage
-    reshard: bool
+    reshard: bool | None
     policy: MixedPrecision | None
     ignored: frozenset[int]
     calls: list[_Call] = field(default_factory=list["_Call"], compare=False)
@@ -389,4 +394,4 @@ def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
     return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
-__all__ = ["MixedPrecision", "fully_shard", "is_outermost", "require_no_unit"]
+__all__ = ["MixedPrecision", "fully_shard", "is_outermost", "require_no_unit", "unit_of"]

@@ -1,5 +1,7 @@
 """torch's `fully_shard` and `DistributedDataParallel` on device 'jax', and torch's checkpoints: losses of CPU torch, spmd's collectives."""
 
+# pyright: reportPrivateImportUsage=none
+
 import copy
 import pickle
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -124,12 +126,21 @@ def test_what_a_unit_can_be_told_does_nothing_or_is_refused() -> None:
     assert len(model.layers[:1]) == 1
     with pytest.raises(spmd.SpmdError, match=r"set_gradient_divide_factor\(8.0\)(?s:.*)fix: loss = loss / 8.0"):
         model.set_gradient_divide_factor(8.0)
-    for options, words in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"offload_policy": CPUOffloadPolicy()}, "CPUOffload"),
-    ):
+    ]
+    for options, words in refused:
         with pytest.raises(spmd.SpmdError, match=words):
             fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("jax", (8,)), **options)
+
+
+def test_a_method_that_is_registered_runs_as_forward_does() -> None:
+    model: Any = fully_shard(Stack(), mesh=init_device_mesh("jax", (8,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.encode = lambda x: model.head(x)
+    register_fsdp_forward_method(model, "encode")
+    assert model.encode(batch(8, WIDTH).to("jax")).dtype == torch.bfloat16
+    assert isinstance(model.head.weight, nn.Parameter) and model.head.weight.dtype == torch.float32
 
 
 def test_ddp_splits_the_batch_over_all_devices_and_keeps_its_names() -> None:
@@ -144,13 +155,13 @@ def test_ddp_splits_the_batch_over_all_devices_and_keeps_its_names() -> None:
     (sums,) = step.collectives()
     assert (sums.kind, sums.axes) == ("all-reduce", ("data",))
     with model.no_sync(), pytest.raises(spmd.SpmdError, match="none can be replaced"):
-        model.register_comm_hook(None, None)
+        model.register_comm_hook(None, print)
     assert_same_model(copy.deepcopy(model).eval().module, host)
     pickle.dumps(model.train())
 
 
 def test_ddp_of_a_model_on_the_host_is_torchs() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert type(DistributedDataParallel(nn.Linear(2, 2))) is DistributedDataParallel
 
 
@@ -172,5 +183,5 @@ def test_a_checkpoint_of_torchs_is_loaded_into_another_mesh(tmp_path: Path) -> N
     for mine, saved in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.detach().cpu(), saved.detach().cpu())
     assert_same(second.state[other.head.weight]["exp_avg"], optimizer.state[model.head.weight]["exp_avg"])
-    whole = get_state_dict(other, second, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[0]
+    whole: dict[str, Any] = get_state_dict(other, second, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[0]
     assert {t.device.type for t in whole.values()} == {"cpu"}

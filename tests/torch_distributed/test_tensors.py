@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -106,6 +107,20 @@ def test_a_module_is_distributed_by_functions_and_the_rest_replicated(grid: Devi
     model: Any = distribute_module(copy.deepcopy(host), grid["tp"], partition, enter, leave)
     assert [spec(p) for p in model.parameters()] == [("tp", None), (None,), (None,), (None,)]
     assert_same(model(batch(4, 8).to("jax")), host(batch(4, 8)))
+
+
+def test_in_a_compiled_function_a_tensor_is_distributed_and_a_collective_gives_it_back(grid: DeviceMesh) -> None:
+    def mean(x: torch.Tensor) -> tuple[Any, Any]:
+        loss = distribute_tensor(x, grid["dp"], [Shard(0)]).square().mean()
+        copied = loss.clone()
+        dist.all_reduce(copied, group=grid["dp"].get_group())
+        return loss, copied
+
+    step: Any = spmd.compile(mean)
+    x = batch(8, 4).to("jax")
+    for _ in range(2):
+        assert_same(step(x), (batch(8, 4).square().mean(),) * 2)
+    assert step.retraces == [] and not isinstance(x, spmd.XLAShardedTensor)
 
 
 class Block(nn.Module):

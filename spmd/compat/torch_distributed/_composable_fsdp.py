@@ -23,7 +23,7 @@ from spmd.compat.torch_distributed._group_of_one import GroupOfOne
 from spmd.compat.torch_distributed._words import before
 from spmd.device._layout import annotation_of
 from spmd.fsdp import fully_shard as shard_over
-from spmd.fsdp import is_outermost
+from spmd.fsdp import is_outermost, unit_of
 from spmd.sharding._device_mesh import is_of_devices, mesh_axes
 from spmd.xla_names._distribute import note_device_mesh
 
@@ -91,6 +91,10 @@ class OneProgramModule(FSDPModule):
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: there are no streams, no buckets, and no gradient that has yet to be summed."""
 
+    def _get_fsdp_state(self) -> Any:
+        """What `register_fsdp_forward_method` calls around another method than forward: what happens around forward."""
+        return _Around()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return super(FSDPModule, self)._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -117,6 +121,16 @@ class OneProgramModule(FSDPModule):
         raise SpmdError(message("one program's collectives are the compiler's: none can be replaced", fix="leave the call out"))
 
     set_custom_all_gather = set_custom_reduce_scatter = set_all_reduce_hook = _refused
+
+
+class _Around:
+    """The unit's hooks under torch's names for them."""
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return unit_of(module).enter(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, result: Any) -> Any:
+        return unit_of(module).leave(module, args, result)
 
 
 def _is_ours(modules: Sequence[nn.Module]) -> bool:

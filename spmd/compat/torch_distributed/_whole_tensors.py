@@ -16,6 +16,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._torch import current_device_mesh
 from spmd.compat.torch_distributed._words import before
 from spmd.device._layout import annotation_of
+from spmd.device._storage import recording
 from spmd.rules import parallelize
 from spmd.sharding._device_mesh import is_of_devices, mesh_axes
 from spmd.xla_names._distribute import redistribute, xla_distribute_module, xla_distribute_tensor
@@ -26,13 +27,16 @@ _TENSORS = "torch.distributed.tensor"
 def distribute_tensor(
     tensor: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None, *, src_data_rank: int | None = 0
 ) -> Any:
-    """torch's `distribute_tensor`; on the device `xla_distribute_tensor`, in place if the tensor is there already."""
+    """torch's `distribute_tensor`; on the device `xla_distribute_tensor`, in place if the tensor is there already, and in a compiled
+    function a new tensor, since a call must leave its arguments as they are."""
     mesh = device_mesh if device_mesh is not None else current_device_mesh()
     if not is_of_devices(mesh):
         return before[f"{_TENSORS}.distribute_tensor"](tensor, mesh, placements, src_data_rank=src_data_rank)
     if not tensor.is_leaf:
         what = "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf tensor!"
         raise SpmdError(message(what, fix="spmd.mark_sharding(t, mesh, spec), or t.redistribute(mesh, placements) of a marked tensor"))
+    if recording.get() is not None and tensor.device.type == "jax":
+        return redistribute(tensor, mesh, placements)
     return xla_distribute_tensor(tensor, mesh, placements)
 
 
