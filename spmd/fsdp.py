@@ -125,6 +125,18 @@ def require_no_unit(modules: Iterable[nn.Module]) -> None:
             )
 
 
+def dissolve(model: nn.Module) -> None:
+    """The units in a model are plain modules again; their parameters stay where they lie."""
+    for module in model.modules():
+        vars(module).pop(_INSIDE, None)
+        unit = vars(module).pop(_UNIT, None)
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        for hooks, flags in ((before, module._forward_pre_hooks_with_kwargs), (after, module._forward_hooks_always_called)):
+            for key in [key for key, hook in hooks.items() if unit is not None and getattr(hook, "__self__", None) is unit]:
+                del hooks[key]
+                flags.pop(key, None)
+
+
 _UNIT = "_spmd_fsdp_unit"
 _INSIDE = "_spmd_fsdp_inside"
 
@@ -394,4 +406,4 @@ def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
     return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
-__all__ = ["MixedPrecision", "fully_shard", "is_outermost", "require_no_unit", "unit_of"]
+__all__ = ["MixedPrecision", "dissolve", "fully_shard", "is_outermost", "require_no_unit", "unit_of"]

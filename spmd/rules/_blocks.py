@@ -41,8 +41,17 @@ def activation_borders(model: nn.Module, mesh: Mesh, batch: tuple[str, ...]) -> 
     return tuple((module, border) for module in dict.fromkeys([*_tables(model), *blocks_of(model)]))
 
 
+def remove_borders(model: nn.Module) -> None:
+    """Leave alone what tables and blocks return."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            border = getattr(hook, "__self__", None)
+            if isinstance(border, Border) and border.batch is not None:
+                del module._forward_hooks[key]
+
+
 def _tables(model: nn.Module) -> Iterator[nn.Module]:
     return (module for name, module in model.named_modules() if isinstance(module, nn.Embedding) and is_table(name))
 
 
-__all__ = ["activation_borders", "blocks_of"]
+__all__ = ["activation_borders", "blocks_of", "remove_borders"]

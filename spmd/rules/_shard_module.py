@@ -10,7 +10,8 @@ from torch import nn
 
 from mesh import LARGE_BYTES, Mesh, Rule, Rules, RulesReport, Sized, SpecFunction, rules_report
 from spmd.base._errors import SpmdError, message
-from spmd.fsdp import fully_shard, require_no_unit
+from spmd.fsdp import dissolve, fully_shard, require_no_unit
+from spmd.rules._blocks import remove_borders
 from spmd.rules._heads import head_findings
 from spmd.rules._parallel_plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
 from spmd.rules._presets import preset
@@ -20,6 +21,7 @@ from spmd.sharding._dtensor_placements import is_placements, spec_of_placements
 
 ParameterFunction: TypeAlias = Callable[[str, torch.Tensor], Any]
 RulesLike: TypeAlias = Rules | Sequence[tuple[Any, Any]] | Mapping[Any, Any] | ParameterFunction | str
+_BY_RULES = "_spmd_units_by_rules"
 
 
 def shard_module(
@@ -64,12 +66,16 @@ def shard_module(
     report = report.with_findings([*plan.findings, *head_findings(model, computed)])
     if strict:
         report.raise_errors()
+    if _BY_RULES in vars(model):  # laid out before: anew
+        dissolve(model)
     require_no_unit(plan.units)
     tensors = dict(named_tensors(model))
     for placement in report:
         mark_sharding(tensors[placement.name], mesh, placement.sharding.partition_spec)
     for unit in plan.units:
         fully_shard(unit, mesh, axis=plan.fsdp_axis)
+        vars(model)[_BY_RULES] = True
+    remove_borders(model)  # of a preset before
     for module, border in plan.borders:
         border.install(module)
     return report

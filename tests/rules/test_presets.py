@@ -252,13 +252,21 @@ def test_adapters_lie_as_the_linear_that_they_adapt(mesh_4x2: mesh.Mesh) -> None
     assert {name: specs[f"{name}.default.weight"] for name in expected} == expected
 
 
-def test_parameters_of_fsdp_are_gathered_a_block_at_a_time(mesh_4x2: mesh.Mesh) -> None:
+def test_a_model_is_laid_out_anew_by_a_second_call(mesh_4x2: mesh.Mesh) -> None:
     model = llama().to("jax")
-    spmd.shard_module(model, mesh_4x2, "fsdp+megatron")
+    counts: list[tuple[int, int]] = []
+    for rules in ("fsdp+megatron", "fsdp", "fsdp"):
+        spmd.shard_module(model, mesh_4x2, rules)
+        counts.append((sum(len(m._forward_pre_hooks) for m in model.modules()), sum(len(m._forward_hooks) for m in model.modules())))
+    assert counts == [(3, 6)] * 3  # two blocks and the model are units; blocks and the table of tokens lay out what they return
+    assert model.get_parameter("model.layers.0.mlp.up_proj.weight").partition_spec == ("data", None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_units_by_hand_are_not_made_anew(mesh_4x2: mesh.Mesh) -> None:
+    model = llama().to("jax")
+    spmd.fully_shard(model, mesh_4x2)
     with pytest.raises(spmd.SpmdError, match="is a unit of fully_shard already"):
         spmd.shard_module(model, mesh_4x2, "fsdp")
-    with pytest.raises(spmd.SpmdError, match="is a unit of fully_shard already"):
-        spmd.fully_shard(model, mesh_4x2)
 
 
 def test_activations_are_split_over_the_batch(mesh_4x2: mesh.Mesh) -> None:
