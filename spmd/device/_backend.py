@@ -198,7 +198,6 @@ def register() -> None:
     _engine.register()
     replace("torch.accelerator.synchronize", synchronize)
     replace("torch.accelerator.set_device_index", set_device_index)
-    replace("torch.accelerator.current_stream", _streams.current_accelerator_stream)
     _memory_statistics.register()
     _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())

@@ -1,6 +1,7 @@
 """`torch.jax.Stream` and `Event`: there is one stream, in which operations run in the order of the program.
 
-`torch.accelerator.current_stream()` is it too. C++ makes `torch.Stream(device="jax")` itself, which has nothing to wait for.
+C++ makes `torch.Stream(device="jax")` and `torch.accelerator.current_stream()` itself: those wait for nothing. (Dynamo reads attributes of
+the latter that only C++'s have, so it is not replaced.)
 
 jax dispatches to each chip in order and keeps track of what needs what, so there is nothing to choose and nothing to wait for; what can be
 waited for is that everything dispatched is done. Programs that name streams run, and mean the same.
@@ -123,24 +124,9 @@ def stream(stream: Any) -> Generator[None]:
 MEMBERS: tuple[Any, ...] = (Stream, Event, current_stream, default_stream, set_stream, stream)
 
 
-def current_accelerator_stream(device: Any = None, /) -> Stream:
-    """`torch.accelerator.current_stream`: the stream; C++'s own does not wait."""
-    return Stream()
-
-
 def waiting_by(wait: Callable[[], None]) -> None:
     """How streams and events wait."""
     _wait[:] = [wait]
 
 
-__all__ = [
-    "MEMBERS",
-    "Event",
-    "Stream",
-    "current_accelerator_stream",
-    "current_stream",
-    "default_stream",
-    "set_stream",
-    "stream",
-    "waiting_by",
-]
+__all__ = ["MEMBERS", "Event", "Stream", "current_stream", "default_stream", "set_stream", "stream", "waiting_by"]

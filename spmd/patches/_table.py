@@ -211,12 +211,6 @@ PATCHES: tuple[Patch, ...] = (
         parameters="device",
     ),
     Patch(
-        "torch.accelerator.current_stream",
-        "the same: its own says that it has waited, and has not",
-        "spmd/device/_streams.py",
-        parameters="device",
-    ),
-    Patch(
         "torch.accelerator.set_device_index",
         "C++ takes any index for such a device",
         "spmd/device/_backend.py",

