@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance lightning torchtitan bench torchax ops models presets layouts fuzz docs faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets layouts fuzz docs faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,7 +47,7 @@ test: setup check ## check, then all tests on 8 virtual devices, compiled fast: 
 	@$(PYTEST) tests
 
 # Nothing is left out: every dtype, form and sample of every operator, recipes of 200 steps, other numbers of devices, XLA's optimizations.
-test-all: setup check lightning torchtitan ## check, then all tests and sweeps, compiled as users' programs are (hours)
+test-all: setup check lightning torchtitan trl ## check, then all tests and sweeps, compiled as users' programs are (hours)
 	@$(PYTEST) -m "slow or not slow" --optimize tests
 
 # GROUND=tpu compiles for TPU topologies ahead of time, GROUND=gpu runs on this machine's GPU. Peers that are missing are left out.
@@ -104,6 +104,11 @@ torchtitan: setup ## torchtitan's Llama, in a folder beside the environment, and
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv-torchtitan torchtitan==0.3.0 spmd_types==0.2.3
 	@$(PYTEST) -m slow tests/torchtitan
 
+# dill, by which `datasets` knows a function again, takes what lies in a folder of this name as imported, and the rest apart.
+trl: setup ## TRL's trainers, in a folder beside the environment, and their tests
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv-trl/site-packages trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 aiohttp==3.14.5
+	@$(PYTEST) -m slow tests/huggingface/test_trl.py
+
 faults: setup ## what a job survives: faults thrown at it, an hour; TRIALS of each if given (network faults where root may make namespaces)
 	@$(PY) benchmarks/faults.py $(if $(TRIALS),--trials $(TRIALS))
 
@@ -112,5 +117,5 @@ endurance: setup ## loops that read nothing on many virtual devices, and 10,000 
 	@$(PY) benchmarks/days.py
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance .venv-lightning .venv-torchtitan build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance .venv-lightning .venv-torchtitan .venv-trl build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

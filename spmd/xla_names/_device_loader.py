@@ -59,14 +59,15 @@ class MpDeviceLoader:
         if unknown:
             raise SpmdError(message(f"MpDeviceLoader has no option {', '.join(sorted(unknown))}", fix="leave it out"))
         self._loader = loader
-        self._input_sharding = input_sharding
+        # Under torch_xla's name: Hugging Face's Trainer writes the sharding of its batches there.
+        self._parallel_loader_kwargs: dict[str, Any] = {"input_sharding": input_sharding}
         self._prefetch = max(1, device_prefetch_size)
 
     def __len__(self) -> int:
         return len(cast("Any", self._loader))
 
     def __iter__(self) -> Iterator[Any]:
-        batches = (placed(batch, self._input_sharding) for batch in self._loader)
+        batches = (placed(batch, self._parallel_loader_kwargs["input_sharding"]) for batch in self._loader)
         pool = ThreadPoolExecutor(1, "spmd.MpDeviceLoader")
         ahead = deque(pool.submit(next, batches, _END) for _ in range(self._prefetch))
         try:

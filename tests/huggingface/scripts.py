@@ -70,12 +70,21 @@ def labelled(num: int = 32, length: int = 8) -> list[dict[str, Any]]:
     return [{"input_ids": text["input_ids"], "labels": int(text["input_ids"][0] > 32)} for text in texts(num, length)]
 
 
-def fit(make: Callable[[], Any], data: Any, folder: Path, resume: Path | None = None, data_collator: Any = None, **options: Any) -> Trainer:
+def fit(
+    make: Callable[[], Any],
+    data: Any,
+    folder: Path,
+    resume: Path | None = None,
+    data_collator: Any = None,
+    before: Callable[[Trainer], None] = lambda trainer: None,
+    **options: Any,
+) -> Trainer:
     """Train as a script does; what it would print is dropped."""
     transformers.set_seed(0)
     usual = {"per_device_train_batch_size": 8, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"}
     arguments = TrainingArguments(str(folder), **{**usual, "report_to": [], "dataloader_pin_memory": False, **options})
     trainer = Trainer(make(), arguments, train_dataset=data, eval_dataset=data[:12], data_collator=data_collator)
+    before(trainer)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer

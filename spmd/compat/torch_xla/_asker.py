@@ -21,3 +21,8 @@ def is_user(depth: int) -> bool:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return not frame.f_code.co_filename.startswith(_OURS)
+
+
+def is_package(name: str, depth: int) -> bool:
+    """True if the code `depth` frames above the caller belongs to the package of that name."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).partition(".")[0] == name

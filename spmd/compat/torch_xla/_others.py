@@ -28,8 +28,8 @@ class MpDeviceLoader(OurLoader):
         super().__init__(loader, device, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        inside = OurLoader(_InMode(self._loader, self._input_sharding), "jax")
-        inside._input_sharding, inside._prefetch = self._input_sharding, self._prefetch
+        sharding = self._parallel_loader_kwargs["input_sharding"]
+        inside = OurLoader(_InMode(self._loader, sharding), "jax", input_sharding=sharding, device_prefetch_size=self._prefetch)
         for batch in inside:
             yield batch
             mark_step()

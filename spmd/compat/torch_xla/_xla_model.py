@@ -173,6 +173,11 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:  #
     return []
 
 
+def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:  # pyright: ignore[reportUnusedFunction]
+    """Containers with their device tensors on the host: what Hugging Face's Trainer saves."""
+    return _on_host(data) if convert else data
+
+
 def send_cpu_data_to_device(data: Any, device: Any, input_sharding: Any = None) -> Any:
     """A container with its tensors on the device, laid out by `input_sharding` where that fits."""
     return placed(data, input_sharding)

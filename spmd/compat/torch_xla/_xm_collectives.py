@@ -15,6 +15,7 @@ import torch
 from mesh import Mesh
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._torch import DisableTorchFunctionSubclass
+from spmd.compat.torch_xla._asker import is_package
 from spmd.device._call_jax import call_jax
 from spmd.xla_names._manual import ManualTensor, as_manual
 
@@ -39,7 +40,10 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups
 
 
 def all_gather(value: Any, dim: int = 0, groups: Groups = None, output: Any = None, pin_layout: bool = True) -> Any:
-    """The pieces of all devices, one after the other along `dim`; in `output` if that is given."""
+    """The pieces of all devices, one after the other along `dim`; in `output` if that is given. To Accelerate, which gathers from its
+    processes, of which there is one, the tensor itself."""
+    if not isinstance(value, ManualTensor) and is_package("accelerate", 1):
+        return value
     gathered = _on_pieces("all_gather", value, groups, lambda x, axes: jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True))
     return _into("all_gather", output, gathered)
 
