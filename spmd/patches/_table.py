@@ -261,6 +261,7 @@ PATCHES: tuple[Patch, ...] = (
             ("torch.distributed.tensor._api._dtensor_init_helper", "init_op, size, device_mesh, placements, kwargs"),
             ("torch.distributed.tensor.DTensor.from_local", None),
             ("torch.distributed.fsdp.fully_shard.__wrapped__", None),
+            ("torch.distributed.fsdp.FullyShardedDataParallel.__init__", None),
             ("torch.nn.parallel.DistributedDataParallel.__new__", None),
         )
     ),

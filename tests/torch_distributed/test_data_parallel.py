@@ -14,7 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -126,6 +133,8 @@ def test_what_a_unit_can_be_told_does_nothing_or_is_refused() -> None:
     assert len(model.layers[:1]) == 1
     with pytest.raises(spmd.SpmdError, match=r"set_gradient_divide_factor\(8.0\)(?s:.*)fix: loss = loss / 8.0"):
         model.set_gradient_divide_factor(8.0)
+    with pytest.raises(spmd.SpmdError, match="nothing would be sharded"):
+        FullyShardedDataParallel(nn.Linear(8, 8).to("jax"))
     refused: list[tuple[dict[str, Any], str]] = [
         ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"offload_policy": CPUOffloadPolicy()}, "CPUOffload"),

@@ -28,6 +28,7 @@ from spmd.sharding._device_mesh import is_of_devices, mesh_axes
 from spmd.xla_names._distribute import note_device_mesh
 
 TARGET = "torch.distributed.fsdp.fully_shard.__wrapped__"
+WRAPPER = "torch.distributed.fsdp.FullyShardedDataParallel.__init__"
 _classes: dict[type, type] = {}
 
 
@@ -123,6 +124,18 @@ class OneProgramModule(FSDPModule):
     set_custom_all_gather = set_custom_reduce_scatter = set_all_reduce_hook = _refused
 
 
+def refused_wrapper(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """`FullyShardedDataParallel(module)`, FSDP's first form: of one rank it would shard nothing; on other devices it is torch's.
+
+    Raises:
+        SpmdError: the module is on the device.
+    """
+    if isinstance(module, nn.Module) and any(parameter.device.type == "jax" for parameter in module.parameters()):
+        what = "FullyShardedDataParallel divides a flat parameter among ranks, and device 'jax' has one rank: nothing would be sharded"
+        raise SpmdError(message(what, fix="torch.distributed.fsdp.fully_shard(module, mesh=init_device_mesh('jax', (8,)))"))
+    before[WRAPPER](self, module, *args, **kwargs)
+
+
 class _Around:
     """The unit's hooks under torch's names for them."""
 
@@ -181,4 +194,4 @@ def _class_of(theirs: type) -> type:
     return _classes[theirs]
 
 
-__all__ = ["TARGET", "OneProgramModule", "fully_shard"]
+__all__ = ["TARGET", "WRAPPER", "OneProgramModule", "fully_shard", "refused_wrapper"]

@@ -51,6 +51,7 @@ def install() -> None:
     from spmd.compat.torch_distributed import _composable_fsdp  # torch.distributed.fsdp is imported late
 
     before[_composable_fsdp.TARGET] = replace_code(_composable_fsdp.TARGET, _fully_shard)
+    before[_composable_fsdp.WRAPPER] = replace(_composable_fsdp.WRAPPER, _composable_fsdp.refused_wrapper)
     target = f"{tensors}.DTensor.from_local"
     before[target] = current(target)
     replace(target, staticmethod(_from_local))
