@@ -22,7 +22,7 @@ def adapted() -> Any:
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
-@pytest.mark.parametrize("layout", ["data parallel", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["data parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "megatron"))])
 def test_adapters_train_and_merge_as_on_cpu_torch(layout: str, tmp_path: Path) -> None:
     with on_cpu():
         wanted = fit(adapted, texts(), tmp_path / "cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 import spmd.huggingface
 from spmd.device._storage import buffer_of
@@ -92,6 +92,26 @@ def test_more_steps_make_no_more_programs(tmp_path: Path) -> None:
             fit(gpt2, texts(), tmp_path, max_steps=steps, logging_steps=2)
             counts.append(training.lazy.num_executables)
     assert counts[0] == counts[1] <= 5, training.lazy.retraces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+def test_a_trained_model_generates_what_it_does_on_the_cpu(layout: str, tmp_path: Path) -> None:
+    prompt = torch.stack([text["input_ids"] for text in texts(2, 4)])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with training_on(layout) as training:
+        model = fit(llama, texts(), tmp_path).model
+        got = model.generate(prompt.to("jax"), **options).cpu()
+        num_programs = training.lazy.num_executables
+        model.generate(prompt.to("jax"), **options)
+        assert training.lazy.num_executables == num_programs
+        model.save_pretrained(tmp_path / "last")
+    assert torch.equal(got, LlamaForCausalLM.from_pretrained(tmp_path / "last").generate(prompt, **options))
+
+
+def test_fp16_is_refused(tmp_path: Path) -> None:
+    with training_on("fsdp"), pytest.raises(ValueError, match="fp16 mixed precision requires"):
+        fit(llama, texts(), tmp_path, fp16=True)
 
 
 def padded(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
