@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._jax import eval_jaxpr
@@ -354,6 +355,9 @@ class _InitialStateRecorder:
 
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
         raise why()
+
+    def laid_out(self, spec: ShardingSpec) -> None:
+        """Nothing, as of `ran`: the trace of the whole function is told."""
 
     def ran(self, module: torch.nn.Module) -> None:
         """Nothing: the trace of the whole function is told."""
