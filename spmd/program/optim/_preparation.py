@@ -322,8 +322,7 @@ class _StateComplete(Exception):
 class _InitialStateRecorder:
     """Recorder of the trace of an optimizer's first step: the first value that each new buffer gets.
 
-    torch's own optimizers make a group's whole state before they use it, so their trace ends at the first write to anything
-    that existed before, once every parameter of `missing` has state.
+    torch's own optimizers make a group's state before they use it: their trace ends at the first write to what was there, with all `missing`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
