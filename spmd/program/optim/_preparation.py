@@ -322,7 +322,7 @@ class _StateComplete(Exception):
 class _InitialStateRecorder:
     """Recorder of the trace of an optimizer's first step: the first value that each new buffer gets.
 
-    torch's own optimizers make a group's state before they use it: their trace ends at the first write to what was there, with all `missing`.
+    torch's own optimizers make a group's state before they use it: their trace ends at the first write to older state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
