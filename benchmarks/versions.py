@@ -39,6 +39,7 @@ SUBSET = (
     "tests/device/test_dlpack.py",
     "tests/sharding/test_annotate.py",
     "tests/sharding/test_dynamo.py",
+    "tests/torch_distributed",
     "tests/program/test_step.py",
     "tests/program/test_control_flow.py",
     "tests/program/test_remat.py",

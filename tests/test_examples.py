@@ -15,6 +15,8 @@ SHOWN_ELSEWHERE = {
     "train_gpt2": "tests/test_train_gpt2.py runs it seven times",
     "huggingface_trainer": "tests/huggingface/test_trainer.py trains the same beside CPU torch",
     "peft_lora": "and tests/huggingface/test_peft.py",
+    "accelerate_loop": "and tests/huggingface/test_accelerate.py",
+    "torch_distributed": "tests/torch_distributed has its parts",
 }
 CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SHOWN_ELSEWHERE else []) for path in EXAMPLES]
 

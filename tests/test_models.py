@@ -14,7 +14,7 @@ from benchmarks import models, zoo, zoo_timm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
 
-NAMES = ("GPT-2", "T5", "Qwen3-MoE", "Mamba")
+NAMES = ("GPT-2", "T5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "Mamba")))
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_give_the_losses_of_one(processes: int, unbroken: list[float], tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = launch("-n", processes, "--devices-per-process", 8 // processes, program=EXAMPLE, arguments=arguments(out, STEPS, MESH))
@@ -63,7 +63,7 @@ def test_several_processes_give_the_losses_of_one(processes: int, unbroken: list
     assert_reordered(losses(out), unbroken)
 
 
-@pytest.mark.parametrize("mesh", [MESH, "data=2", "model=8"])
+@pytest.mark.parametrize("mesh", [MESH, "data=2", pytest.param("model=8", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, unbroken: list[float], tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(half, out)
@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, un
     assert_reordered(losses(out), unbroken)
 
 
-@pytest.mark.parametrize("trials", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_random_faults_are_survived_bit_for_bit(trials: int) -> None:
     """Of a small job, see `benchmarks/faults.py`: any process, any of five faults, at any moment of its life."""
     row = faults.processes(trials, random.Random(1))

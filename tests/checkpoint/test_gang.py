@@ -22,6 +22,7 @@ def run(processes: int, devices: int, folder: Path, steps: int) -> list[float]:
     return json.loads(losses.read_text())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     unbroken = run(2, 2, tmp_path / "unbroken", 3)
     assert run(2, 2, tmp_path / "run", 1) == unbroken[:1]

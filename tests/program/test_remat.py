@@ -178,6 +178,7 @@ def measured(policy: str) -> tuple[int, int]:
     return temporaries(policy, mesh.Mesh(range(8), (8,), ("data",), topology="v5e:2x4"))
 
 
+@pytest.mark.slow
 def test_temporaries_really_fall() -> None:
     assert measured("nothing")[0] < 0.8 * measured("everything")[0]
 
@@ -190,7 +191,9 @@ def test_temporaries_of_kept_products_are_between() -> None:
 ABOVE = pytest.mark.xfail(strict=True, reason="1.30 times: the schedule is jax's and no more is alive, but the compiler's heap has gaps")
 
 
-@pytest.mark.parametrize("policy", ["everything", pytest.param("dots", marks=pytest.mark.slow), pytest.param("nothing", marks=ABOVE)])
+@pytest.mark.parametrize(
+    "policy", ["everything", pytest.param("dots", marks=pytest.mark.slow), pytest.param("nothing", marks=[ABOVE, pytest.mark.slow])]
+)
 def test_temporaries_are_at_most_those_of_jax_checkpoint(policy: str) -> None:
     ours, theirs = measured(policy)
     assert ours <= 1.03 * theirs

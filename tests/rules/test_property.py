@@ -69,7 +69,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(layouts())
 def test_any_legal_sharding_gives_the_unsharded_step(layout: tuple[mesh.Mesh, dict[str, tuple[Any, ...]]]) -> None:
     grid, specs = layout
