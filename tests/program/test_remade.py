@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -212,3 +212,46 @@ def test_an_optimizer_that_does_not_step_has_no_state() -> None:
     assert opt.state[weight]["step"].item() == 1
     step(x, False)
     assert opt.state[weight]["step"].item() == 1
+
+
+class Pair(NamedTuple):
+    value: torch.Tensor
+    count: int
+
+
+def test_a_tuple_whose_number_is_an_input_leaves_as_the_tuple_that_the_call_found() -> None:
+    rows: list[Any] = []
+    kept: dict[str, Any] = {}
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> Any:
+        last = rows[-1]
+        kept.update(last=last, twice=(last, last), inner=rows[0][1])
+        rows.insert(0, last)
+        return last, last.value * last.count
+
+    for i in range(4):
+        rows[:] = [(torch.ones(2, device="jax"), (i, 2.5)), Pair(torch.full((2,), 3.0, device="jax"), 10 + i)]
+        found, product = step(torch.ones(2, device="jax"))
+        assert found is rows[-1] is rows[0] is kept["last"] is kept["twice"][0]
+        assert kept["inner"] is rows[1][1] and kept["inner"] == (i, 2.5)
+        assert product.tolist() == [3.0 * (10 + i)] * 2
+
+
+def test_a_tuple_of_hyperparameters_leaves_with_the_numbers_of_the_call() -> None:
+    model = torch.nn.Linear(2, 2).to("jax")
+    optimizer = torch.optim.Adam(model.parameters())
+    log: list[Any] = []
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        log.append(optimizer.param_groups[0]["betas"])
+
+    wanted = [(0.9 - 0.1 * i, 0.99) for i in range(3)]
+    for betas in wanted:
+        optimizer.param_groups[0]["betas"] = betas
+        step(torch.ones(1, 2, device="jax"))
+    assert log == wanted and step.num_traces == 1

@@ -8,10 +8,8 @@ from a trace of that step alone, with its parameter's sharding; so the loop has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from operator import getitem, is_
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,158 +23,13 @@ from spmd.base._jax import eval_jaxpr
 from spmd.base._torch import device_dtype_check_for_fused
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
-from spmd.device._numbers import lifted
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
-from spmd.program.reads import INPUT, NumberPlace, Numbers, Varying, recorded, with_inputs
+from spmd.program.reads import recorded
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 
 Groups = list[dict[str, Any]]
-_CAPACITY = 256  # varying numbers, and what is computed from them, that one program may use
-
-
-class LiftedNumbers:
-    """The floats of some optimizers' `param_groups`, and the numbers in their state, as one vector.
-
-    Attributes:
-        slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
-        today: the numbers as they were taken last, list[float]; None if one is not there any more.
-        varying: other numbers that change from call to call; what of them the program uses follows in the vector.
-        size: elements of the vector.
-    """
-
-    def __init__(
-        self,
-        optimizers: list[torch.optim.Optimizer],
-        varying: Sequence[NumberPlace] = (),
-        arguments: Mapping[int, int | float] = MappingProxyType({}),
-    ) -> None:
-        self.slots: list[tuple[dict[str, Any], str, int | None]] = []
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                self.slots.extend(_float_slots(group))
-        for optimizer in optimizers:
-            states = (s for s in optimizer.state.values() if isinstance(s, dict))
-            self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
-        self._places = {(id(holder), key) for holder, key, _ in self.slots}
-        self.varying = [p for p in varying if (id(p.holder), p.key) not in self._places and type(p.read()) is p.kind]
-        self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
-        for place in self.varying:
-            self._paths.setdefault((id(place.holder), place.key), []).append(place.path)
-        self._capacity = _CAPACITY if varying or arguments else 0
-        self.size = len(self.slots) + self._capacity
-        self._arguments = dict(arguments)
-        self._used = Numbers(self._capacity)
-        self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
-        self._held: list[Any] = []  # what the slots held when `today` was taken
-        self._may_change_unseen = True
-        self.today: Any = self._values()
-
-    def _values(self) -> list[float]:
-        values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
-        if self._capacity:
-            values += [float(evaluate()) for evaluate in self._used.inputs]
-            values += [0.0] * (self.size - len(values))
-        return values
-
-    def refresh(self, arguments: Mapping[int, int | float]) -> None:
-        """Take the numbers of now for `today`; where none is another one than before it stays the same list.
-
-        Args:
-            arguments: those among the arguments of a call that begins.
-        """
-        if arguments:
-            self._arguments.update(arguments)
-        try:
-            held = list(map(getitem, self._holders, self._keys))
-            if self._may_change_unseen or not all(map(is_, held, self._held)):
-                self.today, self._held = self._values(), held
-                self._may_change_unseen = self._capacity > 0 or any(isinstance(value, torch.Tensor) for value in held)
-        except (KeyError, IndexError, TypeError, ValueError):
-            self.today, self._may_change_unseen = None, True
-
-    def expected(self, holder: Any, key: Any, value: Any) -> Any:
-        """What the program expects of an entry that holds `value`: that, but for those of the numbers that lie in it."""
-        if (id(holder), key) in self._places:
-            return INPUT
-        return with_inputs(value, self._paths.get((id(holder), key), ()))
-
-    @property
-    def has_varying(self) -> bool:
-        """Whether other numbers than the optimizers' are inputs."""
-        return self._capacity > 0
-
-    def argument(self, index: int) -> Varying:
-        """The number that stands for an argument in the trace."""
-        return Varying(self._used, lambda: self._arguments[index])
-
-    def have_same_types(self) -> bool:
-        """Whether the varying numbers are ints or floats as when they were traced."""
-        return all(type(place.read()) is place.kind for place in self.varying)
-
-    @contextmanager
-    def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
-        """While tracing: every slot holds a lifted number read from `vector` (float64[size])."""
-        kept = [(group, key, group[key]) for group, key, _ in self.slots]
-        for index, (group, key, position) in enumerate(self.slots):
-            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
-            if position is None:
-                group[key] = number
-            else:
-                group[key] = (*group[key][:position], number, *group[key][position + 1 :])
-        self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
-        kept_varying = [(place, place.look()) for place in self.varying]
-        for place in self.varying:
-            place.put(Varying(self._used, _Today(place, place.read(), self._used)))
-        try:
-            yield
-        finally:
-            for group, key, value in kept:
-                group[key] = value
-            for place, value in kept_varying:
-                place.place(value)
-            self._used.stop()
-
-
-class _Today:
-    """The value of a varying number: as it was before the trace while that runs, as its place holds it afterwards."""
-
-    def __init__(self, place: NumberPlace, value: Any, numbers: Numbers) -> None:
-        self._place, self._value, self._numbers = place, value, numbers
-
-    def __call__(self) -> Any:
-        return self._value if self._numbers.is_tracing else self._place.read()
-
-
-def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, int | None]]:
-    for key, value in group.items():
-        if key == "params":
-            continue
-        if _is_number(value):
-            yield group, key, None
-        elif type(value) is tuple and value and all(map(_is_number, value)):
-            for position in range(len(value)):
-                yield group, key, position
-
-
-def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
-    """What of the groups the trace bakes in besides their parameters: which flags, which keys are lifted."""
-    return [tuple((k, _kind(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
-
-
-def _is_number(value: Any) -> bool:
-    """A float (numpy's too: schedules compute with it), or a 0-dim CPU tensor of floats, as `lr` may be."""
-    return isinstance(value, float) or (isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu")
-
-
-def _kind(value: Any) -> Any:
-    """Of a lifted number only that it is one, of a tensor which one it is; other settings are guarded where they are read."""
-    if _is_number(value):
-        return float
-    if isinstance(value, torch.Tensor):
-        return id(value)
-    return tuple(map(_kind, value)) if type(value) is tuple else None
 
 
 @contextmanager
@@ -497,4 +350,4 @@ def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
     return [v if padded_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
 
 
-__all__ = ["LiftedNumbers", "OptimizerStates", "equal_counters", "prepare_state", "static_settings"]
+__all__ = ["OptimizerStates", "equal_counters", "prepare_state", "traceable"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
@@ -43,6 +44,15 @@ class NumberPlace:
     def put(self, number: Any) -> None:
         """Make the place hold another number; a tuple is made anew around it."""
         self.place(with_part(self.look(), self.path, number))
+
+    def tuples(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """Each tuple around the number, and what gives the one that the place holds then."""
+        for length in range(len(self.path)):
+            path = self.path[:length]
+            yield part_of(self.look(), path), partial(self._part, path)
+
+    def _part(self, path: Path) -> Any:
+        return part_of(self.look(), path)
 
 
 def is_tuple(value: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from spmd.base._torch import storage_id
 from spmd.device._storage import Buffer, buffer_of
-from spmd.program.optim._preparation import LiftedNumbers, static_settings
+from spmd.program.optim._lifted_numbers import LiftedNumbers, static_settings
 from spmd.program.reuse._columns import Guards
 
 _of_leaf = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")

@@ -31,7 +31,8 @@ from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import ITEMS, EmptyContainers, contents_of, flatten, unflatten
 from spmd.program.flow._remat import barrier_on_recompute
-from spmd.program.optim._preparation import LiftedNumbers, equal_counters, traceable
+from spmd.program.optim._lifted_numbers import LiftedNumbers
+from spmd.program.optim._preparation import equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
 from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, Place, Recording, guard_places, guard_who, recorded
 from spmd.program.reuse import _guards
@@ -359,16 +360,25 @@ class _Trace:
         known = {id(t): t for t in (*self.found.device_tensors(), *self.found.optimizer_tensors())}
         state = set(map(buffer_of, known.values()))
         results = Results(
-            self.containers.paths, self.held, self.positions, set(known), state, self.is_stacked, recorder.newborn.__contains__
+            self.containers.paths,
+            self.held,
+            self.positions,
+            set(known),
+            state,
+            self.is_stacked,
+            recorder.newborn.__contains__,
+            self.numbers.stand_ins,
         )
         outputs = results.outputs(flat)
+        self.numbers.stand_ins = {}
         self.leaves, self.returned = results.leaves, results.returned
         return outputs
 
     def _taken_apart(self, result: Any) -> list[Any]:
         """The leaves of the result, of what was written and of what the objects among the arguments hold."""
-        assert self.reads is not None
-        taken = Remade(self.reads.is_before)
+        reads = self.reads
+        assert reads is not None
+        taken = Remade(lambda value: id(value) in self.numbers.stand_ins or reads.is_before(value))
         refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in self.effects)]
         contents = list(map(contents_of, self.objects))
         for content in contents:

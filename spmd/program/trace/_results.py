@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Results:
         state: their buffers.
         is_stacked: a call's arguments and results are stacks of the trace's.
         is_newborn: whether a buffer was made in the trace.
+        stand_ins: by id of a tuple of before whose numbers are inputs, the tuple and what gives the one of a call.
         leaves: what was found, one per leaf of the result, then roots that several results show.
         returned: for each output the tensor that it is the value of, or None.
     """
@@ -68,6 +69,7 @@ class Results:
     state: set[Buffer]
     is_stacked: bool
     is_newborn: Callable[[Buffer], bool]
+    stand_ins: Mapping[int, tuple[Any, Callable[[], Any]]]
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
@@ -113,6 +115,8 @@ class Results:
             if buffer in self.arguments:
                 return Leaf("part", (self.arguments[buffer], Window.of(value)))
             return Leaf("same", value) if is_known else Leaf("alias", value.detach())
+        if id(value) in self.stand_ins:
+            return Leaf("computed", self.stand_ins[id(value)][1])
         if isinstance(value, Varying):
             return Leaf("computed", value.evaluate)
         if isinstance(value, torch.SymFloat):

@@ -1,0 +1,168 @@
+"""Python numbers as inputs of a program: those of optimizers' `param_groups` and state, and those that change from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import getitem, is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from spmd.device._numbers import lifted
+from spmd.program.reads import INPUT, NumberPlace, Numbers, Varying, with_inputs
+
+_CAPACITY = 256  # varying numbers, and what is computed from them, that one program may use
+
+
+class LiftedNumbers:
+    """The floats of some optimizers' `param_groups`, and the numbers in their state, as one vector.
+
+    Attributes:
+        slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
+        today: the numbers as they were taken last, list[float]; None if one is not there any more.
+        varying: other numbers that change from call to call; what of them the program uses follows in the vector.
+        size: elements of the vector.
+        stand_ins: of a trace, until it is taken apart: by id of each tuple with such numbers, the tuple, and what gives a call's.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        varying: Sequence[NumberPlace] = (),
+        arguments: Mapping[int, int | float] = MappingProxyType({}),
+    ) -> None:
+        self.slots: list[tuple[dict[str, Any], str, int | None]] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.slots.extend(_float_slots(group))
+        for optimizer in optimizers:
+            states = (s for s in optimizer.state.values() if isinstance(s, dict))
+            self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
+        self._places = {(id(holder), key) for holder, key, _ in self.slots}
+        self.varying = [p for p in varying if (id(p.holder), p.key) not in self._places and type(p.read()) is p.kind]
+        self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
+        for place in self.varying:
+            self._paths.setdefault((id(place.holder), place.key), []).append(place.path)
+        self._capacity = _CAPACITY if varying or arguments else 0
+        self.size = len(self.slots) + self._capacity
+        self._arguments = dict(arguments)
+        self._used = Numbers(self._capacity)
+        self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
+        self.stand_ins: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._held: list[Any] = []  # what the slots held when `today` was taken
+        self._may_change_unseen = True
+        self.today: Any = self._values()
+
+    def _values(self) -> list[float]:
+        values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
+        if self._capacity:
+            values += [float(evaluate()) for evaluate in self._used.inputs]
+            values += [0.0] * (self.size - len(values))
+        return values
+
+    def refresh(self, arguments: Mapping[int, int | float]) -> None:
+        """Take the numbers of now for `today`; where none is another one than before it stays the same list.
+
+        Args:
+            arguments: those among the arguments of a call that begins.
+        """
+        if arguments:
+            self._arguments.update(arguments)
+        try:
+            held = list(map(getitem, self._holders, self._keys))
+            if self._may_change_unseen or not all(map(is_, held, self._held)):
+                self.today, self._held = self._values(), held
+                self._may_change_unseen = self._capacity > 0 or any(isinstance(value, torch.Tensor) for value in held)
+        except (KeyError, IndexError, TypeError, ValueError):
+            self.today, self._may_change_unseen = None, True
+
+    def expected(self, holder: Any, key: Any, value: Any) -> Any:
+        """What the program expects of an entry that holds `value`: that, but for those of the numbers that lie in it."""
+        if (id(holder), key) in self._places:
+            return INPUT
+        return with_inputs(value, self._paths.get((id(holder), key), ()))
+
+    @property
+    def has_varying(self) -> bool:
+        """Whether other numbers than the optimizers' are inputs."""
+        return self._capacity > 0
+
+    def argument(self, index: int) -> Varying:
+        """The number that stands for an argument in the trace."""
+        return Varying(self._used, lambda: self._arguments[index])
+
+    def have_same_types(self) -> bool:
+        """Whether the varying numbers are ints or floats as when they were traced."""
+        return all(type(place.read()) is place.kind for place in self.varying)
+
+    @contextmanager
+    def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
+        """While tracing: every slot holds a lifted number read from `vector` (float64[size])."""
+        kept = [(group, key, group[key]) for group, key, _ in self.slots]
+        for index, (group, key, position) in enumerate(self.slots):
+            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
+            if position is None:
+                group[key] = number
+            else:
+                group[key] = (*group[key][:position], number, *group[key][position + 1 :])
+        self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
+        kept_varying = [(place, place.look()) for place in self.varying]
+        for place in self.varying:
+            place.put(Varying(self._used, _Today(place, place.read(), self._used)))
+        slots = ((group[key], partial(getitem, group, key)) for group, key, position in self.slots if position is not None)
+        in_places = (found for place in self.varying for found in place.tuples())
+        self.stand_ins = {id(value): (value, look) for value, look in (*slots, *in_places)}
+        try:
+            yield
+        finally:
+            for group, key, value in kept:
+                group[key] = value
+            for place, value in kept_varying:
+                place.place(value)
+            self._used.stop()
+
+
+class _Today:
+    """The value of a varying number: as it was before the trace while that runs, as its place holds it afterwards."""
+
+    def __init__(self, place: NumberPlace, value: Any, numbers: Numbers) -> None:
+        self._place, self._value, self._numbers = place, value, numbers
+
+    def __call__(self) -> Any:
+        return self._value if self._numbers.is_tracing else self._place.read()
+
+
+def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if _is_number(value):
+            yield group, key, None
+        elif type(value) is tuple and value and all(map(_is_number, value)):
+            for position in range(len(value)):
+                yield group, key, position
+
+
+def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """What of the groups the trace bakes in besides their parameters: which flags, which keys are lifted."""
+    return [tuple((k, _kind(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
+
+
+def _is_number(value: Any) -> bool:
+    """A float (numpy's too: schedules compute with it), or a 0-dim CPU tensor of floats, as `lr` may be."""
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu")
+
+
+def _kind(value: Any) -> Any:
+    """Of a lifted number only that it is one, of a tensor which one it is; other settings are guarded where they are read."""
+    if _is_number(value):
+        return float
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    return tuple(map(_kind, value)) if type(value) is tuple else None
+
+
+__all__ = ["LiftedNumbers", "static_settings"]
