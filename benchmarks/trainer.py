@@ -111,6 +111,7 @@ def run(options: Options) -> None:
             learning_rate=RATE,
             weight_decay=0.01,
             lr_scheduler_type="constant",
+            optim="adamw_torch",
             logging_steps=1,
             save_strategy="no",
             report_to=[],
