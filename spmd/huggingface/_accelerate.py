@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from spmd.device._deferred import end_step
-from spmd.huggingface._layouts import Layouts
 from spmd.patches._table import current, replaced
+from spmd.rules._training_layouts import Layouts
 
 _PREPARE_MODEL = "accelerate.accelerator.Accelerator.prepare_model"
 _SEND = "accelerate.data_loader.send_to_device"

@@ -19,9 +19,9 @@ from typing import Any
 from mesh import Mesh
 from spmd.base._errors import SpmdError, message
 from spmd.checkpoint._coordination import current_gang
-from spmd.huggingface._layouts import Layouts
 from spmd.program.lazy._session import Lazy, lazy
 from spmd.rules._shard_module import RulesLike
+from spmd.rules._training_layouts import Layouts
 from spmd.sharding._annotate import as_mesh
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from spmd.device._deferred import end_step
-from spmd.huggingface._layouts import Layouts
 from spmd.patches._table import current, replaced
+from spmd.rules._training_layouts import Layouts
 
 _TRAINER = "transformers.trainer.Trainer"
 _DEVICES = "transformers.training_args.TrainingArguments._setup_devices"

@@ -23,9 +23,9 @@ from mesh import Mesh, device_count
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.device._deferred import deferring
-from spmd.huggingface._layouts import Layouts
 from spmd.program.lazy._session import Lazy, lazy
 from spmd.rules._shard_module import RulesLike, named_tensors
+from spmd.rules._training_layouts import Layouts
 from spmd.sharding._annotate import as_mesh, mark_sharding
 from spmd.sharding._tensor import sharding_of
 
@@ -96,7 +96,32 @@ def on_the_host(state: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().as_subclass(torch.Tensor), state)
 
 
-class SpmdStrategy(SingleDeviceStrategy):
+class _OneProgram:
+    """What both strategies are beside Lightning's for a single device, whose classes stand behind this one."""
+
+    def __init__(
+        self, mesh: Any = None, rules: RulesLike = "fsdp", batch: str | Sequence[str] | None = None, strict: bool = True, **options: Any
+    ) -> None:
+        lightnings: Any = super()
+        lightnings.__init__(device=torch.device("jax", 0), **options)
+        self.placing = _Placing(mesh, rules, batch, strict)
+
+    @property
+    def lazy(self) -> Lazy | None:
+        """The operations that wait: `num_executables`, `retraces`, `program`."""
+        return self.placing.lazy
+
+    def teardown(self) -> None:
+        self.placing.finish()
+        lightnings: Any = super()
+        lightnings.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(NAME, cls, description="one program over a mesh", override=True)
+
+
+class SpmdStrategy(_OneProgram, SingleDeviceStrategy):
     """`Trainer(accelerator="jax", strategy="spmd")`, or this with a mesh.
 
     Args:
@@ -108,17 +133,6 @@ class SpmdStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = NAME
-
-    def __init__(
-        self, mesh: Any = None, rules: RulesLike = "fsdp", batch: str | Sequence[str] | None = None, strict: bool = True, **options: Any
-    ) -> None:
-        super().__init__(device=torch.device("jax", 0), **options)
-        self.placing = _Placing(mesh, rules, batch, strict)
-
-    @property
-    def lazy(self) -> Lazy | None:
-        """The operations that wait: `num_executables`, `retraces`, `program`."""
-        return self.placing.lazy
 
     @property
     def precision_plugin(self) -> Any:
@@ -141,28 +155,9 @@ class SpmdStrategy(SingleDeviceStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return on_the_host(super().optimizer_state(optimizer))
 
-    def teardown(self) -> None:
-        self.placing.finish()
-        super().teardown()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(NAME, cls, description="one program over a mesh", override=True)
-
-
-class SpmdFabricStrategy(FabricSingleDevice):
+class SpmdFabricStrategy(_OneProgram, FabricSingleDevice):
     """`Fabric(accelerator="jax", strategy="spmd")`, or this with a mesh: arguments as for `SpmdStrategy`."""
-
-    def __init__(
-        self, mesh: Any = None, rules: RulesLike = "fsdp", batch: str | Sequence[str] | None = None, strict: bool = True, **options: Any
-    ) -> None:
-        super().__init__(device=torch.device("jax", 0), **options)
-        self.placing = _Placing(mesh, rules, batch, strict)
-
-    @property
-    def lazy(self) -> Lazy | None:
-        """The operations that wait: `num_executables`, `retraces`, `program`."""
-        return self.placing.lazy
 
     @property
     def precision(self) -> Any:
@@ -186,14 +181,6 @@ class SpmdFabricStrategy(FabricSingleDevice):
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return on_the_host(super().get_optimizer_state(optimizer))
-
-    def teardown(self) -> None:
-        self.placing.finish()
-        super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(NAME, cls, description="one program over a mesh", override=True)
 
 
 class PlacedLoader:

@@ -122,11 +122,13 @@ class Split:
     Attributes:
         sides: by name, the side of a module or parameter.
         dims: by name, the dim that is split of a parameter that holds a weight for each expert.
+        families: those of which a pair was found, as keys.
         findings: halves of a pair without the other.
     """
 
     sides: dict[str, Side] = field(default_factory=dict[str, Side])
     dims: dict[str, int] = field(default_factory=dict[str, int])
+    families: dict[Family, None] = field(default_factory=dict[Family, None])
     findings: list[Finding] = field(default_factory=list[Finding])
 
 
@@ -145,7 +147,7 @@ def split_of(model: nn.Module) -> Split:
             )
     if not split.sides and not split.dims:
         return split
-    for family in FAMILIES:
+    for family in split.families:
         for name, module in modules.items():
             if isinstance(module, nn.Embedding) and _matches(family.tables, name):
                 split.sides.setdefault(name, "row")
@@ -165,15 +167,16 @@ def _note_pairs(split: Split, halves: dict[str, str], name: str, module: nn.Modu
         split.dims.update((_join(name, k), dim) for k, dim in _expert_dims(module).items() if k in own)
         return
     below = {k: child for k, child in module.named_modules() if k and k.count(".") < 3}
-    for pair in (pair for family in FAMILIES for pair in family.pairs):
+    for family, pair in ((each, pair) for each in FAMILIES for pair in each.pairs):
         if not _matches(pair.holder, name):
             continue
         columns = [k for k in (*below, *own) if _matches(f"^{pair.columns}", k)]
         products = [k for k in columns if k in own or is_product(below[k])]
         rows = [k for k in below if _matches(f"^{pair.row}", k)] if products else []
-        if products and not rows:
-            halves.update((_join(name, k), pair.row) for k in products if k not in own)
+        if products and not rows:  # a convolution alone is the stem of a ResNet
+            halves.update((_join(name, k), pair.row) for k in products if k not in own and not is_convolution(below[k]))
         elif rows and not any(_join(name, k) in split.sides for k in (*products, *rows)):
+            split.families[family] = None
             split.sides.update((_join(name, k), "column") for k in columns)
             split.sides.update((_join(name, k), "row") for k in rows)
 
@@ -183,6 +186,11 @@ def _expert_dims(module: nn.Module) -> dict[str, int]:
     up, down = cast("torch.Tensor", module.gate_up_proj), cast("torch.Tensor", module.down_proj)
     is_transposed = up.shape[-1] == 2 * down.shape[-2]
     return {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1} if is_transposed else {"gate_up_proj": 1, "down_proj": 2}
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether the module multiplies windows of its input by its weight, [out, in, ...]."""
+    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 def is_product(module: nn.Module) -> bool:
@@ -204,4 +212,4 @@ def _join(holder: str, name: str) -> str:
     return f"{holder}.{name}" if holder else name
 
 
-__all__ = ["FAMILIES", "Family", "Pair", "Side", "Split", "is_product", "is_table", "split_of"]
+__all__ = ["FAMILIES", "Family", "Pair", "Side", "Split", "is_convolution", "is_product", "is_table", "split_of"]

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from mesh import PartitionSpec
-from spmd.rules._families import Side
+from spmd.rules._families import Side, is_convolution
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -24,7 +23,7 @@ def spec_of_side(side: Side | None, module: nn.Module, tensor: torch.Tensor, axi
         return None
     if dims == 1:
         dim = 0
-    elif isinstance(module, _CONVOLUTIONS):
+    elif is_convolution(module):
         dim = 0 if side == "column" else 1
     elif isinstance(module, _TRANSPOSED):
         dim = 1 if side == "column" else 0

@@ -221,6 +221,24 @@ def test_a_transposed_weight_is_told_by_its_modules_type(mesh_4x2: mesh.Mesh) ->
     assert list(map(tuple, found)) == [(M, None), (None, M), (None, M), (M, None)]
 
 
+@pytest.mark.parametrize("third", [False, True])
+def test_the_stem_of_torchvisions_resnet_is_no_half(third: bool, mesh_4x2: mesh.Mesh) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.bn1 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+            self.conv2, self.bn2 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+            if third:
+                self.conv3, self.bn3 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+
+    model = nn.ModuleDict(dict(conv1=nn.Conv2d(3, 8, 7), layer1=nn.Sequential(Block(), Block()), fc=nn.Linear(8, 16))).to("jax")
+    report = spmd.shard_module(model, mesh_4x2, "megatron")
+    first, last = ("conv2", "conv3") if third else ("conv1", "conv2")
+    specs = {p.name: tuple(p.sharding.partition_spec) for p in report}
+    assert specs["conv1.weight"] == (None,) * 4 and specs["fc.weight"] == (M, None)
+    assert specs[f"layer1.1.{first}.weight"] == (M, None, None, None) and specs[f"layer1.1.{last}.weight"] == (None, M, None, None)
+
+
 def test_half_a_pair_is_refused(mesh_4x2: mesh.Mesh) -> None:
     model = SAMPLES["nanoGPT"].make()
     for block in model.get_submodule("transformer.h").children():
