@@ -20,6 +20,8 @@ from spmd.base._errors import ShardError as ShardError
 from spmd.base._errors import SpmdError as SpmdError
 from spmd.base._errors import TraceError as TraceError
 from spmd.base._errors import UnsupportedOpError as UnsupportedOpError
+from spmd.base._settings import Settings as Settings
+from spmd.base._settings import configure as configure
 from spmd.compat.torch_distributed import register as _register_distributed
 from spmd.data import shard_loader as shard_loader
 from spmd.device._backend import accept_in_foreach as _accept_in_foreach
@@ -147,6 +149,9 @@ __all__ = [
     "shard_loader",
     # counts
     "metrics",
+    # the process
+    "Settings",
+    "configure",
     # errors
     "CheckFailed",
     "CheckpointError",

@@ -443,11 +443,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def asks_to_check_indices() -> bool:
-    """Whether `SPMD_CHECK_INDICES` is set: indices that only the device knows are checked in all programs and eager operations."""
-    return os.environ.get("SPMD_CHECK_INDICES", "") not in ("", "0")
-
-
 def program_environment() -> dict[str, str]:
     """The variables that change what a compiled program is or does, for the digest of a program."""
     return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}
@@ -455,7 +450,6 @@ def program_environment() -> dict[str, str]:
 
 __all__ = [
     "Job",
-    "asks_to_check_indices",
     "barrier",
     "init",
     "job",

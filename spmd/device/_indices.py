@@ -1,6 +1,6 @@
-"""Indices out of bounds: of values that the host knows always, of others where a program, or the environment, asks for it.
+"""Indices out of bounds: of values that the host knows always, of others where a program, or the process, asks for it.
 
-    spmd.compile(step, check_indices=True)       # or SPMD_CHECK_INDICES=1, for eager operations too
+    spmd.compile(step, check_indices=True)       # or spmd.configure(check_indices=True), for eager operations too
 
 The device cannot raise: a read outside is clipped, a write outside is dropped. A check is the largest and the smallest index, on the
 device; what they say is raised as other checks are, when something is read.
@@ -18,16 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from mesh.job._join import asks_to_check_indices
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import user_line
 from spmd.base._jax import is_tracing
+from spmd.base._settings import in_force
 from spmd.device import _checks
 from spmd.device._checks import Check
 from spmd.device._storage import buffer_of, load, recording
 
-BY_ENVIRONMENT = asks_to_check_indices()
-_is_asked: ContextVar[bool] = ContextVar("whether indices that only the device knows are checked", default=BY_ENVIRONMENT)
+_is_asked: ContextVar[bool | None] = ContextVar("whether indices that only the device knows are checked; None: as configured", default=None)
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,15 @@ class Bound:
     ignored: int | None = None
 
 
+def are_checked() -> bool:
+    """Whether operations check indices that only the device knows."""
+    asked = _is_asked.get()
+    return in_force.check_indices if asked is None else asked
+
+
 @contextmanager
-def checked(is_asked: bool) -> Generator[None]:
-    """While active, operations check indices that only the device knows, or do not."""
+def checked(is_asked: bool | None) -> Generator[None]:
+    """While active, operations check indices that only the device knows, or do not; None: as `spmd.configure` says."""
     token = _is_asked.set(is_asked)
     try:
         yield
@@ -71,7 +76,7 @@ def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: d
             outside = _outside(np, host_array(index) if buffer is None else _host_view(index, buffer.host), bound)
             if outside:
                 raise bound.kind(bound.text.format(_shown(outside)))
-        elif not of_host and _is_asked.get():
+        elif not of_host and are_checked():
             _check_on_device(bound, op)
 
 
@@ -167,4 +172,4 @@ BOUNDS: dict[str, Callable[[dict[str, Any]], Iterator[Bound]]] = {
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"), _of_classes),
 }
 
-__all__ = ["BOUNDS", "BY_ENVIRONMENT", "Bound", "check", "checked"]
+__all__ = ["BOUNDS", "Bound", "are_checked", "check", "checked"]

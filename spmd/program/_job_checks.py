@@ -19,6 +19,7 @@ import torch
 from mesh import Mesh, extended_timeout
 from mesh.job import _agreement, _join
 from spmd.base._errors import SpmdError, message
+from spmd.base._underway import underway
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer
 
@@ -80,7 +81,8 @@ class JobChecks:
         }
         number = self._job.next_program()
         watchdog, title = self._job.watchdog, f"program {number} ({name})"
-        with watchdog.extended(f"waiting for all processes to run {title}, which it has traced"):
+        waiting = f"waiting for all processes to run {title}, which it has traced"
+        with underway(waiting), watchdog.extended(waiting):
             _agreement.compare(self._job.service, self._job.host.index, title, items, watchdog.first_s)
 
     def begin(self, numbers: list[float], args: list[Buffer], hosts: list[np.ndarray[Any, Any]]) -> None:

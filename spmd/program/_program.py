@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -19,10 +20,12 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
-from mesh import topology_options
+from mesh import size_text, topology_options
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
+from spmd.base._settings import programs_not_kept
+from spmd.base._underway import underway
 from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
@@ -39,7 +42,7 @@ from spmd.program.trace._remade import remade
 from spmd.program.trace._results import made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, lies_on, platform_of
+from spmd.program.xla._target import common_mesh, lies_on, platform_of, target_text
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,18 @@ class Program(Executable):
             captured.forget_gradients()
             self._forget_gradients()
 
+    def __str__(self) -> str:
+        spent, memory = self.timings, self.memory()
+        where = f"1 {self.platform} device" if self.mesh is None else f"{self.mesh} ({self.mesh.size()} {self.platform} devices)"
+        return "\n".join(
+            (
+                f"on {where}" + (", which are not here" if self.is_ahead else ""),
+                f"{len(self.written)} tensors written, {len(self.read)} read; {size_text(memory.alias_bytes)} donated on each device",
+                f"traced in {spent.prepare_s + spent.trace_s:.1f} s, lowered in {spent.lower_s:.1f} s, compiled in {spent.compile_s:.1f} s",
+                *str(memory).splitlines(),
+            )
+        )
+
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
         """Make the executable for arguments like those in `arg_buffers`."""
         if not self.is_ahead:
@@ -155,11 +170,13 @@ class Program(Executable):
         self.arg_shardings = [v.sharding for v in given]
         start = time.perf_counter()
         with exact_dtypes():
-            program = lowered(run, args, donate=not self.options.debug_nans, pinned=pinned, mesh=self.mesh, platform=self.platform)
+            with underway(f"lowering {name}"):
+                program = lowered(run, args, donate=not self.options.debug_nans, pinned=pinned, mesh=self.mesh, platform=self.platform)
             middle = time.perf_counter()
             if self.watched is not None:
                 self.watched.require_same(name, program, self.mesh, [*self.written, *self.read], arg_buffers)
-            self.compiled = program.compile(topology_options() if self.is_ahead else None)
+            with underway(f"compiling {name}{target_text(self.mesh)}"), programs_not_kept() if self.is_ahead else nullcontext():
+                self.compiled = program.compile(topology_options() if self.is_ahead else None)
             if self.watched is not None and self.is_paced:
                 require_sound(self.hlo())
         self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)

@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
+from spmd.base._underway import underway
 from spmd.device._deferred import end_step
-from spmd.device._indices import BY_ENVIRONMENT, checked
+from spmd.device._indices import checked
 from spmd.device._storage import recording
 from spmd.device._turn import turn
 from spmd.patches._running_averages import move_counts_to_device
@@ -34,6 +35,8 @@ from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
 from spmd.program.reads import NumberPlace, changed_numbers
 from spmd.program.reuse._check import require_same
+from spmd.program.reuse._guards import guard_configured_checks
+from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._shelf import Shelf
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.trace._capture import Captured, capture
@@ -138,7 +141,8 @@ class Step(Compiled, Generic[P, R]):
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
         start = time.perf_counter()
         with compiling(), _uncollected():
-            captured, prepare_s = self._traced(call, way)
+            with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
+                captured, prepare_s = self._traced(call, way)
             trace_s = time.perf_counter() - start - prepare_s
             program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
         told = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
@@ -185,9 +189,10 @@ class Step(Compiled, Generic[P, R]):
             start = time.perf_counter()
             for optimizer in found.optimizers:
                 states.keep(optimizer)
-                prepare_state(optimizer)
+                with underway(f"preparing the state of {type(optimizer).__name__}"):
+                    prepare_state(optimizer)
             prepare_s = time.perf_counter() - start
-            with checked(BY_ENVIRONMENT if options.check_indices is None else options.check_indices):
+            with checked(options.check_indices):
                 captured = capture(
                     self._fn,
                     args,
@@ -200,6 +205,8 @@ class Step(Compiled, Generic[P, R]):
                     varying=list(self._varying.values()),
                     arguments=call.numbers,
                 )
+            if options.check_indices is None:
+                guard_configured_checks(captured.guards)
             if captured.is_ahead:
                 states.put_back()
             else:
@@ -208,6 +215,7 @@ class Step(Compiled, Generic[P, R]):
 
     def _note_retrace(self, reason: str) -> None:
         self.retraces.append(reason)
+        log_retrace(self._name, reason, len(self.retraces), self._options.max_retraces)
         if len(self.retraces) == self._options.max_retraces:
             warnings.warn(self._too_often(len(self.retraces), reason), stacklevel=4)
 
@@ -217,6 +225,16 @@ class Step(Compiled, Generic[P, R]):
             f"the last reason: {reason}",
             fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
         )
+
+    def __repr__(self) -> str:
+        return f"<compiled function {self._name}: {_counted(self.num_executables, 'program')}, {_counted(self.num_traces, 'trace')}>"
+
+    def __str__(self) -> str:
+        lines = [f"{self._name}: {_counted(self.num_executables, 'program')} kept, {_counted(self.num_traces, 'trace')}"]
+        if self._latest is not None:
+            lines += [f"  {line}" for line in str(self._latest).splitlines()]
+        lines += [f"  trace {i}: {reason}" for i, reason in enumerate(self.retraces, start=2)]
+        return "\n".join(lines)
 
     def clear(self) -> None:
         """Forget all programs and what they hold; the next call traces and compiles again. Counts and `retraces` stay."""
@@ -264,6 +282,10 @@ class Step(Compiled, Generic[P, R]):
         return self._program.hlo()
 
 
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @contextmanager
 def _uncollected() -> Generator[None]:
     """Leave cyclic garbage for later: a trace keeps what it makes, and a full collection beside torch and jax takes 0.2 s to see it."""
@@ -296,7 +318,7 @@ def compile(fn: Any = None, **options: Unpack[CompileOptions]) -> Any:
         check: trace again on every call and raise if the program would have differed (slow; for finding stale constants).
         debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
         check_indices: raise `CheckFailed`, an IndexError, at the next read after an index was out of bounds: the op, the line, the index.
-            None: as the environment's SPMD_CHECK_INDICES=1 says, which checks eager operations too.
+            None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
 
     Raises:
         TraceError: on a call, if Python needs a value that only the compiled program will have, or if it was traced too often.

@@ -15,6 +15,7 @@ from spmd.base._exact import exactly
 from spmd.device._adapter import is_wrapped_number
 from spmd.device._copy import from_host
 from spmd.device._deferred import Deferrable, Held
+from spmd.device._indices import are_checked
 from spmd.device._storage import Buffer, buffer_of
 
 _COPIES = frozenset({"_to_copy", "_copy_from", "_copy_from_and_resize", "copy_"})
@@ -103,7 +104,7 @@ class Describing:
 
     def __init__(self, operation: Deferrable, place_of: Callable[[Buffer], int]) -> None:
         """`place_of`: which of the recording's buffers one is; gives a place to one that had none."""
-        self.key: list[Any] = [operation, torch.get_default_dtype()]
+        self.key: list[Any] = [operation, (torch.get_default_dtype(), are_checked())]
         self.numbers: list[int | float] = []
         self.has_host = False
         self._is_number = operation.is_number

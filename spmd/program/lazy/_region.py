@@ -16,6 +16,7 @@ from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._exact import exactly
 from spmd.base._jax import inline_jaxpr
+from spmd.base._underway import underway
 from spmd.device._arrays import laid_out, upload
 from spmd.device._checks import Check, note, stacked
 from spmd.device._numbers import lifted
@@ -31,7 +32,7 @@ from spmd.program.lazy._replay import New, Replay
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, lies_on, platform_of
+from spmd.program.xla._target import common_mesh, lies_on, platform_of, target_text
 
 _LARGEST_EXACT = 2**53
 
@@ -70,6 +71,12 @@ class Region(Executable):
         self.shardings: list[Any] = [None] * len(recorded.taken)
         self._compile(recorded)
 
+    @property
+    def title(self) -> str:
+        """Its operations, and on what it runs."""
+        where = f" up to {self.node.line}" if self.node.line else ""
+        return f"{self.node.count} operations that waited{where}{target_text(self.mesh)}"
+
     def note_lowered(self, program: Any) -> None:
         """What is about to be compiled; for who wants to see it."""
 
@@ -83,7 +90,8 @@ class Region(Executable):
         vector, words = np.zeros(len(self.varying)), _words(recorded)
         with exact_dtypes():
             examples = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-            closed: Any = jax.make_jaxpr(lambda *given: self._trace(recorded, *given))(examples, vector, words)
+            with underway(f"tracing {self.title}"):
+                closed: Any = jax.make_jaxpr(lambda *given: self._trace(recorded, *given))(examples, vector, words)
             record = run_channels_last if self.platform == "cpu" and has_convolution(closed.jaxpr) else inline_jaxpr
             order, kept, num_donated = [*self._donated, *self._kept], self._kept, len(self._donated)
 
@@ -105,7 +113,8 @@ class Region(Executable):
             if self.watched is not None:
                 buffers = [b for b in (ref() for ref in recorded.buffers) if b is not None and b.value is not None]
                 self.watched.require_same("lazy", program, self.mesh, buffers, [])
-            self.compiled = program.compile()
+            with underway(f"compiling {self.title}"):
+                self.compiled = program.compile()
             if self.watched is not None and self.platform == "cpu":
                 require_sound(self.hlo())
 

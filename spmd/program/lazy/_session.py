@@ -39,6 +39,7 @@ from spmd.program.lazy._one_by_one import run_one_by_one
 from spmd.program.lazy._recording import Recording
 from spmd.program.lazy._region import Region, mesh_of
 from spmd.program.lazy._replay import tensor_over
+from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._shelf import FORGET_EVERY
 from spmd.program.xla._target import platform_of
 
@@ -222,6 +223,7 @@ class Lazy:
         if len(self._regions) >= 2:
             where = f" at {region.node.line}" if region.node.line else ""
             self.retraces.append((self._parted or _same_path(region)) + where)
+            log_retrace("a step under spmd.lazy()", self.retraces[-1], len(self.retraces), self._max_retraces)
             if len(self.retraces) == self._max_retraces:
                 warnings.warn(
                     message(

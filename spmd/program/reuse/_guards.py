@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.base._settings import in_force
 from spmd.base._torch import storage_id
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.optim._lifted_numbers import LiftedNumbers, static_settings
@@ -25,6 +26,7 @@ _requires_grad, *_LEAF_HOOKS = map(attrgetter, ("requires_grad", "_backward_hook
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _state, _param_groups, _value, _marks, _today = map(attrgetter, ("state", "param_groups", "value", "marks", "today"))
 _params = itemgetter("params")
+_check_indices = attrgetter("check_indices")
 
 
 def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]]) -> None:
@@ -97,6 +99,16 @@ def guard_annotations(guards: Guards, buffers: list[Buffer]) -> None:
         return None
 
     guards.add(check, numbers=[(_marks, [Buffer])])
+
+
+def guard_configured_checks(guards: Guards) -> None:
+    """`spmd.configure(check_indices=...)` says what it said."""
+    was = in_force.check_indices
+
+    def check() -> str | None:
+        return None if in_force.check_indices is was else f"spmd.configure(check_indices={not was}) was called"
+
+    guards.add(check, values=[(_check_indices, [in_force])])
 
 
 def guard_optimizer(guards: Guards, optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import jax
+
 from mesh import size_text
 
 if TYPE_CHECKING:
@@ -13,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Per-device memory of a compiled program as the compiler planned it; `alias_bytes` are outputs that live in donated arguments."""
+    """Per-device memory of a compiled program as the compiler planned it; `alias_bytes` are outputs that live in donated arguments.
+
+    `peak_bytes` counts arguments, outputs and temporaries that are there at the same time.
+    """
 
     argument_bytes: int
     output_bytes: int
@@ -23,8 +28,15 @@ class MemoryReport:
     peak_bytes: int
 
     def __str__(self) -> str:
-        parts = ((name.removesuffix("_bytes").replace("_", " "), count) for name, count in vars(self).items())
-        return "per device: " + ", ".join(f"{name} {size_text(count)}" for name, count in parts)
+        donated = f" ({size_text(self.alias_bytes)} in donated arguments)" if self.alias_bytes else ""
+        lines = (
+            f"{size_text(self.peak_bytes)} of memory on each device, at the peak:",
+            f"  {size_text(self.argument_bytes):>10}  arguments: state and batch",
+            f"  {size_text(self.output_bytes):>10}  outputs{donated}",
+            f"  {size_text(self.temp_bytes):>10}  temporaries",
+            *([f"  {size_text(self.generated_code_bytes):>10}  the program itself"] if self.generated_code_bytes else []),
+        )
+        return "\n".join(lines)
 
 
 def memory(compiled: Compiled) -> MemoryReport:
@@ -40,7 +52,14 @@ def memory(compiled: Compiled) -> MemoryReport:
     argument, output, temp, alias, code = (int(getattr(analysis, f"{name}_size_in_bytes")) for name in names)
     total = argument + output + temp - alias  # all allocations of the program; the TPU's own figure for the peak counts VMEM on top
     peak = min(int(getattr(analysis, "peak_memory_in_bytes", 0)) or total, total)
+    if _is_on_cpu(compiled):  # XLA:CPU's own figure leaves temporaries out; all that it allocates is there for the whole call
+        peak = total
     return MemoryReport(argument, output, temp, alias, code, peak)
+
+
+def _is_on_cpu(compiled: Compiled) -> bool:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
 
 
 __all__ = ["MemoryReport", "memory"]

@@ -37,6 +37,13 @@ def platform_of(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.to_jax().devices.flat[0].platform
 
 
+def target_text(mesh: Mesh | None) -> str:
+    """What follows "compiling train_step": " for v5e:2x4", " over data=4, model=2", or nothing on one device."""
+    if mesh is None:
+        return ""
+    return f" for {mesh.topology}" if mesh.topology is not None else " over " + ", ".join(f"{a}={n}" for a, n in mesh.shape().items())
+
+
 def likely_platform(buffers: Iterable[Buffer]) -> str:
     """That of the first mesh that a tensor is marked over: before the trace says which of the tensors the program uses."""
     return platform_of(next((b.annotation.mesh for b in buffers if b.annotation is not None), None))
