@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FEW = ("tests/xla_names", "tests/sharding/test_shard.py", "tests/device/test_call_jax.py")
-ANY_NUMBER = (*FEW, "tests/compat", "tests/program/test_scan.py")
+FEW = ("tests/sharding/test_shard.py", "tests/device/test_call_jax.py")
+ANY_NUMBER = (*FEW, "tests/xla_names", "tests/compat", "tests/program/test_scan.py")
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ def test_materialising_a_meta_model_needs_its_shards_and_no_whole_tensor() -> No
     assert grown_tables("whole", "constant", 64 * 1024) > 7  # the measure does see whole copies
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_meta_model_are_drawn_shard_by_shard() -> None:
     # XLA's counter-based bits, their halves and the numbers made of them: up to four tables over all devices, as the devices happen
     # to overlap. A whole draw on every device would be eight for its result alone.

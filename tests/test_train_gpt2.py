@@ -74,9 +74,10 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, un
     assert_reordered(losses(out), unbroken)
 
 
-@pytest.mark.parametrize("trials", [1, pytest.param(12, marks=pytest.mark.slow)])
-def test_random_faults_are_survived_bit_for_bit(trials: int) -> None:
+@pytest.mark.slow
+def test_random_faults_are_survived_bit_for_bit() -> None:
     """Of a small job, see `benchmarks/faults.py`: any process, any of five faults, at any moment of its life."""
+    trials = 12
     row = faults.processes(trials, random.Random(1))
     assert row["survived bit-identical"] == row["trials"] == trials, row["failed"]
     assert row["restarted"] >= trials // 2  # else nothing was tried

@@ -191,9 +191,8 @@ def test_temporaries_of_kept_products_are_between() -> None:
 ABOVE = pytest.mark.xfail(strict=True, reason="1.30 times: the schedule is jax's and no more is alive, but the compiler's heap has gaps")
 
 
-@pytest.mark.parametrize(
-    "policy", ["everything", pytest.param("dots", marks=pytest.mark.slow), pytest.param("nothing", marks=[ABOVE, pytest.mark.slow])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["everything", "dots", pytest.param("nothing", marks=ABOVE)])
 def test_temporaries_are_at_most_those_of_jax_checkpoint(policy: str) -> None:
     ours, theirs = measured(policy)
     assert ours <= 1.03 * theirs
