@@ -115,6 +115,12 @@ def launch_command() -> Callable[..., Any]:
     return launch.main
 
 
+def train_command() -> Callable[..., Any]:
+    from spmd.train import _train_command
+
+    return _train_command.main
+
+
 # torch._dynamo: torch's optimizers import it when the first one is made, in a second or two
 PRELOADED = ("spmd", "torch._dynamo")
 
@@ -123,6 +129,7 @@ COMMANDS = {
     "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
     "ops": Command("Show what computes each of PyTorch's operators.", ops_command),
     "launch": Command("Run a program as one job of several processes.", launch_command),
+    "train": Command("Train a model as a recipe says.", train_command),
     "bench": Command("Run a benchmark beside hand-written JAX and other peers.", bench_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
@@ -137,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # what follows the program's name is the program's own: nothing for tyro
         raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=PRELOADED))
+    if arguments[:1] == ["train"]:  # overrides are read as the recipe is, with its errors
+        raise SystemExit(train_command()(arguments[1:]))
     app = tyro.extras.SubcommandApp()
     for name, command in COMMANDS.items():
         function = command.load() if arguments[:1] == [name] else listed(command)

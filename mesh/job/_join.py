@@ -135,6 +135,11 @@ def init(
     return host
 
 
+def place() -> Host:
+    """Where this process stands, or would once it joins its job; nothing is joined."""
+    return _joined.host or _placed(None, None, None)
+
+
 def job() -> Job | None:
     """The running parts of the job that this process has joined; None alone."""
     return _joined.job

@@ -21,6 +21,7 @@
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
     |   +-- GroupError (RuntimeError)                  a process group that one program does not have
+    |   +-- RecipeError (ValueError)                   a recipe that no run can follow
     |   +-- PeerError                                  a contender of a benchmark failed
     |   +-- AnnotationError (RuntimeError)             torch_xla's errors, where programs rely on them
     |   +-- CollectiveError (NotImplementedError)

@@ -5,22 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spmd.base._chips import peak_flops as peak_flops
 from spmd.base._torch import FakeTensorMode
 from spmd.bench._task import Job
 from spmd.program.xla import _hlo
 
 MFU = "MFU = model FLOPs of a step / (seconds of a step * chips * peak FLOPs of a chip)"
-# Dense bfloat16 FLOPs per second of one chip, from the makers' data sheets; jax's `device_kind` contains the name.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-}
 
 
 def program_facts(hlo: str, found: dict[str, Any], job: Job) -> dict[str, Any]:
@@ -70,11 +60,6 @@ def model_flops(job: Job) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter, torch.device("meta"):
         job.script.loss(model, *batch).backward()
     return counter.get_total_flops()
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Of one chip; None for a kind that the table lacks."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_kind), None)
 
 
 def mfu(flops: int, step_s: float, num_chips: int, peak: float | None) -> float | None:

@@ -52,7 +52,7 @@ _LIBRARIES = frozenset(
         *("urllib3", "zmq"),
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
-_USERS = ("spmd.demo", "spmd.bench")  # programs in this package that use it
+_USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package that use it
 _RECORDED = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions")
 
 

@@ -1,0 +1,44 @@
+"""Names of a user's own objects, as a recipe writes them: package.module:name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from typing import Any
+
+from spmd.base._errors import message
+from spmd.train._recipe import RecipeError
+
+
+def imported(path: str, key: str) -> Any:
+    """The object that `path` names; modules in the folder where the program was started are found.
+
+    Args:
+        path: package.module:name.
+        key: what errors call it, as "[model] own".
+
+    Raises:
+        RecipeError: it has another form, or there is no such module or name.
+    """
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise RecipeError(message(f"{key} = {path!r} names no object", fix="package.module:name"))
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):  # a module that it imports itself
+            raise
+        raise RecipeError(message(f"{key} = {path!r}: no module {error.name!r}", fix="start in the folder that has it")) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), 1)
+            raise RecipeError(message(f"{key} = {path!r}: {module} has no {part!r}", fix=f"{module}:{near[0] if near else 'NAME'}"))
+        found = getattr(found, part)
+    return found
+
+
+__all__ = ["imported"]

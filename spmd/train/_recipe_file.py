@@ -1,0 +1,159 @@
+"""Recipes from TOML and from the words of a command line, checked key by key against the dataclasses.
+
+    read_recipe("gpt2.toml", ["--steps", "200", "--optimizer.lr", "1e-4"])
+
+Overrides are read by the same rules as the file, so both have the same errors, and free tables ([model.arguments]) need no types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from spmd.base._errors import message
+from spmd.train._recipe import Recipe, RecipeError, choices, tables
+
+
+def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, changed by words of a command line.
+
+    Args:
+        path: a TOML file.
+        overrides: `--key value` or `--table.key=value`, values as in TOML; text needs no quotes.
+
+    Raises:
+        RecipeError: the file is not there or no TOML, a key is unknown, or a value has another type than its key.
+    """
+    path = Path(path)
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(message(f"{path} cannot be read: {error.strerror}", fix="spmd train --init writes a recipe")) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(message(f"{path} is no TOML: {error}", fix="mend that line; docs/recipes.md has examples")) from error
+    for name, value in parse_overrides(overrides):
+        _put(found, name.split("."), value)
+    recipe = recipe_of(found, str(path))
+    folder = path.absolute().parent
+    data = dataclasses.replace(recipe.data, paths=tuple(str(folder / given) for given in recipe.data.paths))
+    return dataclasses.replace(recipe, data=data)
+
+
+def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:
+    """Plain data, as TOML has it, as a recipe.
+
+    Args:
+        found: tables and keys.
+        source: what errors call it.
+
+    Raises:
+        RecipeError: a key is unknown, or a value has another type than its key.
+    """
+    try:
+        return _table(found, Recipe, "", source)
+    except RecipeError as error:
+        text = str(error)
+        raise (error if text.startswith(source) else RecipeError(f"{source}: {text}")) from error.__cause__
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """`--table.key value` as dotted names and values.
+
+    Raises:
+        RecipeError: a word is no option, or an option has no value.
+    """
+    found: list[tuple[str, Any]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise RecipeError(message(f"{word!r} is no override", fix="write --steps 200 or --optimizer.lr=1e-4"))
+        if not equals:
+            if not rest:
+                raise RecipeError(message(f"--{name} has no value", fix=f"--{name} VALUE"))
+            value = rest.pop(0)
+        found.append((name.replace("-", "_"), _value(value)))
+    return found
+
+
+def _value(text: str) -> Any:
+    """As TOML reads it; what TOML does not know is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(found: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    for name in names[:-1]:
+        inner = found.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise RecipeError(message(f"--{'.'.join(names)}: {name!r} is a key, not a table", fix=f"--{name} VALUE"))
+        found = inner
+    found[names[-1]] = value
+
+
+def _table(found: Mapping[str, Any], kind: type, name: str, source: str) -> Any:
+    types = get_type_hints(kind)
+    where = f"[{name}]" if name else "the top level"
+    values: dict[str, Any] = {}
+    for given, value in found.items():
+        if given not in types:
+            raise RecipeError(_unknown(given, name, list(types), f"{source}: {where} has no key {given!r}"))
+        if dataclasses.is_dataclass(types[given]):
+            if not isinstance(value, Mapping):
+                raise RecipeError(message(f"{source}: {given!r} is a table, got {value!r}", fix=f"[{given}]"))
+            values[given] = _table(value, types[given], given, source)
+        else:
+            values[given] = _typed(value, types[given], f"{source}: {where} {given}")
+    return kind(**values)
+
+
+def _unknown(given: str, table: str, known: Sequence[str], what: str) -> str:
+    """The message about a key that does not exist: the nearest one of its table, of another, or all of its table."""
+    near = difflib.get_close_matches(given, known, 1, 0.5)
+    places = [other for other, kind in tables().items() if given in get_type_hints(kind)]
+    fix = repr(near[0]) if near else None
+    if places and not (near and near[0] == given):
+        fix = f"it is a key of {f'[{places[0]}]' if places[0] else 'the top level, above all tables'}"
+    return message(what, f"keys there: {', '.join(known)}", fix=f"write {fix}" if fix and near and not places else fix or "one of these")
+
+
+def _typed(value: Any, wanted: Any, what: str) -> Any:
+    """The value as its key wants it: ints serve as floats, lists as tuples, one text as a tuple of one."""
+    allowed = choices(wanted)
+    if allowed:
+        if value in allowed and type(value) is type(allowed[0]):
+            return value
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], 1, 0.5)
+        raise RecipeError(
+            message(
+                f"{what} = {value!r} is not possible",
+                f"possible: {', '.join(map(repr, allowed))}",
+                fix=repr(near[0] if near else allowed[0]),
+            )
+        )
+    if get_origin(wanted) is tuple:
+        entry = get_args(wanted)[0]
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list):
+            raise RecipeError(message(f"{what} = {value!r} is no list", fix="[...]"))
+        return tuple(_typed(item, entry, what) for item in values)
+    if get_origin(wanted) is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(message(f"{what} = {value!r} is no table", fix="{ name = value, ... }"))
+        return dict(value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise RecipeError(message(f"{what} = {value!r} is of type {type(value).__name__}", fix=f"give one of type {wanted.__name__}"))
+    return value
+
+
+__all__ = ["parse_overrides", "read_recipe", "recipe_of"]

@@ -1,0 +1,156 @@
+"""A training run: what a recipe says, made, trained, saved, and gone on with.
+
+    run = Run("gpt2.toml", steps=200)
+    run.train()                          # 0, or mesh.PREEMPTED where the job was told to stop and has saved
+
+Everything a run needs to go on bit for bit is in its checkpoints: model, optimizer, schedule, average, random streams, place in the
+data; and the seconds that it has taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mesh
+import spmd
+from spmd.train import _recipe
+from spmd.train._built import built_model, built_optimizer, built_schedule
+from spmd.train._clock import Clock
+from spmd.train._datasets import dataset_of, training_batches
+from spmd.train._export import export
+from spmd.train._meter import Cost, Meter
+from spmd.train._recipe_file import read_recipe
+from spmd.train._update import Update
+from spmd.train._writers import Writers, writers_of
+
+
+class Run:
+    """Model, optimizer, data and numbers of one training run.
+
+    Attributes:
+        recipe: what it was made of.
+        mesh: the devices.
+        model, optimizer, schedule, batches: torch's own objects, and a loader over the devices.
+        update: the compiled step.
+        step: optimizer steps made.
+        clock: where the time went.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        changes: keys at the top level to change, as steps=200; tables as dicts or dataclasses of `spmd.train`.
+
+    Raises:
+        RecipeError: the recipe cannot be followed.
+    """
+
+    def __init__(self, recipe: _recipe.Recipe | str | os.PathLike[str], **changes: Any) -> None:
+        self.clock = Clock()
+        recipe = recipe if isinstance(recipe, _recipe.Recipe) else read_recipe(recipe)
+        self.recipe = recipe = dataclasses.replace(recipe, **changes)
+        self._host = mesh.init()
+        if recipe.mesh.devices:
+            mesh.virtual_devices(recipe.mesh.devices)
+        count = mesh.device_count()
+        self.mesh = mesh.Mesh.from_string(recipe.mesh.axes) if recipe.mesh.axes else mesh.Mesh(range(count), (count,), ("data",))
+        torch.manual_seed(recipe.seed)
+        self.model = built_model(recipe.model, recipe.precision, self.mesh)
+        self.optimizer = built_optimizer(recipe.optimizer, self.model)
+        self.schedule = built_schedule(recipe.schedule, self.optimizer, recipe.steps)
+        self.update = Update(recipe, self.model, self.optimizer)
+        self.dataset = dataset_of(recipe.data, getattr(getattr(self.model, "config", None), "vocab_size", 0))
+        self.batches = training_batches(recipe, self.dataset, self.mesh)
+        self.step = 0
+        self.out = Path(recipe.out)
+        units = {"samples": recipe.data.batch}
+        if recipe.data.kind == "tokens":
+            units["tokens"] = recipe.data.batch * recipe.data.seq
+        self._meter = Meter(recipe.metrics, self.clock, self._writers(), units)
+
+    def train(self) -> int:
+        """Go on from the latest checkpoint, if there is one, to the last step; the exit code of the process."""
+        self._resume()
+        self.clock.to("step")
+        while self.step < self.recipe.steps:
+            for batch in self._timed_batches():
+                self._one_step(batch)
+                self._after_step()
+                if self.step == self.recipe.steps:
+                    break
+                if mesh.should_stop(self.step):  # asked here, where no batch is taken and not used
+                    self._save()
+                    self._finish()
+                    return mesh.PREEMPTED
+        if self.recipe.checkpoint.export:
+            with self.clock.during("checkpoint"):
+                export(self.model, self.out / f"model-{self.step}")
+        self._finish()
+        return 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        state = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "batches": self.batches, "clock": self.clock}
+        return state | ({"ema": self.update.ema} if self.update.ema is not None else {})
+
+    def _writers(self) -> Writers:
+        if self._host.index:
+            return Writers(())
+        self.out.mkdir(parents=True, exist_ok=True)
+        return writers_of(self.recipe.metrics.writers, self.out, self.recipe.steps)
+
+    def _resume(self) -> None:
+        folder = self.out / "checkpoints"
+        if self.recipe.checkpoint.every and spmd.checkpoint.has_step(folder):
+            self.step = spmd.checkpoint.restore(folder, self.state).step
+            self._meter.note(self.step, event="resumed")
+
+    def _timed_batches(self) -> Iterator[Any]:
+        """The batches of one pass, or of its rest; the time that they take is noted."""
+        batches = iter(self.batches)
+        while True:
+            with self.clock.during("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _one_step(self, batch: Any) -> None:
+        """Dispatch a step and note its numbers."""
+        rate = float(self.schedule.get_last_lr()[0])
+        num_traces, start = self.update.step.num_traces, time.perf_counter()
+        numbers = self.update.step(batch)
+        was_compiled = self.update.step.num_traces != num_traces
+        if was_compiled:
+            flops = self.update.step.flops() if self._meter.wants_flops else 0
+            self._meter.cost = Cost(flops, self.update.step.memory().peak_bytes)
+            self.clock.move("step", "compile", time.perf_counter() - start)
+        self.schedule.step()
+        self.step += 1
+        self._meter.after_step(self.step, numbers, rate, is_last=self.step == self.recipe.steps, was_compiled=was_compiled)
+
+    def _after_step(self) -> None:
+        """What a recipe wants now and then."""
+        every = self.recipe.checkpoint.every
+        if every and (self.step % every == 0 or self.step == self.recipe.steps):
+            self._save()
+
+    def _save(self) -> None:
+        """In the background; an error of it comes with the next save. Where the recipe keeps no checkpoints nothing happens."""
+        if self.recipe.checkpoint.every:
+            with self.clock.during("checkpoint"):
+                spmd.checkpoint.save(self.out / "checkpoints", self.step, self.state, keep=self.recipe.checkpoint.keep)
+
+    def _finish(self) -> None:
+        self._meter.finish()
+        with self.clock.during("checkpoint"):
+            spmd.checkpoint.join()
+
+
+__all__ = ["Run"]

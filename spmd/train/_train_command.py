@@ -1,0 +1,65 @@
+"""The command `spmd train`: a recipe and overrides; processes are started by the launcher where the recipe wants several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+import mesh
+from mesh import launch
+from mesh.job import _join
+from spmd.base._errors import SpmdError, message
+from spmd.train._key_tables import markdown, show_help
+from spmd.train._recipe import Recipe, RecipeError
+from spmd.train._recipe_file import read_recipe
+from spmd.train._run import Run
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
+    """Run the command line; the exit code.
+
+    Args:
+        argv: arguments after the program's name; those of the process when None.
+        prog: the command's name in its messages.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        show_help(Console(markup=False, highlight=False, soft_wrap=True))
+        return 0
+    if words == ["--keys"]:
+        sys.stdout.write(markdown())
+        return 0
+    try:
+        if words[0].startswith("-"):
+            raise RecipeError(message(f"{prog}: {words[0]!r} stands where the recipe belongs", fix=f"{prog} RECIPE.toml {' '.join(words)}"))
+        recipe = read_recipe(words[0], words[1:])
+    except RecipeError as error:
+        return failed(error)
+    if recipe.launch.processes > 1 and _join.place().count == 1:
+        return launched(recipe, words, prog)
+    try:
+        return Run(recipe).train()
+    except SpmdError as error:
+        if mesh.init().count > 1:  # the job ends as one, with the reason of the process that failed first
+            raise
+        return failed(error)
+
+
+def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:
+    """The same command in each process of a job on this machine; the job's exit code."""
+    options = ["-n", str(recipe.launch.processes), "--restarts", str(recipe.launch.restarts)]
+    if recipe.mesh.devices:
+        options += ["--devices-per-process", str(recipe.mesh.devices // recipe.launch.processes)]
+    return launch.main([*options, "--", "-m", "spmd.train", *words], prog=prog, preload=("spmd.train", "torch._dynamo"))
+
+
+def failed(error: SpmdError) -> int:
+    """Say it in the words of the error."""
+    Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(Text(str(error), style="red"))
+    return 2
+
+
+__all__ = ["main"]

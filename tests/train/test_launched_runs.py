@@ -1,0 +1,70 @@
+"""`spmd train` as a command: on one process and on two, killed and started again, told to stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fork_server
+from tests.launched import environ, launch
+from tests.oracle import assert_reordered
+from tests.train.recipes import GPT2, STEPS, records, tables
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A recipe as a file, with dropout."""
+    folder.mkdir(exist_ok=True)
+    found = tables(folder, **{"model": {"arguments": GPT2}, "checkpoint": {"every": 2}, **changes})
+    lines: list[str] = [f"{name} = {json.dumps(value)}" for name, value in found.items() if not isinstance(value, dict)]
+    for table, keys in found.items():
+        if isinstance(keys, dict):
+            plain = {name: value for name, value in keys.items() if not isinstance(value, dict)}
+            lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in plain.items())]
+            lines += [
+                f"{name}.{key} = {json.dumps(v)}" for name, value in keys.items() if isinstance(value, dict) for key, v in value.items()
+            ]
+    path = folder / "recipe.toml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def train(path: Path, *words: object) -> tuple[int, str, str]:
+    """Run the command in a process of its own."""
+    return fork_server.run(["spmd.cli", "train", str(path), *map(str, words)], environ(), path.parent)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    code, out, err = train(written(folder), "--metrics.writers", '["terminal", "json"]')
+    assert code == 0, err
+    assert f"step {STEPS}/{STEPS}" in out
+    return records(folder / "run")
+
+
+def test_two_processes_give_the_losses_of_one(unbroken: dict[int, float], tmp_path: Path) -> None:
+    code, _, err = train(written(tmp_path), "--launch.processes", 2)
+    assert code == 0, err
+    assert_reordered(list(records(tmp_path / "run").values()), list(unbroken.values()))
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_it_too_and_a_run_goes_on_elsewhere(unbroken: dict[int, float], tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert train(path, "--steps", 3)[0] == 0
+    done = launch("-n", 2, "--devices-per-process", 4, program=Path("--"), arguments=("-m", "spmd.train", path))
+    assert done.code == 0, done.err
+    assert list(records(tmp_path / "run").values())[:3] == list(unbroken.values())[:3]
+    assert_reordered(list(records(tmp_path / "run").values()), list(unbroken.values()))
+
+
+def test_a_mistake_is_one_message_and_exit_code_two(tmp_path: Path) -> None:
+    code, out, err = train(written(tmp_path), "--model.rules", "megatrom")
+    assert code == 2 and "Traceback" not in err
+    assert "'megatrom' names no rules" in err + out
+    code, _, err = train(written(tmp_path), "--optimizer.lrr", "1")
+    assert code == 2 and "fix: write 'lr'" in err

@@ -1,0 +1,91 @@
+"""Recipes from TOML and words: what is read, and what each mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd.train import RecipeError, read_recipe, recipe_of
+from spmd.train._import_path import imported
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.toml"))
+LEAST: dict[str, Any] = {"model": {"config": "GPT2Config"}, "data": {"paths": ["x.bin"]}}
+
+
+def changed(table: str, **keys: Any) -> dict[str, Any]:
+    return {**LEAST, table: {**LEAST.get(table, {}), **keys}} if table else {**LEAST, **keys}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_read(path: Path) -> None:
+    recipe = read_recipe(path, ["--steps", "7", "--optimizer.lr=1e-4", "--model.arguments.n_layer", "3", "--out", "runs/x"])
+    assert (recipe.steps, recipe.optimizer.lr, recipe.model.arguments["n_layer"], recipe.out) == (7, 1e-4, 3, "runs/x")
+    assert all(Path(found).is_absolute() for found in recipe.data.paths)
+
+
+WRONG = {
+    "a misspelt key": (changed("optimizer", lrr=1.0), "[optimizer] has no key 'lrr'", "fix: write 'lr'"),
+    "a misspelt table": ({**LEAST, "optimiser": {"lr": 1.0}}, "the top level has no key 'optimiser'", "fix: write 'optimizer'"),
+    "a key of another table": (changed("model", lr=1.0), "[model] has no key 'lr'", "fix: it is a key of [optimizer]"),
+    "a key of the top": (changed("model", steps=5), "[model] has no key 'steps'", "it is a key of the top level, above all tables"),
+    "text for a number": (changed("optimizer", lr="high"), "[optimizer] lr = 'high' is of type str", "fix: give one of type float"),
+    "a float for an int": (changed("", steps=1.5), "the top level steps = 1.5 is of type float", "fix: give one of type int"),
+    "a bool for an int": (changed("data", seq=True), "[data] seq = True is of type bool", "fix: give one of type int"),
+    "a number for a table": (changed("", mesh=8), "'mesh' is a table, got 8", "fix: [mesh]"),
+    "no such choice": (changed("schedule", name="cosin"), "[schedule] name = 'cosin' is not possible", "fix: 'cosine'"),
+    "a number for a list": (changed("data", paths=3), "[data] paths = 3 is no list", "fix: [...]"),
+    "two models": (changed("model", own="a:b"), "[model] names config and own", "fix: one of pretrained"),
+    "no model": ({**LEAST, "model": {}}, "[model] names no model", "fix: one of pretrained"),
+    "no data": ({**LEAST, "data": {}}, "[data] names no data of kind 'tokens'", "fix: paths = ..."),
+    "a key without effect": (changed("data", own="a:b"), "[data] own has no effect where kind is 'tokens'", "fix: drop it, or kind"),
+    "no steps": (changed("", steps=0), "steps = 0 is not possible", "fix: at least 1"),
+    "uneven micro-batches": (changed("optimizer", accumulate=3), "[data] batch = 8 does not divide into 3", "a divisor of 8"),
+    "an average of nothing": (changed("ema", decay=1.0), "[ema] decay = 1.0 averages nothing", "fix: between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_told_with_its_key_and_the_fix(name: str) -> None:
+    found, what, fix = WRONG[name]
+    with pytest.raises(RecipeError) as error:
+        recipe_of(found, "a.toml")
+    assert str(error.value).startswith("a.toml: ") and what in str(error.value) and fix in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["steps", "3"], "'steps' is no override"),
+        (["--steps"], "--steps has no value"),
+        (["--optimizer.lrr", "3"], "[optimizer] has no key 'lrr'"),
+        (["--steps.many", "3"], "--steps.many: 'steps' is a key, not a table"),
+    ],
+)
+def test_overrides_have_the_errors_of_the_file(words: list[str], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('steps = 2\n[model]\nconfig = "GPT2Config"\n[data]\npaths = "x.bin"\n', encoding="utf-8")
+    assert read_recipe(path, ["--data.batch", "4"]).data.batch == 4
+    with pytest.raises(RecipeError) as error:
+        read_recipe(path, words)
+    assert told in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no.toml cannot be read: No such file"):
+        read_recipe(tmp_path / "no.toml")
+    path = tmp_path / "a.toml"
+    path.write_text("steps = \n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="a.toml is no TOML: Invalid value"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("torch", "names no object"), ("no.such:x", "no module 'no'"), ("torch.nn:Linaer", "has no 'Linaer'\n  fix: torch.nn:Linear")],
+)
+def test_an_import_path_that_leads_nowhere_is_told(path: str, told: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        imported(path, "[model] own")
+    assert told in str(error.value) and str(error.value).startswith("[model] own = ")

@@ -1,0 +1,84 @@
+"""Runs of recipes beside the loops that they stand for, written by hand on CPU torch; on 8 devices, stopped and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from spmd.train import Run, recipe_of
+from tests.oracle import TOLERANCE
+from tests.train.recipes import GPT2, NO_DROPOUT, STEPS, by_hand, records, tables, token_batches
+
+pytestmark = pytest.mark.multidevice(num=8)
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped micro-batches under a cosine": {
+        "optimizer": {"accumulate": 2, "clip_norm": 0.5},
+        "schedule": {"name": "cosine", "warm_up": 2, "final": 0.1},
+    },
+    "a falling line, SGD, data parallel": {
+        "optimizer": {"name": "SGD", "arguments": {"momentum": 0.9}},
+        "schedule": {"name": "linear", "steps": 4},
+        "mesh": {"axes": ""},
+        "model": {"rules": "replicated"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if "micro" in name else pytest.mark.slow) for name in CHANGES])
+def test_losses_are_those_of_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+    found = tables(tmp_path, **CHANGES[name])
+    run = Run(recipe_of(found))
+    assert run.train() == 0
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**GPT2, **NO_DROPOUT))
+    expected = by_hand(found, model, token_batches(found["data"]["paths"][0]))
+    rtol, atol = TOLERANCE[torch.float32]
+    assert list(records(tmp_path / "run")) == list(range(1, STEPS + 1))
+    torch.testing.assert_close(list(records(tmp_path / "run").values()), expected, rtol=rtol, atol=atol)
+    assert run.update.step.num_traces == 1
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """With dropout, an average, a schedule and a pass over the data that ends in between."""
+    changes: dict[str, Any] = {
+        "model": {"arguments": GPT2},
+        "schedule": {"name": "cosine", "warm_up": 2, "steps": STEPS},
+        "ema": {"decay": 0.9},
+        "optimizer": {"clip_norm": 1.0},
+    }
+    unbroken = Run(recipe_of(tables(tmp_path, **changes, out=str(tmp_path / "unbroken"))))
+    unbroken.train()
+    found = tables(tmp_path, **changes, checkpoint={"every": 2, "export": True})
+    first = Run(recipe_of(found), steps=4)
+    assert first.train() == 0
+    second = Run(recipe_of(found))
+    assert second.train() == 0
+    assert records(tmp_path / "run") == records(tmp_path / "unbroken")
+    for mine, other in zip(second.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+    assert second.update.ema is not None and unbroken.update.ema is not None
+    for mine, other in zip(second.update.ema.parameters(), unbroken.update.ema.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+    read = GPT2LMHeadModel.from_pretrained(tmp_path / "run" / f"model-{STEPS}")
+    assert torch.equal(read.lm_head.weight, second.model.lm_head.weight.cpu())
+    assert records(tmp_path / "run", "event") == {4: "resumed"}
+
+
+def test_metrics_say_where_the_time_went(tmp_path: Path) -> None:
+    run = Run(recipe_of(tables(tmp_path, metrics={"every": 3, "peak_flops": 1e9}, checkpoint={"every": 2})))
+    run.train()
+    assert list(records(tmp_path / "run")) == [3, 6]
+    seconds = records(tmp_path / "run", "seconds")[6]
+    assert seconds["compile"] > seconds["step"] > 0 and seconds["checkpoint"] > 0 and seconds["restart"] == 0
+    times = records(tmp_path / "run", "step_s")[6]
+    assert 0 < times["min"] <= times["median"] <= times["max"]
+    tokens, flops = records(tmp_path / "run", "tokens_per_s")[6], run.update.step.flops()
+    assert tokens == pytest.approx(16 * 8 / times["mean"])
+    assert records(tmp_path / "run", "mfu")[6] == pytest.approx(flops / times["mean"] / 1e9)
+    assert records(tmp_path / "run", "memory_bytes")[6] == run.update.step.memory().peak_bytes
