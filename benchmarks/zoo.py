@@ -789,14 +789,9 @@ OTHERS = (
 REMARKS = {
     "Switch Transformer": "it loops over the experts that got a token (`nonzero`), also under torch.compile",
     "Nystromformer": "it adds a mask of the tokens to scores of landmarks; CPU torch fails in the same way once any mask is given",
-    "Longformer": "it branches on whether any token attends globally",
-    "LED": "it branches on whether any token attends globally",
     "I-BERT": "training asserts that no activation is NaN",
-    "ProphetNet": "it asserts that the token ids are not negative",
-    "Wav2Vec2 (CTC)": "it compares the largest label with the vocabulary in an `if`; without labels it compiles",
     "EnCodec": "it computes padding from buffers that are read on the host",
-    "ViLT": "it selects valid patches by `nonzero`, and draws them at random",
-    "LLaVA": "it writes the number of image tokens into an error message before it knows whether there is an error",
+    "ViLT": "it draws the patches that it keeps at random, on the host",
 }
 ARCHITECTURES = {
     a.name: replace(a, remark=REMARKS.get(a.name, ""))

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers", reason="the models come from transformers, which the extras `hf` and `dev` install")
 
 import spmd
-from benchmarks import models, zoo, zoo_timm
+from benchmarks import models, zoo, zoo_timm, zoo_vision
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
 
@@ -54,7 +54,7 @@ def test_a_compiled_model_fills_the_callers_cache(kind: str) -> None:
 
 def test_the_table_holds_every_architecture_of_both_libraries_once() -> None:
     assert len(zoo.ARCHITECTURES) >= 60 and len(zoo_timm.ARCHITECTURES) >= 30
-    assert len(models.ZOO) == len(zoo.ARCHITECTURES) + len(zoo_timm.ARCHITECTURES)
+    assert len(models.ZOO) == len(zoo.ARCHITECTURES) + len(zoo_vision.ARCHITECTURES) + len(zoo_timm.ARCHITECTURES)
     assert list(json.loads(models.RESULTS.read_text(encoding="utf-8"))) == list(models.ZOO)
 
 

@@ -41,6 +41,7 @@
     +-- TraceAgain                                     no error: the trace starts again, otherwise
         +-- UnequalCounters                            ... with counters lifted
         +-- NumbersNeeded                              ... with Python numbers as constants
+        +-- CountsNeeded                               ... with integers that the host knows as Python's own
         +-- ViewNeeded                                 ... with indices of tensors as constants
         +-- Undiscovered                                  ... with a module or optimizer that was not found before
         +-- NewContainerTypes                                 ... with objects recognised as containers

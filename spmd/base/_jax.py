@@ -84,13 +84,61 @@ def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any],
         of: what to tell of the value, in one program: large values in between need not be held.
         num_alike: so many leading dims may have size 1 in what `of` is told, where all along them is equal.
     """
-    equations: dict[int, Any] = {}  # in the order in which they must run
+    listed = _ancestry(value, lambda atom: not is_tracer(atom) and not is_input(atom))
+    if listed is None:
+        return None
+    if of is None:
+        with jax.ensure_compile_time_eval():
+            return _evaluated([value], listed, _itself, {})[0]
+    with _eval_context():  # the other one would evaluate each operation of the new program by itself
+        known = _alike_parts(listed, num_alike)
+        rest = [e for e in listed if not all(id(variable) in known for variable in e.outvars)]
+        return jax.jit(lambda: of(_evaluated([value], rest, _itself, known)[0]))()
+
+
+def derived(value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], Any]) -> tuple[list[Any], Any] | None:
+    """The inputs that a tracer was computed from, and a closed jaxpr that computes it from their values; None if one is not known.
+
+    Args:
+        is_input: whether a constant of the trace will be an input of the program; its arguments are.
+        known: the value of an input (an array, or the tracer of an argument), or None.
+    """
+    inputs: dict[int, tuple[Any, Any]] = {}
+
+    def is_known(atom: Any) -> bool:
+        if not is_tracer(atom) and not is_input(atom):
+            return True
+        if id(atom) not in inputs:
+            inputs[id(atom)] = atom, known(atom)
+        return inputs[id(atom)][1] is not None
+
+    listed = _ancestry(value, is_known)
+    if listed is None:
+        return None
+
+    def run(given: list[Any]) -> Any:
+        found = dict(zip(inputs, given, strict=True))
+        return _evaluated([value], listed, lambda atom: found.get(id(atom), atom), {})[0]
+
+    with _eval_context():
+        return [atom for atom, _ in inputs.values()], jax.make_jaxpr(run)([host for _, host in inputs.values()])
+
+
+def evaluated(closed: Any, given: Sequence[Any]) -> Any:
+    """The one result of a closed jaxpr of values that the host has."""
+    with jax.ensure_compile_time_eval():
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *map(jax.numpy.asarray, given))[0]
+
+
+def _ancestry(value: Any, accepts: Callable[[Any], bool]) -> list[Any] | None:
+    """The equations that make a tracer, in the order in which they must run; None if they start from what is not accepted."""
+    equations: dict[int, Any] = {}
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:  # no recursion: a trace is thousands of equations deep
         tracer, are_operands_done = waiting.pop()
         equation = getattr(tracer, "parent", None)
         if equation is None:
-            if _constant(tracer, is_input) is None:
+            if not accepts(_atom(tracer)):
                 return None
         elif equation.effects:
             return None
@@ -99,22 +147,20 @@ def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any],
         elif id(equation) not in equations:
             waiting.append((tracer, True))
             waiting.extend((operand, False) for operand in equation.in_tracers)
-    listed = list(equations.values())
-    if of is None:
-        with jax.ensure_compile_time_eval():
-            return _evaluated([value], listed, is_input, {})[0]
-    with _eval_context():  # the other one would evaluate each operation of the new program by itself
-        known = _alike_parts(listed, is_input, num_alike)
-        rest = [e for e in listed if not all(id(variable) in known for variable in e.outvars)]
-        return jax.jit(lambda: of(_evaluated([value], rest, is_input, known)[0]))()
+    return list(equations.values())
 
 
-def _constant(value: Any, is_input: Callable[[Any], bool]) -> Any:
-    """The array or number that `value` is, or that a tracer without an equation stands for; None for an input."""
-    if is_tracer(value):
-        atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
-        value = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
-    return None if value is None or is_tracer(value) or is_input(value) else value  # a tracer: of a trace around this one
+def _atom(value: Any) -> Any:
+    """The array or number that a tracer without an equation stands for; an argument, or a value of a trace around this one, is a tracer."""
+    if not is_tracer(value):
+        return value
+    atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
+    held = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
+    return value if held is None else held
+
+
+def _itself(atom: Any) -> Any:
+    return atom
 
 
 _LARGE = 1 << 22  # elements; a mask [batch, 1, positions, positions] has more, what it is made of has less
@@ -123,7 +169,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _alike_parts(equations: list[Any], is_input: Callable[[Any], bool], num_alike: int) -> dict[int, Any]:
+def _alike_parts(equations: list[Any], num_alike: int) -> dict[int, Any]:
     """What large elementwise results are made of, each leading dim along which all is equal cut to 1; {} where others are large too.
 
     So a mask for 256 sequences that are treated alike is looked at for one.
@@ -137,7 +183,7 @@ def _alike_parts(equations: list[Any], is_input: Callable[[Any], bool], num_alik
         return {}
     needed = list({id(o.val): o for e in large for o in e.in_tracers if id(o.val) not in made}.values())
     needed = [o for o in needed if getattr(o, "parent", None) is not None]
-    values = jax.jit(lambda: _evaluated(needed, small, is_input, {}))()
+    values = jax.jit(lambda: _evaluated(needed, small, _itself, {}))()
     known = {id(o.val): _cut(value, num_alike) for o, value in zip(needed, values, strict=True)}
     return known | {id(variable): None for e in small for variable in e.outvars if id(variable) not in known}
 
@@ -150,18 +196,23 @@ def _cut(value: Any, num_alike: int) -> Any:
     return value
 
 
-def _evaluated(values: list[Any], equations: list[Any], is_input: Callable[[Any], bool], known: Mapping[int, Any]) -> list[Any]:
-    """Tracers' values, by running the equations; `known` has values of variables already, which may have size 1 along some dims."""
+def _evaluated(values: list[Any], equations: list[Any], of: Callable[[Any], Any], known: Mapping[int, Any]) -> list[Any]:
+    """Tracers' values, by running the equations; `known` has values of variables already, which may have size 1 along some dims.
+
+    Args:
+        of: the value of an array, or a tracer, that no equation makes.
+    """
     found = dict(known)
 
     def read(tracer: Any) -> Any:
-        return _constant(tracer, is_input) if getattr(tracer, "parent", None) is None else found[id(tracer.val)]
+        return of(_atom(tracer)) if getattr(tracer, "parent", None) is None else found[id(tracer.val)]
 
     for equation in equations:
         operands = [read(operand) for operand in equation.in_tracers]
         if known:  # then all are elementwise
             operands = jax.numpy.broadcast_arrays(*operands)
-        results = equation.primitive.bind(*operands, **equation.params)
+        is_layout = equation.primitive.name == "sharding_constraint"
+        results = operands[0] if is_layout else equation.primitive.bind(*operands, **equation.params)
         listed = results if equation.primitive.multiple_results else [results]
         found.update((id(variable), result) for variable, result in zip(equation.outvars, listed, strict=True))
     return [read(value) for value in values]

@@ -380,11 +380,27 @@ class Adapter:
 
 
 def _run_on_values(plan: Plan, dynamic: list[Any], key: Any) -> Any:
-    """`plan.run` in a trace, of a rule that needs values: those that were computed from constants alone are there, as numpy arrays."""
+    """`plan.run` in a trace, of a rule that needs values: those that the host knows are there, as numpy arrays.
+
+    Values of inputs are asked for one by one, masks first, until the rule has what it needs: the program will hold for these.
+    """
     recorder = recording.get()
     if recorder is None:
         return plan.run(dynamic, key)
     known = [known_value(value, recorder.is_state) if isinstance(value, jax.Array) else value for value in dynamic]
+    unknown = sorted((i for i, k in enumerate(known) if k is None), key=lambda i: (dynamic[i].dtype != np.bool_, dynamic[i].size))
+    while True:
+        try:
+            return _run_where_known(plan, dynamic, known, key)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            found = next(((i, told) for i in unknown if known[i] is None and (told := recorder.told(dynamic[i])) is not None), None)
+            if found is None:
+                raise
+            known[found[0]] = found[1]
+
+
+def _run_where_known(plan: Plan, dynamic: list[Any], known: list[Any], key: Any) -> Any:
+    """`known`: for each value what the host knows of it, or None."""
     if any(value is None for value in known):
         there = [np.asarray(k) if isinstance(k, jax.Array) else k for k in known]
         return plan.run([value if k is None else k for value, k in zip(dynamic, there, strict=True)], key)

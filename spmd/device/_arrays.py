@@ -26,6 +26,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer, is_tracing
 from spmd.device._checks import raise_failed
+from spmd.device._uploaded import note_sent, sent
 
 Shape = tuple[int, ...]
 Sharding = jax.sharding.Sharding | None
@@ -91,6 +92,7 @@ def upload(host: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
             array = jax.device_put(host)
         else:
             array = jax.make_array_from_callback(stored, sharding, lambda index: _piece(host, index or (), stored))
+    note_sent(array, host)
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     _counters.count("upload_bytes", shard * len(array.sharding.addressable_devices))
     _counters.count("uploads")
@@ -130,7 +132,9 @@ def moved(value: Any, sharding: Any) -> jax.Array:
     """
     with exact_dtypes(), jax.ensure_compile_time_eval():
         if sharding.is_fully_addressable or not value.is_fully_addressable:
-            return jax.device_put(value, sharding)
+            array = jax.device_put(value, sharding)
+            note_sent(array, sent(value))
+            return array
         host = np.asarray(value)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

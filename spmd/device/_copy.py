@@ -18,6 +18,7 @@ from spmd.base._convert import cast, exact_dtypes, host_array, host_tensor, to_n
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import fetched, moved
+from spmd.device._host_answers import host_answer
 from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted
 from spmd.device._refusals import check_in_place, check_overlap
@@ -173,10 +174,13 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
     if is_tracer(value) or recorder is not None:
         with exact_dtypes():
             known = None if recorder is None else known_value(value, recorder.is_state)
+            is_integer = not jnp.issubdtype(value.dtype, jnp.inexact)
+            if known is None and is_integer and recorder is not None:
+                known = recorder.counted(value)
             if known is not None:
                 return np.asarray(known).reshape(()).item()
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
-            return lifted(number, integral=not jnp.issubdtype(value.dtype, jnp.inexact))
+            return lifted(number, integral=is_integer)
     _counters.count("host_reads")
     return fetched(value).reshape(()).item()
 
@@ -232,7 +236,7 @@ def _from_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor with the values of a device tensor; in a traced program of one that was computed from constants alone."""
+    """A CPU tensor with the values of a device tensor; in a traced program of one that the host knows."""
     buffer = buffer_of(tensor)
     if buffer.value is None and buffer.host is not None and recording.get() is None:
         if tensor.numel() == 0:
@@ -244,8 +248,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     value = load(tensor)
     recorder = recording.get()
     if is_tracer(value) or recorder is not None:
-        with exact_dtypes():
-            known = None if recorder is None else known_value(value, recorder.is_state)
+        known = host_answer(value)
         if known is None:
             raise _host_read_while_tracing("a copy to the host")
         return host_tensor(np.array(known))

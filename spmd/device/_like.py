@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.base._convert import exact_dtypes, to_numpy_dtype
+from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message
-from spmd.base._jax import is_tracing, known_value
+from spmd.base._jax import is_tracing
 from spmd.device._copy import empty_strided
+from spmd.device._host_answers import host_answer
 from spmd.device._storage import buffer_of, is_whole, load, recording, wrap_host
 
 
@@ -40,14 +41,12 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         what = "Can not infer total number of classes from empty tensor."
         raise RuntimeError(what if not self.numel() else "num_classes should be positive")
     if num_classes == -1:
-        recorder = recording.get()
-        if recorder is not None:
-            with exact_dtypes():
-                is_known = known_value(load(self), recorder.is_state) is not None
-            if not is_known:
-                what = "one_hot without num_classes has as many columns as the largest value says, which only the compiled program knows"
-                raise TraceError(message(what, *called_at(), fix="one_hot(x, num_classes=n)"))
-        num_classes = int(self.max()) + 1
+        largest = self.max()
+        known = None if recording.get() is None else host_answer(load(largest))
+        if recording.get() is not None and known is None:
+            what = "one_hot without num_classes has as many columns as the largest value says, which only the compiled program knows"
+            raise TraceError(message(what, *called_at(), fix="one_hot(x, num_classes=n)"))
+        num_classes = int(largest if known is None else known) + 1
     return (self.unsqueeze(-1) == torch.arange(num_classes, device=self.device)).to(torch.int64)
 
 

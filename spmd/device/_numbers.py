@@ -22,6 +22,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.device._asserted import answered
+from spmd.device._host_answers import host_answer
 from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
@@ -111,7 +112,10 @@ class NumberNode:
     def _concrete(self, kind: builtins.str) -> Any:
         """The value of a number that the host knows; the program then holds for this value only."""
         if self.evaluate is None or self.on_branch is None:
-            raise needs_value(kind)
+            known = host_answer(self.value)
+            if known is None:
+                raise needs_value(kind)
+            return int(known) if self.integral else known.item()
         value = self.evaluate()
         self.on_branch(None if self.key is None else ("value", self.key), self.evaluate, value)  # pyright: ignore[reportArgumentType]
         return value
@@ -124,14 +128,16 @@ class NumberNode:
         return True if self.evaluate is None else bool(self.evaluate())
 
     def _is_true(self) -> Any:
-        return jnp.asarray(self.value) != 0
+        with exact_dtypes():
+            return jnp.asarray(self.value) != 0
 
     def bool_(self) -> bool:
         if self.evaluate is None or self.on_branch is None:
             answer = answered(self._is_true)
-            if answer is None:
+            known = host_answer(self._is_true()) if answer is None else answer
+            if known is None:
                 raise needs_value("bool (a branch)")
-            return answer
+            return bool(known)
         evaluate = self.evaluate
         outcome = bool(evaluate())
         self.on_branch(self.key, lambda: bool(evaluate()), outcome)
@@ -214,9 +220,12 @@ def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, 
     return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral, key=key))
 
 
-def is_of_host(number: torch.SymFloat) -> bool:
-    """Whether the host can compute the number."""
-    return isinstance(number.node, NumberNode) and number.node.evaluate is not None and number.node.on_branch is not None
+def is_of_host(number: torch.SymFloat, *, asks: bool = False) -> bool:
+    """Whether the host can compute the number; `asks`: from inputs that it knows too, for which the program then holds."""
+    node = number.node
+    if not isinstance(node, NumberNode):
+        return False
+    return (node.evaluate is not None and node.on_branch is not None) or (asks and host_answer(node.value) is not None)
 
 
 def sample(number: torch.SymFloat) -> float | int:

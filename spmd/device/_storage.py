@@ -82,6 +82,12 @@ class Recorder(Protocol):
         """Whether an array is a buffer's value, so that the program will read it anew in every call."""
         ...
 
+    def told(self, value: Any) -> Any:
+        """A traced value as the host computes it from inputs that it knows, or None; the program then holds where the same comes out."""
+
+    def counted(self, value: Any) -> int | None:
+        """The same of an integer, where this trace is made with integers as Python has them."""
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         """The input that a CPU tensor stands for, or None."""
 

@@ -259,9 +259,11 @@ class Program(Executable):
             return jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=self.replicated)
         return on_all_devices(host, self.replicated)
 
-    def reason_to_trace(self, numbers: Mapping[int, int | float]) -> str | None:
-        """Why it does not hold for a call with these numbers among its arguments; None if it does."""
+    def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
+        """Why it does not hold for a call with these numbers and tensors among its arguments; None if it does."""
         self.captured.numbers.refresh(numbers)
+        if self.captured.known is not None:
+            self.captured.known.refresh(buffers)
         return self.captured.guards.reason()
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:

@@ -113,7 +113,7 @@ class Step(Compiled, Generic[P, R]):
             try:
                 call = self._signature(args, kwargs)
                 for program in self._programs.of(call.key):
-                    reason = program.reason_to_trace(call.numbers)
+                    reason = program.reason_to_trace(call.numbers, call.buffers)
                     if reason is None:
                         if self._options.check:
                             require_same(self._name, program.captured, self._traced(call, way)[0])

@@ -162,5 +162,6 @@ def test_one_hot_needs_the_number_of_classes_in_a_program() -> None:
     assert_equal(
         spmd.compile(lambda x: x[:, None] * F.one_hot(torch.arange(3, device="jax")[1:]))(on_jax(x)), x[:, None] * torch.eye(3)[1:].long()
     )
+    assert_equal(spmd.compile(lambda x: F.one_hot(x))(on_jax(x)), F.one_hot(x))  # the host knows what it sent
     with pytest.raises(spmd.TraceError, match="num_classes=n"):
-        spmd.compile(lambda x: F.one_hot(x))(on_jax(x))
+        spmd.compile(lambda x: F.one_hot(x))(on_jax(x) + 0)

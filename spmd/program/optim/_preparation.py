@@ -221,6 +221,12 @@ class _InitialStateRecorder:
         """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
         return True
 
+    def told(self, value: Any) -> None:
+        return None
+
+    def counted(self, value: Any) -> None:
+        return None
+
     def host_argument(self, tensor: torch.Tensor) -> None:
         return None
 

@@ -34,6 +34,7 @@ _LOOKS_ONCE = frozenset(
     map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # the items themselves are not looked into
 )
 _OF_A_NUMBER = frozenset(map(id, (int, round, str, repr, format, math.floor, math.ceil, math.trunc)))
+_NEED_VALUES = frozenset(map(id, (int, round, str, repr, format)))  # the others are operations of the device too
 CONTAINERS = (dict, list, set, collections.deque, bytearray, np.ndarray)
 _READERS = frozenset(
     (
@@ -93,7 +94,7 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         if given is not None:
             told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
             return given
-    if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0]):
+    if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
     kind = type(fn)
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None

@@ -10,6 +10,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
+from spmd.device._uploaded import host_values, note_sent, window
 from spmd.program.find._objects import ITEMS, contents_of
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import ABSENT, Effect
@@ -123,4 +124,8 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     if shows_root and (buffer.value is None or is_whole(tensor, buffer)):
         return tensor
     with exact_dtypes():
-        return wrap(load(tensor)).requires_grad_(tensor.requires_grad)
+        value = load(tensor)
+        host = host_values(buffer)
+        if host is not None and value.dtype == host.dtype:
+            note_sent(value, window(host, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
+        return wrap(value).requires_grad_(tensor.requires_grad)

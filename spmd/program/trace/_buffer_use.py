@@ -14,6 +14,7 @@ from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
 from spmd.device._storage import Buffer
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
+from spmd.program.trace._known_inputs import KnownInputs
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
@@ -29,6 +30,8 @@ class TraceRecorder:
     Attributes:
         on_run: told of each module that runs.
         constrained: axes over which values were split at some point.
+        known: answers of the host; None where it has none, since what is traced is not what a call is given.
+        has_counts: integers that the host knows are Python's own; else `counts` are those that were asked for.
     """
 
     words: Any
@@ -61,6 +64,9 @@ class TraceRecorder:
     platform: str | None = None
     axes: tuple[str, ...] | None = None
     constrained: set[str] = field(default_factory=set[str])
+    known: KnownInputs | None = None
+    has_counts: bool = False
+    counts: list[Any] = field(default_factory=list[Any])
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))
@@ -105,6 +111,19 @@ class TraceRecorder:
 
     def is_state(self, array: Any) -> bool:
         return id(array) in self.reads
+
+    def told(self, value: Any) -> Any:
+        return None if self.known is None else self.known.told(value, self.reads)
+
+    def counted(self, value: Any) -> int | None:
+        if self.has_counts:
+            return self.told(value)
+        self.counts.append(value)
+        return None
+
+    def knows_counts(self) -> bool:
+        """Whether the host knows one of the integers that were asked for."""
+        return any(self.told(value) is not None for value in self.counts)
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, HostArgument):

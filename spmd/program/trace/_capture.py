@@ -42,6 +42,7 @@ from spmd.program.trace._arguments import ArgumentContainers, bind
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of, no_host_random, no_host_writes
+from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._remade import Node, Remade
@@ -57,6 +58,13 @@ class NumbersNeeded(TraceAgain):
 
     def other_way(self, way: Way) -> Way:
         return replace(way, has_constant_numbers=True)
+
+
+class CountsNeeded(TraceAgain):
+    """An integer that the host knows was needed as a size: trace again, each of them a Python int where it is read."""
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, has_counts=True)
 
 
 class UnequalCounters(TraceAgain):
@@ -85,6 +93,7 @@ class Captured:
         slots: gradients that were there: buffer, and the parameter or position of an argument whose gradient a call takes.
         copies: state whose new value is that of other state. See Note [Equal counters].
         holders: classes of arguments that are containers even while they hold no tensor.
+        known: inputs whose values decided what it is.
     """
 
     jaxpr: Any
@@ -114,6 +123,7 @@ class Captured:
     slots: dict[Buffer, torch.Tensor | int]
     copies: dict[Buffer, Buffer]
     holders: frozenset[type]
+    known: KnownInputs | None
 
     def forget_gradients(self) -> None:
         """Let go of the gradients that were there: from now on empty buffers stand for them."""
@@ -180,7 +190,8 @@ def capture(
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
         state = _Trace(
             *(fn, call, objects, held, positions, is_stacked, numbers, found, optim, gradients, memory),
-            *(keep_grads, debug_nans, counters, likely_platform(reachable), way.fixes_indices),
+            *(keep_grads, debug_nans, counters, likely_platform(reachable), way),
+            None if is_stacked else KnownInputs(arg_buffers),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: state.run([*waiting, *arg_buffers], host_tensors, shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
@@ -229,6 +240,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         slots={b: position.get(id(p), p) for b, p in state.slots(recorder).items()},
         copies=copies,
         holders=state.found.holders,
+        known=state.known,
     )
 
 
@@ -267,7 +279,8 @@ class _Trace:
     debug_nans: bool
     counters: dict[Buffer, Any]
     platform: str
-    fixes_indices: bool
+    way: Way
+    known: KnownInputs | None
     recorder: TraceRecorder | None = None
     arguments: frozenset[Buffer] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
@@ -290,7 +303,7 @@ class _Trace:
         self.arguments = frozenset(buffers[len(shapes) :])
         values = [*shapes, *values]
         inputs = dict(zip(map(identity_of, hosts), values[len(buffers) :], strict=True))
-        recorder = self.recorder = TraceRecorder(words, inputs, default_stream.draws, self.counters, platform=self.platform)
+        recorder = self.recorder = self._recorder(words, inputs, values[len(shapes) : len(buffers)])
         token = recording.set(recorder)
         try:
             for buffer, value in zip(buffers, values, strict=False):
@@ -311,7 +324,7 @@ class _Trace:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
-                reads.fixes_indices = self.fixes_indices
+                reads.fixes_indices = self.way.fixes_indices
                 args, kwargs = self.call
                 with nothing_swallowed(), Switches() as switches:
                     result = reads.run(self.fn, *args, **kwargs)
@@ -330,18 +343,34 @@ class _Trace:
             if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
                 raise self.gradients.stale() from error
             raise
-        except (TypeError, IndexError) as error:
-            if "Varying" in str(error) or ("SymFloat" in str(error) and self.numbers.has_varying):
-                raise NumbersNeeded from error
-            if "SymFloat" in str(error):  # a place where Python takes nothing but its own numbers
-                raise needs_value("number (index, range, format)", line_of(error)) from error
-            raise
+        except (TypeError, IndexError, RuntimeError) as error:
+            if (meant := self._explained(error, recorder)) is error:
+                raise
+            raise meant from error
         finally:
             recording.reset(token)
             self.draws = default_stream.draws - recorder.start_draws
             default_stream.draws = recorder.start_draws
             recorder.put_back()
             self.gradients.drop()
+
+    def _explained(self, error: Exception, recorder: TraceRecorder) -> Exception:
+        """What an exception of the function means: another trace where a number should be Python's own, an error of ours, or itself."""
+        text = str(error)
+        if isinstance(error, RuntimeError) and "scalar.isIntegral" not in text:  # what C++ says of a size that is no int
+            return error
+        if "Varying" in text or ("SymFloat" in text and self.numbers.has_varying):
+            return NumbersNeeded()
+        if recorder.knows_counts():
+            return CountsNeeded()
+        # else a place where Python takes nothing but its own numbers
+        return needs_value("number (index, range, format)", line_of(error)) if "SymFloat" in text else error
+
+    def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:
+        if self.known is not None:
+            self.known.install(arguments)
+        draws, counts = default_stream.draws, self.way.has_counts
+        return TraceRecorder(words, inputs, draws, self.counters, platform=self.platform, known=self.known, has_counts=counts)
 
     def _known_to_reads(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
         """Names of the modules, the dicts they hold, and what the trace may change as it likes: copies of arguments, optimizers' state."""
@@ -412,6 +441,8 @@ class _Trace:
             _guards.guard_branch(guards, self.numbers, evaluate, outcome)
         for tensor in recorder.host_reads:
             _guards.guard_host_tensor(guards, tensor)
+        if self.known is not None:
+            self.known.guard(guards)
         self.memory.guard(guards)
         self.gradients.guard(guards, recorder.touched.__contains__, slots, self.held)
         guard_who(guards, held)

@@ -61,6 +61,12 @@ class Part:
     def is_state(self, array: Any) -> bool:
         return self.outer.is_state(array)
 
+    def told(self, value: Any) -> Any:
+        return self.outer.told(value)
+
+    def counted(self, value: Any) -> int | None:
+        return self.outer.counted(value)
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         return self.outer.host_argument(tensor)
 

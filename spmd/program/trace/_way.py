@@ -13,6 +13,7 @@ class Way:
     Attributes:
         holders: classes of arguments that are containers even while they hold no tensor.
         has_constant_numbers: no Python number is an input: one was needed where only its value will do.
+        has_counts: integers that the host knows are Python's own where they are read: one was needed as a size, or for a `range`.
         fixes_indices: what is read of a tensor at a number that varies is written to, so the number is a constant.
         share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
@@ -21,6 +22,7 @@ class Way:
 
     holders: frozenset[type] = frozenset()
     has_constant_numbers: bool = False
+    has_counts: bool = False
     fixes_indices: bool = False
     share_counters: bool = True
     unmarked: frozenset[int] = frozenset()

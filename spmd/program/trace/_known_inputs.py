@@ -1,0 +1,160 @@
+"""Inputs whose values the host knows, and what Python was told of them while a function was traced.
+
+Note [Known inputs]. Python asks for values that decide what a program is: into how many patches an image was cut, where it stands
+in a text, whether a mask hides anything. Where they follow from inputs that the host has sent to the devices (`device/_uploaded`), they are
+computed on the host, by the operations that the trace has recorded. The program then holds for calls in which the same answers come out:
+their inputs are compared first, and where one is another the answers are computed again. Nothing is read from a device. An input that a
+program has written is not known, and Python's question is refused as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._jax import derived, evaluated, is_tracer
+from spmd.device._storage import Buffer
+from spmd.device._uploaded import host_values, sent
+from spmd.program.reuse._columns import Guards
+
+_value = attrgetter("value")
+_today = attrgetter("today")
+Values = tuple[np.ndarray[Any, Any] | None, ...]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What Python was told.
+
+    Attributes:
+        inputs: what it was computed from, by number.
+        program: a closed jaxpr of these.
+    """
+
+    inputs: tuple[int, ...]
+    program: Any
+    value: np.ndarray[Any, Any]
+
+
+class KnownInputs:
+    """The answers of one trace.
+
+    Attributes:
+        today: of each argument that has part in an answer its values in the call to come, or None.
+    """
+
+    def __init__(self, arguments: Sequence[Buffer]) -> None:
+        self._hosts = list(map(host_values, arguments))
+        self._positions: dict[int, int] = {}  # of an argument, by id of its tracer
+        self._sources: list[int | Buffer] = []  # by number: the position of an argument, or a buffer of the state
+        self._numbers: dict[int, int] = {}  # by id of a source
+        self._then: list[np.ndarray[Any, Any]] = []
+        self._answers: dict[int, tuple[Any, _Answer | None]] = {}  # by id of the tracer, which is held
+        self.today: Values = ()
+
+    def install(self, tracers: Sequence[Any]) -> None:
+        """The trace begins: these stand for the arguments."""
+        self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
+
+    def told(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
+        """The value of a tracer, if the host knows the inputs that it was computed from.
+
+        Args:
+            states: the buffers that the trace has read, by id of their arrays.
+        """
+        if id(value) not in self._answers:
+            self._answers[id(value)] = value, self._answer(value, states)
+        answer = self._answers[id(value)][1]
+        return None if answer is None else answer.value
+
+    def _answer(self, value: Any, states: dict[int, Buffer]) -> _Answer | None:
+        def known(atom: Any) -> Any:
+            if not is_tracer(atom):
+                return sent(atom)
+            host = self._hosts[self._positions[id(atom)]] if id(atom) in self._positions else None
+            return None if host is None else _padded(host, atom.shape)
+
+        with exact_dtypes():
+            found = derived(value, lambda atom: id(atom) in states, known)
+            if found is None:
+                return None
+            atoms, program = found
+            numbers = [self._number(self._positions[id(a)] if is_tracer(a) else states[id(a)], known(a)) for a in atoms]
+            return _Answer(tuple(numbers), program, _computed(program, [self._then[n] for n in numbers]))
+
+    def _number(self, source: int | Buffer, value: np.ndarray[Any, Any]) -> int:
+        key = source if isinstance(source, int) else ~id(source)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._sources)
+            self._sources.append(source)
+            self._then.append(value)
+        return self._numbers[key]
+
+    def refresh(self, arguments: Sequence[Buffer]) -> None:
+        """A call is to come, with these arguments."""
+        if self._sources:
+            now = tuple(host_values(arguments[s]) for s in self._sources if isinstance(s, int))
+            if len(now) != len(self.today) or not all(map(is_, now, self.today)):
+                self.today = now
+
+    def guard(self, guards: Guards) -> None:
+        """What Python was told would be the same."""
+        answers = [answer for _, answer in self._answers.values() if answer is not None]
+        self._answers.clear()  # and with it tracers
+        if answers:
+            states = [s for s in self._sources if isinstance(s, Buffer)]
+            guards.add(lambda: self._reason(answers), values=[(_today, [self]), (_value, states)])
+
+    def _reason(self, answers: list[_Answer]) -> str | None:
+        """Why an answer would be another today, or None."""
+        of_arguments = iter(self.today)
+        now: list[np.ndarray[Any, Any]] = []
+        for source, then in zip(self._sources, self._then, strict=True):
+            host = next(of_arguments) if isinstance(source, int) else host_values(source)
+            if host is None:
+                return f"{_title(source, then)}, whose values the program was made for, was computed on the device"
+            now.append(_padded(host, then.shape))
+        differing = {n for n, (then, host) in enumerate(zip(self._then, now, strict=True)) if not _is_same(then, host)}
+        for answer in answers if differing else ():
+            if differing.isdisjoint(answer.inputs):
+                continue
+            with exact_dtypes():
+                value = _computed(answer.program, [now[n] for n in answer.inputs])
+            if not _is_same(answer.value, value):
+                number = next(n for n in answer.inputs if n in differing)
+                what = _title(self._sources[number], self._then[number])
+                return f"what Python reads of {what} changed from {_shown(answer.value)} to {_shown(value)}"
+        self._then = now  # so that the next call with these need not compute
+        return None
+
+
+def _computed(program: Any, given: list[Any]) -> np.ndarray[Any, Any]:
+    return np.asarray(evaluated(program, given))
+
+
+def _padded(host: np.ndarray[Any, Any], stored: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """`host` as an array of shape `stored` holds it: zeros at the ends of uneven dims."""
+    return host if host.shape == stored else np.pad(host, [(0, m - n) for n, m in zip(host.shape, stored, strict=True)])
+
+
+def _is_same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """NaN is itself, and -0.0 is not 0.0."""
+    return one is other or (one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def _title(source: int | Buffer, values: np.ndarray[Any, Any]) -> str:
+    what = "a state tensor" if isinstance(source, Buffer) else f"tensor argument {source}"
+    return f"{what} ({values.dtype}{list(values.shape)})"
+
+
+def _shown(value: np.ndarray[Any, Any]) -> str:
+    text = " ".join(str(value.tolist()).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+__all__ = ["KnownInputs"]

@@ -1,0 +1,202 @@
+"""Values that the host knows of a compiled function's inputs decide what its programs are: sizes, masks, branches, texts."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+from tests.grids import line
+from tests.oracle import assert_same, batch, on_device
+
+GRID, OTHER = torch.tensor([[2, 3], [1, 2]]), torch.tensor([[1, 4], [2, 2]])
+
+
+def by_key(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    return x * {"2": 2.0, "1": 3.0}[f"{grid[0, 0]}"]
+
+
+def grouped(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """As Qwen2-VL makes positions: loops over sizes, and arithmetic of tensors that Python then reads."""
+    parts, at = [], 0
+    for height, width in grid:
+        rows = torch.arange(height, device=x.device).repeat_interleave(width.item())
+        parts.append(rows + at)
+        at += max(height, width) // 2
+    return x[torch.cat(parts)]
+
+
+def padded(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    height, width = grid[0].tolist()
+    return torch.nn.functional.interpolate(x[None, None, :6].reshape(1, 1, 2, 3), size=(height, width), mode="bilinear")
+
+
+ASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "tolist": lambda x, grid: x[: sum(grid.prod(-1).tolist())] * 2,
+    "split": lambda x, grid: torch.split(x[: int(grid.prod(-1).sum())], grid.prod(-1).tolist()),
+    "size": lambda x, grid: x.new_ones(grid[0, 0].item(), grid[0, 1].item()) * x[0],
+    "range": lambda x, grid: sum(x[i] for i in range(grid[0, 1].item())),
+    "slice": lambda x, grid: x[: grid[0, 1].item()],
+    "branch": lambda x, grid: x + 1 if grid[0, 0] > 1 else x - 1,
+    "key": by_key,
+    "numpy": lambda x, grid: x[torch.from_numpy(grid.cpu().numpy()[0]).to("jax")] if x.device.type == "jax" else x[grid[0]],
+    "mask": lambda x, grid: x[:2][grid[:, 0] == 2],
+    "nonzero": lambda x, grid: (grid == 2).nonzero() + x[:1].long(),
+    "repeat": lambda x, grid: x[:2].repeat_interleave(grid[:, 0]),
+    "unique": lambda x, grid: torch.unique(grid) + x[:1].long(),
+    "equal": lambda x, grid: x if torch.equal(grid[0], grid[1]) else -x,
+    "one_hot": lambda x, grid: torch.nn.functional.one_hot(grid) + x[:1].long(),
+    "grouped": grouped,
+    "interpolate": padded,
+}
+
+
+@pytest.mark.parametrize("name", list(ASKS))
+def test_python_is_told_what_the_host_knows_and_each_answer_has_its_program(name: str) -> None:
+    x, fn = batch(12), ASKS[name]
+    step = spmd.compile(fn)
+    before = spmd.metrics.counters().get("host_reads", 0)
+    found = [step(*on_device((x, grid))) for grid in (GRID, OTHER, GRID.clone())]
+    assert spmd.metrics.counters().get("host_reads", 0) == before
+    for got, grid in zip(found, (GRID, OTHER, GRID), strict=True):
+        assert_same(got, fn(x, grid))
+    assert step.num_traces == 1 + (name != "equal")
+    for reason in step.retraces:
+        assert re.match(r"what Python reads of tensor argument 1 \(int64\[2, 2\]\) changed from .* to .*", reason)
+
+
+def test_a_gradient_flows_past_what_python_was_told() -> None:
+    def step(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return sum((part.square().sum() for part in torch.split(x, grid.prod(-1).tolist())), x.new_zeros(())).sqrt()
+
+    for grid in (GRID, OTHER):
+        host = batch(8).requires_grad_()
+        device = batch(8).to("jax").requires_grad_()
+        step(host[: int(grid.prod(-1).sum())], grid).backward()
+        spmd.compile(lambda x, grid: step(x[: int(grid.prod(-1).sum())], grid).backward(), keep_grads=True)(device, grid.to("jax"))
+        assert_same(device.grad, host.grad)
+
+
+def test_another_input_with_the_same_answers_runs_the_same_program() -> None:
+    step = spmd.compile(lambda x, mask: x * 2 if mask.all() else x * 3)
+    x = batch(4)
+    for mask, factor in (([1, 1, 0, 1], 3), ([0, 1, 1, 1], 3), ([1, 1, 1, 1], 2), ([0, 0, 0, 0], 3)):
+        assert_same(step(x.to("jax"), torch.tensor(mask).to("jax")), x * factor)
+    assert step.num_traces == 2
+    assert step.retraces[0].startswith("what Python reads of tensor argument 1 (int64[4]) changed")
+
+
+def test_numbers_that_are_computed_with_stay_on_the_device() -> None:
+    step = spmd.compile(lambda x, n: x * n.item() + n.sum().item() // 2)
+    for n in (3, 5, 8):
+        assert_same(step(batch(4).to("jax"), torch.tensor(n).to("jax")), batch(4) * n + n // 2)
+    assert step.num_traces == 1
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "eager": lambda n: n + 0,
+    "compiled": spmd.compile(lambda n: n * 1),
+    "in_place": lambda n: n.add_(0),
+}
+
+
+@pytest.mark.parametrize("how", list(COMPUTED))
+def test_what_a_program_computed_is_not_known(how: str) -> None:
+    step = spmd.compile(lambda x, n: x[: n.tolist()])
+    x = batch(4).to("jax")
+    assert_same(step(x, torch.tensor(3).to("jax")), batch(4)[:3])
+    with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
+        step(x, COMPUTED[how](torch.tensor(3).to("jax")))
+    assert_same(step(x, torch.tensor(3).to("jax")), batch(4)[:3])
+
+
+def test_floats_are_data_and_not_known() -> None:
+    with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
+        spmd.compile(lambda x, y: x * y.tolist()[0])(*on_device((batch(2), batch(2))))
+
+
+def test_an_argument_that_the_program_writes_is_known_for_one_call() -> None:
+    def advance(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        part = x[: n.tolist()]
+        n.add_(1)
+        return part
+
+    step, n = spmd.compile(advance), torch.tensor(2).to("jax")
+    assert_same(step(batch(4).to("jax"), n), batch(4)[:2])
+    assert n.item() == 3
+    with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
+        step(batch(4).to("jax"), n)
+
+
+def test_a_buffer_of_a_module_is_known_until_the_device_changes_it() -> None:
+    holder = torch.nn.Module()
+    holder.register_buffer("sizes", torch.tensor([2, 3]))
+    holder.to("jax")
+    step = spmd.compile(lambda x: torch.split(x, holder.sizes.tolist()))
+    x = batch(5)
+    for sizes in ([2, 3], [4, 1], [2, 3]):
+        holder.sizes.copy_(torch.tensor(sizes))
+        assert_same(step(x.to("jax")), torch.split(x, sizes))
+    assert step.num_traces == 2
+    assert step.retraces == ["what Python reads of a state tensor (int64[2]) changed from [2, 3] to [4, 1]"]
+    holder.sizes.add_(torch.tensor([1, -1], device="jax"))
+    with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
+        step(x.to("jax"))
+
+
+def test_a_view_shows_what_is_known_of_its_base() -> None:
+    step = spmd.compile(lambda x, sizes: torch.split(x, sizes.tolist()))
+    base = torch.tensor([[7, 2], [3, 1], [2, 2]])
+    for part in (slice(0, 2), slice(1, 3)):
+        sizes = base[part, 1]
+        x = batch(int(sizes.sum()))
+        assert_same(step(x.to("jax"), base.to("jax")[part, 1]), torch.split(x, sizes.tolist()))
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_split_input_is_known_whole(rows: int) -> None:
+    m = line()
+    lengths = torch.arange(1, rows + 1)
+    step = spmd.compile(lambda x, lengths: x[:, : lengths.max().item()] * lengths[:, None])
+    x = batch(rows, 12)
+    for extra in (0, 2, 0):
+        given = [spmd.mark_sharding(t.to("jax"), m, ("data", None)[: t.dim()]) for t in (x, lengths + extra)]
+        assert_same(step(*given), x[:, : rows + extra] * (lengths + extra)[:, None])
+    assert step.num_traces == 2
+
+
+def test_a_check_is_made_on_the_device_and_makes_no_program_for_values() -> None:
+    def checked(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if ids.max() > 9:
+            raise ValueError("an id is too large")
+        return x * ids
+
+    step = spmd.compile(checked)
+    for low in range(4):
+        ids = torch.arange(low, low + 4)
+        assert_same(step(batch(4).to("jax"), ids.to("jax")), batch(4) * ids)
+    assert step.num_traces == 1
+
+
+def test_values_that_change_obey_the_budget_of_retraces() -> None:
+    step = spmd.compile(lambda x, n: x[: n.tolist()], max_retraces=2, on_retrace="error")
+    x = batch(6).to("jax")
+    step(x, torch.tensor(1).to("jax"))
+    step(x, torch.tensor(2).to("jax"))
+    with pytest.raises(spmd.TraceError, match=r"tensor argument 1 \(int64\[\]\) changed from 2 to 3"):
+        step(x, torch.tensor(3).to("jax"))
+
+
+def test_a_stack_of_steps_has_no_value_for_all_of_them() -> None:
+    step = spmd.compile(lambda x, n: x[: n.tolist()], steps_per_call=2)
+    with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
+        step(*on_device((batch(2, 4), torch.tensor([2, 2]))))
+
+
+def test_every_call_can_be_checked_against_a_new_trace() -> None:
+    step = spmd.compile(ASKS["grouped"], check=True)
+    for grid in (GRID, GRID, OTHER):
+        assert_same(step(*on_device((batch(12), grid))), grouped(batch(12), grid))
