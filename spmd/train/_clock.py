@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-KINDS = ("start", "compile", "data", "step", "evaluation", "checkpoint", "restart")
+from spmd import Step
+
+R = TypeVar("R")
+KINDS = ("start", "compile", "data", "step", "evaluation", "checkpoint", "profile", "restart")
 
 
 class Clock:
@@ -37,6 +40,15 @@ class Clock:
         """Some of what was counted as one kind was another."""
         self.seconds[kind] -= seconds
         self.seconds[to] += seconds
+
+    def calling(self, step: Step[..., R], *args: Any) -> tuple[R, bool]:
+        """Call a compiled function; its result, and whether it was traced now, whose seconds are of the kind "compile"."""
+        num_traces, start = step.num_traces, time.perf_counter()
+        result = step(*args)
+        was_compiled = step.num_traces != num_traces
+        if was_compiled:
+            self.move(self._kind, "compile", time.perf_counter() - start)
+        return result, was_compiled
 
     @contextmanager
     def during(self, kind: str) -> Generator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -12,26 +14,48 @@ from spmd.base._errors import message
 from spmd.data import ShardedLoader
 from spmd.sharding._axes import batch_axes
 from spmd.train._feed import Feed, GlobalOrder, PlacedFeed, rows_here
+from spmd.train._image_folder import ImageFolder
 from spmd.train._import_path import imported
 from spmd.train._recipe import Data, Recipe, RecipeError
 from spmd.train._token_files import TokenFiles
 
 
-def dataset_of(table: Data, vocabulary: int) -> Dataset[Any]:
+def dataset_of(table: Data, vocabulary: int, seed: int) -> Dataset[Any]:
     """The samples that a table names.
 
     Args:
         table: what kind, and where.
         vocabulary: of the model; 0: not known.
+        seed: of what is drawn for a sample.
 
     Raises:
         RecipeError: there are none.
     """
     if table.kind == "tokens":
         return TokenFiles(table.paths, table.seq, table.dtype, vocabulary)
-    dataset = imported(table.own, "[data] own")(**table.arguments)
+    if table.kind == "images":
+        return ImageFolder(table.paths, table.size, augment=table.augment, mean=table.mean, std=table.std, seed=seed)
+    return _own(table.own, table.arguments, "[data]")
+
+
+def held_out_of(recipe: Recipe, vocabulary: int, training: Dataset[Any]) -> Dataset[Any]:
+    """The samples that a recipe evaluates: of the kind of its `training` data.
+
+    Raises:
+        RecipeError: there are none.
+    """
+    table, given = recipe.data, recipe.evaluation
+    if table.kind == "tokens":
+        return TokenFiles(given.paths, table.seq, table.dtype, vocabulary)
+    if isinstance(training, ImageFolder):
+        return ImageFolder(given.paths, table.size, mean=table.mean, std=table.std, classes=training.classes)
+    return _own(given.own, given.arguments, "[evaluation]")
+
+
+def _own(path: str, arguments: dict[str, Any], table: str) -> Dataset[Any]:
+    dataset = imported(path, f"{table} own")(**arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        what = f"[data] own = {table.own!r} returned {type(dataset).__name__}, which has no length or no samples by number"
+        what = f"{table} own = {path!r} returned {type(dataset).__name__}, which has no length or no samples by number"
         raise RecipeError(message(what, fix="return a torch.utils.data.Dataset with __len__ and __getitem__"))
     return dataset
 
@@ -57,4 +81,26 @@ def training_batches(recipe: Recipe, dataset: Dataset[Any], mesh: Mesh) -> Shard
     return spmd.shard_loader(feed, mesh, (None, axes or None), check=False)
 
 
-__all__ = ["dataset_of", "training_batches"]
+def held_out_batches(recipe: Recipe, dataset: Dataset[Any], mesh: Mesh, is_masked: bool) -> Iterator[Any]:
+    """One pass over held-out data in its order, as `Evaluation` takes it.
+
+    Args:
+        recipe: how many samples at a time, and how many batches.
+        dataset: what `held_out_of` returned.
+        mesh: the devices.
+        is_masked: pad an uneven last batch, and say what is padding; leave it out otherwise.
+
+    Raises:
+        RecipeError: there is no whole batch where none is padded.
+    """
+    batch, axes = recipe.data.batch // recipe.optimizer.accumulate, batch_axes(mesh)
+    order = GlobalOrder(len(dataset), batch, rows_here(mesh, axes, batch, 1), False, 0, whole=not is_masked)  # pyright: ignore[reportArgumentType]
+    if not len(order):
+        what = f"[evaluation] has {order.num_samples} samples, a batch {batch}"
+        raise RecipeError(message(what, fix="more data, or a smaller [data] batch"))
+    feed = Feed(dataset, order, recipe.data.workers, 0)
+    batches = spmd.shard_loader(feed, mesh, (axes or None,), ragged="pad" if is_masked else "error")
+    yield from itertools.islice(batches, recipe.evaluation.batches or None)
+
+
+__all__ = ["dataset_of", "held_out_batches", "held_out_of", "training_batches"]

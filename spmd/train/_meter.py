@@ -89,10 +89,6 @@ class Meter:
         self._waiting.append((step, tensors, {name: value for name, value in values.items() if name not in tensors}))
         self._write(AHEAD)
 
-    def pass_over(self) -> None:
-        """What was done since the last step is no part of the next one's time."""
-        self._counted = self._busy()
-
     def finish(self) -> None:
         """Wait for all numbers, and write them."""
         self._write(0)

@@ -67,12 +67,18 @@ class Launch:
 class Data:
     """What is learned from."""
 
-    kind: Literal["tokens", "dataset"] = key("tokens", "tokens: files of token numbers; dataset: a Dataset of your own")
-    paths: tuple[str, ...] = key((), "files, folders or patterns, relative to the recipe", ("tokens",))
+    kind: Literal["tokens", "images", "dataset"] = key(
+        "tokens", "tokens: files of token numbers; images: folders of images, one for each class; dataset: a Dataset of your own"
+    )
+    paths: tuple[str, ...] = key((), "files, folders or patterns, relative to the recipe", ("tokens", "images"))
     dtype: Literal["", "uint8", "uint16", "uint32", "int32"] = key(
         "", "of the numbers; empty: what Megatron's .idx beside the file says, else uint16", ("tokens",)
     )
     seq: int = key(1024, "tokens of a sequence", ("tokens",))
+    size: int = key(224, "height and width of an image", ("images",))
+    augment: bool = key(False, "a random part of each image, mirrored or not; the middle otherwise, and in evaluation", ("images",))
+    mean: tuple[float, ...] = key((0.5, 0.5, 0.5), "of the channels, taken off", ("images",))
+    std: tuple[float, ...] = key((0.5, 0.5, 0.5), "of the channels, divided by", ("images",))
     own: str = key("", "a class or function that returns a Dataset with a length, as package.module:name", ("dataset",))
     arguments: dict[str, Any] = field(default_factory=dict, metadata=said("keyword arguments of `own`", ("dataset",)))
     batch: int = key(8, "samples of one optimizer step, over all devices and micro-batches")
@@ -119,6 +125,28 @@ class Ema:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """The loss of held-out data of the same kind; every sample counts once, those of an uneven last batch too (cross_entropy)."""
+
+    every: int = key(0, "steps between evaluations; the last step has one too. 0: none")
+    batches: int = key(0, "how many of batch / accumulate samples; 0: all of the data")
+    paths: tuple[str, ...] = key((), "of kinds tokens and images")
+    own: str = key("", "of kind dataset: a class or function that returns a Dataset, as package.module:name")
+    arguments: dict[str, Any] = field(default_factory=dict, metadata=said("keyword arguments of `own`"))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts that a language model goes on with; drawn from a generator of their own."""
+
+    every: int = key(0, "steps between samples; the last step has some too. 0: none")
+    prompts: tuple[str, ...] = key((), "what each text begins with")
+    tokens: int = key(32, "how many are drawn for each prompt")
+    temperature: float = key(1.0, "of the distribution that they are drawn from; 0: always the likeliest")
+    tokenizer: str = key("", 'a folder or name of Hugging Face, or "bytes": those of UTF-8')
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Where a run goes on after it was stopped: in `out`/checkpoints."""
 
@@ -132,8 +160,19 @@ class Metrics:
     """What is written of the steps; see the table of metrics."""
 
     every: int = key(10, "steps between two records")
-    writers: tuple[Literal["terminal", "json"], ...] = key(("terminal", "json"), "where records go")
+    writers: tuple[Literal["terminal", "json", "tensorboard", "wandb"], ...] = key(
+        ("terminal", "json"), "where records go: the last two where tensorboard, wandb are installed"
+    )
+    project: str = key("spmd", "of Weights & Biases; the run has the name of the folder `out`")
     peak_flops: float = key(0.0, "FLOPs per second of one chip, for MFU; 0: those of the maker's data sheet, where the chip is known")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A trace of some steps by jax's profiler, in `out`/profile: device operations under the names of modules."""
+
+    first: int = key(0, "the first step that is traced, counted from 1; 0: none")
+    steps: int = key(3, "how many; after the last the run waits for the devices")
 
 
 @dataclass(frozen=True)
@@ -151,8 +190,11 @@ class Recipe:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     ema: Ema = field(default_factory=Ema)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    samples: Samples = field(default_factory=Samples)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
         """What no single key can say.
@@ -161,7 +203,7 @@ class Recipe:
             RecipeError: keys contradict each other.
         """
         _require_one_source(self.model)
-        _require_used(self.data)
+        _require_used(self.data, self.evaluation)
         for table, name, least in _LEAST:
             value = getattr(getattr(self, table) if table else self, name)
             if value < least:
@@ -172,6 +214,9 @@ class Recipe:
         if self.launch.processes > 1 and self.mesh.devices % self.launch.processes:
             what = f"[mesh] devices = {self.mesh.devices} do not divide over {self.launch.processes} processes"
             raise RecipeError(message(what, fix=f"a multiple of {self.launch.processes}"))
+        if self.samples.every and self.data.kind != "tokens":
+            what = f"[samples] are texts, [data] kind is {self.data.kind!r}"
+            raise RecipeError(message(what, fix="[samples] every = 0"))
         if not 0 <= self.ema.decay < 1:
             raise RecipeError(message(f"[ema] decay = {self.ema.decay} averages nothing", fix="between 0 and 1, as 0.999"))
 
@@ -188,6 +233,14 @@ _LEAST = (
     ("optimizer", "accumulate", 1),
     ("schedule", "warm_up", 0),
     ("schedule", "steps", 0),
+    ("data", "size", 1),
+    ("evaluation", "every", 0),
+    ("evaluation", "batches", 0),
+    ("samples", "every", 0),
+    ("samples", "tokens", 1),
+    ("samples", "temperature", 0),
+    ("profile", "first", 0),
+    ("profile", "steps", 1),
     ("checkpoint", "every", 0),
     ("checkpoint", "keep", 1),
     ("metrics", "every", 1),
@@ -219,7 +272,7 @@ def _require_one_source(model: Model) -> None:
         raise RecipeError(message(what, fix='one of pretrained = "gpt2", config = "GPT2Config", own = "package.module:name"'))
 
 
-def _require_used(data: Data) -> None:
+def _require_used(data: Data, evaluation: Evaluation) -> None:
     """No key is given that the kind of data has no use for, and what it needs is there."""
     for item in keys_of(Data).values():
         value, kinds = getattr(data, item.name), item.metadata["kinds"]
@@ -227,9 +280,15 @@ def _require_used(data: Data) -> None:
         if value != default and kinds and data.kind not in kinds:
             what = f"[data] {item.name} has no effect where kind is {data.kind!r}"
             raise RecipeError(message(what, f"it is for: {', '.join(kinds)}", fix=f"drop it, or kind = {kinds[0]!r}"))
-    needed = "own" if data.kind == "dataset" else "paths"
+    needed, other = ("own", "paths") if data.kind == "dataset" else ("paths", "own")
     if not getattr(data, needed):
         raise RecipeError(message(f"[data] names no data of kind {data.kind!r}", fix=f"{needed} = ..."))
+    if evaluation.every and not getattr(evaluation, needed):
+        raise RecipeError(message(f"[evaluation] names no data of kind {data.kind!r}", fix=f"{needed} = ..."))
+    if getattr(evaluation, other):
+        raise RecipeError(message(f"[evaluation] {other} has no effect where [data] kind is {data.kind!r}", fix=f"{needed} = ..."))
+    if len(data.mean) != 3 or len(data.std) != 3:
+        raise RecipeError(message("[data] mean and std have one number for each of three channels", fix="mean = [0.5, 0.5, 0.5]"))
 
 
 def choices(annotation: Any) -> tuple[Any, ...]:
@@ -241,14 +300,17 @@ __all__ = [
     "Checkpoint",
     "Data",
     "Ema",
+    "Evaluation",
     "Launch",
     "Mesh",
     "Metrics",
     "Model",
     "Optimizer",
     "Precision",
+    "Profile",
     "Recipe",
     "RecipeError",
+    "Samples",
     "Schedule",
     "choices",
     "key",

@@ -40,8 +40,11 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         _put(found, name.split("."), value)
     recipe = recipe_of(found, str(path))
     folder = path.absolute().parent
-    data = dataclasses.replace(recipe.data, paths=tuple(str(folder / given) for given in recipe.data.paths))
-    return dataclasses.replace(recipe, data=data)
+    changes: dict[str, Any] = {}
+    for name in ("data", "evaluation"):
+        table = getattr(recipe, name)
+        changes[name] = dataclasses.replace(table, paths=tuple(str(folder / given) for given in table.paths))
+    return dataclasses.replace(recipe, **changes)
 
 
 def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,17 @@ import torch
 
 import mesh
 import spmd
+from spmd.base._errors import message
 from spmd.train import _recipe
 from spmd.train._built import built_model, built_optimizer, built_schedule
 from spmd.train._clock import Clock
-from spmd.train._datasets import dataset_of, training_batches
+from spmd.train._datasets import dataset_of, held_out_batches, held_out_of, training_batches
+from spmd.train._evaluation import Evaluation
 from spmd.train._export import export
 from spmd.train._meter import Cost, Meter
+from spmd.train._profile import StepTrace
 from spmd.train._recipe_file import read_recipe
+from spmd.train._samples import Sampler
 from spmd.train._update import Update
 from spmd.train._writers import Writers, writers_of
 
@@ -64,10 +67,16 @@ class Run:
         self.optimizer = built_optimizer(recipe.optimizer, self.model)
         self.schedule = built_schedule(recipe.schedule, self.optimizer, recipe.steps)
         self.update = Update(recipe, self.model, self.optimizer)
-        self.dataset = dataset_of(recipe.data, getattr(getattr(self.model, "config", None), "vocab_size", 0))
-        self.batches = training_batches(recipe, self.dataset, self.mesh)
+        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", 0)
+        dataset = dataset_of(recipe.data, vocabulary, recipe.seed)
+        self.batches = training_batches(recipe, dataset, self.mesh)
+        self._held_out = held_out_of(recipe, vocabulary, dataset) if recipe.evaluation.every else None
+        averaged = self.model if self.update.ema is None else self.update.ema.module
+        self._evaluation = Evaluation(averaged, self.update.loss)
         self.step = 0
         self.out = Path(recipe.out)
+        self._trace = StepTrace(recipe.profile, self.out / "profile")
+        self._sampler = Sampler(recipe.samples, averaged, self.mesh, recipe.data.seq, recipe.seed) if recipe.samples.every else None
         units = {"samples": recipe.data.batch}
         if recipe.data.kind == "tokens":
             units["tokens"] = recipe.data.batch * recipe.data.seq
@@ -103,7 +112,7 @@ class Run:
         if self._host.index:
             return Writers(())
         self.out.mkdir(parents=True, exist_ok=True)
-        return writers_of(self.recipe.metrics.writers, self.out, self.recipe.steps)
+        return writers_of(self.recipe.metrics, self.out, self.recipe.steps)
 
     def _resume(self) -> None:
         folder = self.out / "checkpoints"
@@ -124,22 +133,57 @@ class Run:
     def _one_step(self, batch: Any) -> None:
         """Dispatch a step and note its numbers."""
         rate = float(self.schedule.get_last_lr()[0])
-        num_traces, start = self.update.step.num_traces, time.perf_counter()
-        numbers = self.update.step(batch)
-        was_compiled = self.update.step.num_traces != num_traces
+        with self.clock.during("profile"):
+            self._trace.before(self.step + 1)
+        numbers, was_compiled = self.clock.calling(self.update.step, batch)
         if was_compiled:
-            flops = self.update.step.flops() if self._meter.wants_flops else 0
-            self._meter.cost = Cost(flops, self.update.step.memory().peak_bytes)
-            self.clock.move("step", "compile", time.perf_counter() - start)
+            with self.clock.during("compile"):
+                flops = self.update.step.flops() if self._meter.wants_flops else 0
+                self._meter.cost = Cost(flops, self.update.step.memory().peak_bytes)
         self.schedule.step()
         self.step += 1
+        with self.clock.during("profile"):
+            self._trace.after(self.step, numbers)
         self._meter.after_step(self.step, numbers, rate, is_last=self.step == self.recipe.steps, was_compiled=was_compiled)
 
     def _after_step(self) -> None:
         """What a recipe wants now and then."""
-        every = self.recipe.checkpoint.every
-        if every and (self.step % every == 0 or self.step == self.recipe.steps):
+        if self._is_due(self.recipe.evaluation.every):
+            self.evaluate()
+        if self._is_due(self.recipe.samples.every):
+            self.sample()
+        if self._is_due(self.recipe.checkpoint.every):
             self._save()
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.recipe.steps)
+
+    def evaluate(self) -> dict[str, torch.Tensor]:
+        """Mean loss of the held-out data, by the average of the weights where the recipe keeps one; 0-dim device tensors.
+
+        Raises:
+            RecipeError: the recipe has no held-out data.
+        """
+        if self._held_out is None:
+            raise _recipe.RecipeError(message("the recipe has no [evaluation]", fix="[evaluation] every = 100, and paths or own"))
+        with self.clock.during("evaluation"), mesh.extended_timeout("evaluating"):
+            batches = held_out_batches(self.recipe, self._held_out, self.mesh, self._evaluation.is_masked)
+            numbers = self._evaluation.run(batches, self.clock)
+        self._meter.note(self.step, **numbers)
+        return numbers
+
+    def sample(self) -> list[str]:
+        """Texts that the model, or the average of its weights, goes on with after the recipe's prompts.
+
+        Raises:
+            RecipeError: the recipe has no prompts.
+        """
+        if self._sampler is None:
+            raise _recipe.RecipeError(message("the recipe has no [samples]", fix="[samples] every = 100, prompts and tokenizer"))
+        with self.clock.during("evaluation"), mesh.extended_timeout("drawing samples"):
+            texts = self._sampler.draw(self.step, self.clock)
+        self._meter.note(self.step, samples=texts)
+        return texts
 
     def _save(self) -> None:
         """In the background; an error of it comes with the next save. Where the recipe keeps no checkpoints nothing happens."""
@@ -148,6 +192,7 @@ class Run:
                 spmd.checkpoint.save(self.out / "checkpoints", self.step, self.state, keep=self.recipe.checkpoint.keep)
 
     def _finish(self) -> None:
+        self._trace.stop()
         self._meter.finish()
         with self.clock.during("checkpoint"):
             spmd.checkpoint.join()

@@ -1,9 +1,11 @@
-"""Where records of a run go: the terminal, and a file of JSON lines. Only process 0 of a job writes."""
+"""Where records of a run go: the terminal, a file of JSON lines, TensorBoard, Weights & Biases. Only process 0 of a job writes."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +13,9 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from mesh import size_text
+from spmd.train._recipe import Metrics
+
+_log = logging.getLogger("spmd.train")
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,34 @@ class Terminal:
     def flush(self) -> None: ...
 
 
+class TensorBoard:
+    """Files for TensorBoard: each number a scalar, each text a text."""
+
+    def __init__(self, folder: Path) -> None:
+        self._board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
+
+    def write(self, record: Record) -> None:
+        for name, value in flat(record.values).items():
+            add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
+            add(name, value, record.step, record.time)
+
+    def flush(self) -> None:
+        self._board.flush()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, which goes on where a run of the recipe does."""
+
+    def __init__(self, project: str, name: str) -> None:
+        self._run = importlib.import_module("wandb").init(project=project, name=name, id=name, resume="allow")
+
+    def write(self, record: Record) -> None:
+        self._run.log(flat(record.values), step=record.step)
+
+    def flush(self) -> None:
+        """Nothing to do: what was logged is sent as it comes, and the rest when the process ends."""
+
+
 class Writers:
     """All that a recipe asks for; none but in process 0."""
 
@@ -79,20 +112,49 @@ class Writers:
             writer.flush()
 
 
-def writers_of(names: Sequence[str], out: Path, steps: int) -> Writers:
-    """The writers that a recipe names, for a run in the folder `out` of `steps` steps."""
-    made: dict[str, Any] = {"terminal": lambda: Terminal(steps), "json": lambda: JsonLines(out / "metrics.jsonl")}
-    return Writers([made[name]() for name in names])
+_OPTIONAL = ("tensorboard", "wandb")  # packages by the name of their writer
+
+
+def writers_of(table: Metrics, out: Path, steps: int) -> Writers:
+    """The writers that a recipe names, for a run of `steps` steps in `out`; one whose package is missing says so and is left out."""
+    make: dict[str, Callable[[], Writer]] = {
+        "terminal": lambda: Terminal(steps),
+        "json": lambda: JsonLines(out / "metrics.jsonl"),
+        "tensorboard": lambda: TensorBoard(out / "tensorboard"),
+        "wandb": lambda: WeightsAndBiases(table.project, out.name),
+    }
+    made: list[Writer] = []
+    for name in table.writers:
+        if name in _OPTIONAL and importlib.util.find_spec(name) is None:
+            _log.warning("[metrics] writers: %s is not installed, nothing is written for it; pip install %s", name, name)
+        else:
+            made.append(make[name]())
+    return Writers(made)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Numbers and texts by name: those of a table or list inside under the joined names, as "seconds/step"."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, list | tuple):
+            found |= flat({str(number): item for number, item in enumerate(value)}, f"{prefix}{name}/")
+        else:
+            found[prefix + name] = value
+    return found
 
 
 def _shown(name: str, value: Any) -> str:
     if name == "memory_bytes":
         return f"memory {size_text(value)}"
-    if name in ("goodput", "mfu"):
+    if name in ("goodput", "mfu", "evaluation_accuracy"):
         return f"{name} {value:.1%}"
     if name.endswith("_per_s"):
         return f"{name.removesuffix('_per_s')}/s {value:,.0f}"
+    if isinstance(value, list):
+        return "".join(f"\n    {text!r}" for text in value)
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
-__all__ = ["JsonLines", "Record", "Terminal", "Writer", "Writers", "writers_of"]
+__all__ = ["JsonLines", "Record", "TensorBoard", "Terminal", "WeightsAndBiases", "Writer", "Writers", "flat", "writers_of"]

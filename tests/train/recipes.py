@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,20 @@ def token_batches(path: str, seed: int = 0) -> Iterator[tuple[torch.Tensor, torc
         epoch += 1
 
 
-def by_hand(found: dict[str, Any], model: torch.nn.Module, batches: Iterator[Any]) -> list[float]:
-    """The losses of an ordinary loop on the CPU with the recipe's numbers."""
+def image_batches(dataset: Any, size: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of a recipe over samples by number without end."""
+    epoch = 0
+    while True:
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        dataset.set_epoch(epoch)
+        for start in range(0, len(dataset) - size + 1, size):
+            samples = [dataset[i] for i in order[start : start + size]]
+            yield torch.stack([pixels for pixels, _ in samples]), torch.tensor([number for _, number in samples])
+        epoch += 1
+
+
+def by_hand(found: dict[str, Any], model: torch.nn.Module, batches: Iterator[Any], after: Callable[[], Any] = list) -> list[float]:
+    """The losses of an ordinary loop on the CPU with the recipe's numbers; `after` is called after every step."""
     recipe = recipe_of(found)
     table, schedule = recipe.optimizer, recipe.schedule
     wide, narrow = ([p for p in model.parameters() if (p.dim() > 1) == is_wide] for is_wide in (True, False))
@@ -82,6 +94,7 @@ def by_hand(found: dict[str, Any], model: torch.nn.Module, batches: Iterator[Any
             torch.nn.utils.clip_grad_norm_(model.parameters(), table.clip_norm)
         optimizer.step()
         losses.append(float(sum(parts)))
+        after()
         if step + 1 < schedule.warm_up or schedule.name == "constant":
             warm.step()
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from spmd.train import Run, recipe_of
 from tests.oracle import TOLERANCE
-from tests.train.recipes import GPT2, NO_DROPOUT, STEPS, by_hand, records, tables, token_batches
+from tests.train.recipes import GPT2, NO_DROPOUT, SEQ, STEPS, by_hand, records, tables, token_batches, write_tokens
 
 pytestmark = pytest.mark.multidevice(num=8)
 
@@ -82,3 +83,31 @@ def test_metrics_say_where_the_time_went(tmp_path: Path) -> None:
     assert tokens == pytest.approx(16 * 8 / times["mean"])
     assert records(tmp_path / "run", "mfu")[6] == pytest.approx(flops / times["mean"] / 1e9)
     assert records(tmp_path / "run", "memory_bytes")[6] == run.update.step.memory().peak_bytes
+
+
+LLAMA: dict[str, Any] = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_llama_split_over_both_axes_is_that_of_a_loop_by_hand(compute: str, tmp_path: Path) -> None:
+    held_out = write_tokens(tmp_path, 20 * SEQ + 1, seed=1)
+    found = tables(
+        tmp_path,
+        model={"config": "LlamaConfig", "arguments": LLAMA, "rules": "fsdp+megatron"},
+        optimizer={"clip_norm": 1.0},
+        precision={"compute": compute, "reduce": "float32"},
+        evaluation={"every": 3, "paths": [str(held_out)]},
+    )
+    Run(recipe_of(found)).train()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    expected = by_hand(found, model, token_batches(found["data"]["paths"][0]))
+    rtol, atol = TOLERANCE[getattr(torch, compute)]
+    torch.testing.assert_close(list(records(tmp_path / "run").values()), expected, rtol=rtol, atol=atol)
+    tokens = torch.from_numpy(np.fromfile(held_out, np.uint16).astype(np.int64))
+    logits = model(tokens[:-1].view(-1, SEQ)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:])
+    torch.testing.assert_close(records(tmp_path / "run", "evaluation_loss")[STEPS], loss.item(), rtol=rtol, atol=atol)
