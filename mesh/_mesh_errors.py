@@ -5,7 +5,9 @@ The tree of all exceptions, of `mesh` and of `spmd`, is drawn in `spmd/base/_err
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
+from difflib import get_close_matches
 from typing import ClassVar
 
 # Whoever is to hear of exceptions, caught or not, sets a list here.
@@ -70,3 +72,9 @@ def message(what: str, *details: str, fix: str) -> str:
         fix: the shortest change that helps, as code where possible.
     """
     return "\n".join([what, *(f"  {line}" for line in details), f"  fix: {fix}"])
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What follows the refusal of a word that may be misspelt: "; did you mean 'data'?", or nothing where none of `known` is near."""
+    found = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""

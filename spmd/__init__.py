@@ -11,6 +11,7 @@ from spmd import checkpoint as checkpoint
 from spmd import collectives as collectives
 from spmd import lowering as lowering
 from spmd import metrics as metrics
+from spmd._version import __version__ as __version__
 from spmd.base._errors import CheckFailed as CheckFailed
 from spmd.base._errors import CheckpointError as CheckpointError
 from spmd.base._errors import DeviceSlotError as DeviceSlotError

@@ -5,6 +5,8 @@ A command's module is imported only when that command is asked for. To add one: 
     spmd doctor
     spmd ckpt verify runs/a
     spmd demo --help
+
+A command line that makes no sense is one line on stderr and exit code 2, before any work.
 """
 
 import sys
@@ -18,7 +20,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from spmd.base._errors import CheckpointError
+from mesh._mesh_errors import nearest
+from spmd import _command_line, _version
+from spmd._wrong_input import mesh_axes, require_exists
+from spmd.base._errors import CheckpointError, UsageError
 from spmd.checkpoint import Step, Verdict
 from spmd.doctor import Check, DeviceGroup, Report
 from spmd.ops import How, Operator
@@ -64,7 +69,9 @@ def ckpt_command() -> Callable[..., Any]:
         """Look at checkpoints, check them, cut them for another mesh."""
         console = Console(markup=False, highlight=False, soft_wrap=True)
         try:
+            require_exists("PATH", action.source if isinstance(action, Reshard) else action.path, is_folder=True)
             if isinstance(action, Reshard):
+                mesh_axes("--mesh", action.mesh)
                 console.print(f"wrote {checkpoint.reshard(action.source, action.target, action.mesh, step=action.step)}")
                 return 0
             found = checkpoint.steps(action.path)
@@ -78,9 +85,11 @@ def ckpt_command() -> Callable[..., Any]:
         except CheckpointError as error:
             console.print(Text(str(error), style="red"))
             return 1
+        if not verdicts:
+            raise UsageError(f"--step {action.step}: {action.path} has steps {', '.join(str(step.step) for step in found)}")
         for verdict in verdicts:
             show_verdict(verdict, console)
-        return 0 if verdicts and not any(verdict.problems for verdict in verdicts) else 1
+        return 1 if any(verdict.problems for verdict in verdicts) else 0
 
     return run
 
@@ -89,7 +98,7 @@ def ops_command() -> Callable[..., Any]:
     from spmd import ops
 
     def run(pattern: Annotated[str, tyro.conf.Positional] = "", markdown: bool = False) -> int:
-        """Show what computes each of PyTorch's operators; exit code 1 when none has such a name.
+        """Show what computes each of PyTorch's operators.
 
         Args:
             pattern: a regular expression that is found in the operator's name; all operators when left out.
@@ -98,13 +107,15 @@ def ops_command() -> Callable[..., Any]:
         try:
             found = ops.coverage(pattern)
         except ValueError as error:
-            Console(stderr=True, markup=False, highlight=False).print(Text(str(error), style="red"))
-            return 1
+            raise UsageError("; ".join(map(str.strip, str(error).splitlines()))) from error
+        if not found:
+            names = {operator.name.partition(".")[0] for operator in ops.coverage("")}
+            raise UsageError(f"no operator's name has {pattern!r} in it{nearest(pattern, names)}")
         if markdown:
             print(ops.markdown(found), end="")
         else:
             show_operators(found, ops.counts(found), ops, Console(markup=False, highlight=False))
-        return 0 if found else 1
+        return 0
 
     return run
 
@@ -146,12 +157,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=PRELOADED))
     if arguments[:1] == ["train"]:  # overrides are read as the recipe is, with its errors
         raise SystemExit(train_command()(arguments[1:]))
-    app = tyro.extras.SubcommandApp()
-    for name, command in COMMANDS.items():
-        function = command.load() if arguments[:1] == [name] else listed(command)
-        app.command(name=name)(function)
-    code = app.cli(prog="spmd", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-    raise SystemExit(code)
+    if arguments in (["--version"], ["-V"]):
+        print(f"spmd {_version.__version__}")
+        raise SystemExit(0)
+    functions = {name: command.load() if arguments[:1] == [name] else listed(command) for name, command in COMMANDS.items()}
+    title = f"spmd {arguments[0]}" if arguments and arguments[0] in COMMANDS else "spmd"
+    try:
+        raise SystemExit(_command_line.read("spmd", arguments, functions)())
+    except UsageError as error:
+        print(f"{title}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def listed(command: Command) -> Callable[[], None]:

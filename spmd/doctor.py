@@ -10,7 +10,9 @@ reported instead of raised. Knows no tensor and no program.
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,10 +155,25 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@contextmanager
+def quiet_stderr() -> Generator[None]:
+    """While active, nothing is written to stderr, from C++ neither: libtpu logs there what it does not find on a machine without a TPU."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def see_devices() -> tuple[tuple[DeviceGroup, ...], Check | None]:
     """Devices that jax sees, or the check that says why it sees none."""
     try:
-        return group_devices(mesh.devices()), None
+        with quiet_stderr():
+            return group_devices(mesh.devices()), None
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         problem = f"jax cannot list its devices: {reason}"

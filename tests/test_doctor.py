@@ -1,6 +1,7 @@
 """`spmd doctor`: every fact of the report from made-up machines, then one run on this machine."""
 
 import io
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
+import mesh
 from spmd import cli, doctor
 
 
@@ -134,6 +136,17 @@ def test_doctor_runs_on_this_machine(num_devices: int) -> None:
     report = doctor.examine()
     assert sum(group.num_devices for group in report.devices) == num_devices
     assert "spmd" in rendered(report)
+
+
+def test_what_libtpu_logs_is_not_shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def devices() -> tuple[mesh.Device, ...]:
+        os.write(2, b"WARNING: could not determine TPU accelerator type\n")
+        return ()
+
+    monkeypatch.setattr(doctor.mesh, "devices", devices)
+    doctor.examine()
+    os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "afterwards\n"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

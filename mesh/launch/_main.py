@@ -24,7 +24,7 @@ from mesh.launch._attempt import Outcome, Stops, report_outcome, watch
 from mesh.launch._emit import emit
 from mesh.launch._gang import Gang, InMember
 from mesh.launch._keeper import Keeper
-from mesh.launch._launch_options import Options, parse
+from mesh.launch._launch_options import Options, absent, parse
 from mesh.launch._output import Output, say
 
 
@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m mesh.launch",
         preload: modules that the processes need anyway, imported once before they are forked.
     """
     options = parse(sys.argv[1:] if argv is None else argv, prog, preload)
+    fault = absent(options)
+    if fault is not None:
+        sys.stderr.write(f"{prog}: {fault}\n")
+        return 2
     if options.emit is not None:
         for path in emit(options):
             say(f"wrote {path}")

@@ -20,6 +20,7 @@
     |   +-- ShardError (RuntimeError)                  pieces of a tensor do not make one up
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
+    |   +-- UsageError                                 a command line makes no sense; one line
     |   +-- GroupError (RuntimeError)                  a process group that one program does not have
     |   +-- RecipeError (ValueError)                   a recipe that no run can follow
     |   +-- PeerError                                  a contender of a benchmark failed
@@ -112,6 +113,10 @@ class DeviceSlotError(SpmdError, RuntimeError):
 
 class CheckpointError(SpmdError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit what it was restored into."""
+
+
+class UsageError(SpmdError):
+    """A command line makes no sense, or names what is not there: one line, and exit code 2."""
 
 
 @contextmanager

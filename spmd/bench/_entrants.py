@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spmd.base._errors import SpmdError, message
+from mesh._mesh_errors import nearest
+from spmd.base._errors import UsageError
 from spmd.bench._measure import Entrant
 from spmd.bench._task import Job
 
@@ -19,11 +20,11 @@ def entrants_of(against: list[str], job: Job, torchax_python: Path | None) -> li
     """Ours first, then the peers in the order given.
 
     Raises:
-        SpmdError: there is no peer of that name.
+        UsageError: there is no peer of that name.
     """
     for name in against:
         if name not in FILES:
-            raise SpmdError(message(f"there is no peer {name!r}", f"peers are {', '.join(FILES)}", fix="--against jax,torch"))
+            raise UsageError(f"--against names peers, {', '.join(FILES)}, not {name!r}{nearest(name, FILES)}")
     listed = [_entrant(name, job, torchax_python) for name in against]
     return [Entrant("ours", "ours", sys.executable, _missing_ground(job)), *listed]
 

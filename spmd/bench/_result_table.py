@@ -10,6 +10,7 @@ from rich.table import Table
 from spmd.bench._facts import MFU
 
 _RATES, _TIMES = ("median", "mean", "p90", "std", "CV"), ("ratio", "step ms", "dispatch ms", "trace+lower s", "compile s")
+_WIDTH = 120  # columns that the table takes with a row for each contender
 _HEADER = ("", *_RATES, *_TIMES, "peak MiB", "GFLOP")
 
 
@@ -44,13 +45,29 @@ def header_of(result: dict[str, Any]) -> tuple[str, ...]:
     return (_HEADER[0], f"{result['unit']}/s", *_HEADER[2:])
 
 
-def table(result: dict[str, Any]) -> Table:
-    """Contenders side by side."""
+def table(result: dict[str, Any], width: int = _WIDTH) -> Table:
+    """Contenders below each other; side by side where `width` columns of the terminal are too few for that."""
     shown = Table(title=title_of(result), caption=_caption(result), box=rich.box.SIMPLE_HEAD)
+    if width < _WIDTH:
+        return _turned(shown, header_of(result), rows_of(result))
     for name in header_of(result):
         shown.add_column(name, justify="right" if name else "left")
     for row in rows_of(result):
         shown.add_row(*row)
+    return shown
+
+
+def _turned(shown: Table, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    """A column for each contender that took part; the others' reasons above them."""
+    there, absent = [row for row in rows if len(row) == len(header)], [row for row in rows if len(row) != len(header)]
+    shown.title = "\n".join([str(shown.title), *(f"{row[0]}: {row[1]}" for row in absent if len(row) > 1)])
+    shown.add_column("")
+    for row in there:
+        shown.add_column(row[0], justify="right")
+    for i, name in enumerate(header[1:], start=1):
+        if any(row[i] for row in there):
+            shown.add_row(name, *(row[i] for row in there))
+    shown.min_width = 72  # for the caption
     return shown
 
 

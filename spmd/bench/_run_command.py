@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import mesh
-from spmd.base._errors import SpmdError, message
+from mesh._mesh_errors import nearest
+from spmd._wrong_input import mesh_axes, require_exists, require_least, require_writable
+from spmd.base._errors import SpmdError, UsageError
 from spmd.bench import _chart, _result_table
 from spmd.bench._entrants import entrants_of
 from spmd.bench._measure import Effort, measure, num_phases
 from spmd.bench._task import Job, load
 
+_TOPOLOGY = re.compile(r"[a-z]\w*:\d+(x\d+)*")
 NAMES = ("megatron", "gpt2", "resnet50")
 
 
@@ -74,25 +78,29 @@ def job_of(args: BenchArgs) -> Job:
     """What the contenders are told.
 
     Raises:
-        SpmdError: the script has no such preset or variant, or the mesh is none.
+        UsageError: the script has no such preset or variant, the mesh is none, a file is not there or cannot be written.
     """
     name = args.name
     script = load(scripts() / f"{name}.py")
     variant = args.variant or script.VARIANTS[0]
     for what, given, known in (("preset", args.preset, tuple(script.PRESETS)), ("variant", variant, script.VARIANTS)):
         if given not in known:
-            raise SpmdError(message(f"{name} has no {what} {given!r}", f"known: {', '.join(known)}", fix=f"--{what} {known[0]}"))
-    text = args.mesh or ("data=1" if args.platform == "gpu" else script.MESH)
-    axes = [part.partition("=") for part in text.split(",")]
-    if not all(axis.strip() and size.strip().isdecimal() and int(size) for axis, _, size in axes):
-        raise SpmdError(message(f"{text!r} is not a mesh", "an axis and its size, separated by commas", fix=f"--mesh {script.MESH}"))
+            raise UsageError(f"--{what} of {name} is one of {', '.join(known)}, not {given!r}{nearest(given, known)}")
+    axes = mesh_axes("--mesh", args.mesh or ("data=1" if args.platform == "gpu" else script.MESH), ("data", "model"))
+    if args.topology and not _TOPOLOGY.fullmatch(args.topology):
+        raise UsageError(f"--topology {args.topology!r} is none: write the chips and their grid, as in v5e:2x4")
+    require_least(vars(args), {"--batch": 0, "--rounds": 1, "--losses": 1, "--traces": 1})
+    require_exists("--real-data", args.real_data)
+    require_exists("--weights", args.weights)
+    for option, path in (("--save", args.save), ("--json", args.json), ("--chart", args.chart)):
+        require_writable(option, path)
     return Job(
         name,
         str(scripts()),
         args.variant,
         args.preset,
         (("batch", args.batch),) if args.batch else (),
-        tuple((axis.strip(), int(size)) for axis, _, size in axes),
+        tuple(axes.items()),
         args.dtype,
         args.topology,
         args.platform,
@@ -106,10 +114,12 @@ def run(args: BenchArgs) -> int:
     console = Console(highlight=False)
     try:
         result = measured(args, console)
+    except UsageError:
+        raise
     except (mesh.MeshError, SpmdError) as error:
         console.print(f"{error}", style="red", markup=False)
         return 2
-    console.print(_result_table.table(result), _result_table.goals(result), _result_table.collectives(result), sep="\n")
+    console.print(_result_table.table(result, console.width), _result_table.goals(result), _result_table.collectives(result), sep="\n")
     console.print(_chart.bars(result))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -131,4 +141,8 @@ def measured(args: BenchArgs, console: Console) -> dict[str, Any]:
 
 def script(name: str) -> None:
     """`python benchmarks/<name>.py`: the same as `spmd bench <name>`."""
-    raise SystemExit(run(tyro.cli(BenchArgs, args=[name, *sys.argv[1:]], prog=f"{name}.py")))
+    try:
+        raise SystemExit(run(tyro.cli(BenchArgs, args=[name, *sys.argv[1:]], prog=f"{name}.py")))
+    except UsageError as error:
+        sys.stderr.write(f"{name}.py: {error}\n")
+        raise SystemExit(2) from None

@@ -25,6 +25,8 @@ from torch import Tensor
 import mesh
 import spmd
 from mesh import Mesh, MeshError, size_text, virtual_devices
+from spmd._wrong_input import mesh_axes, require_least, require_writable
+from spmd.base._errors import UsageError
 from spmd.demo import _reader, _screens, _text
 from spmd.demo._gpt2 import GPTConfig
 from spmd.demo._training import Training
@@ -73,12 +75,42 @@ def main(args: DemoArgs) -> int:
 
     The exit code is 0 if the model learned and a process without this package could read it.
     """
+    require_sound(args)
     console = Console(highlight=False)
     try:
         return Demo(args, console).run()
     except (MeshError, spmd.SpmdError) as error:
         console.print(f"{error}", style="red", markup=False)
         return 2
+
+
+def require_sound(args: DemoArgs) -> None:
+    """The arguments make sense, and the model can be written.
+
+    Raises:
+        UsageError: they do not; one line.
+    """
+    least = {
+        "--steps": 1,
+        "--devices": 0,
+        "--batch": 1,
+        "--seq": 1,
+        "--width": 1,
+        "--layers": 1,
+        "--heads": 1,
+        "--sample": 0,
+        "--dropout": 0,
+    }
+    require_least(vars(args), least)
+    if args.dropout >= 1:
+        raise UsageError(f"--dropout is a probability below 1, not {args.dropout:g}")
+    if args.width % args.heads:
+        fitting = [n for n in range(1, 65) if args.width % n == 0]
+        raise UsageError(f"--heads {args.heads} does not divide --width {args.width}; {', '.join(map(str, fitting))} do")
+    axes = mesh_axes("--mesh", args.mesh, ("data", "model"))
+    if args.devices and math.prod(axes.values()) > args.devices:
+        raise UsageError(f"--mesh {args.mesh!r} has {math.prod(axes.values())} devices, --devices are {args.devices}")
+    require_writable("--out", args.out)
 
 
 @dataclass

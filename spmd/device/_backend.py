@@ -15,7 +15,7 @@ import torch
 
 from mesh import _devices
 from mesh.job import _join
-from spmd.base._errors import DeviceSlotError, SpmdError, TraceError, called_at, message
+from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.base._torch import (
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
@@ -25,12 +25,12 @@ from spmd.device._checks import raise_failed
 from spmd.device._deferred import end_step
 from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
+from spmd.device._only_device import NAME, require_only_device
 from spmd.device._random_stream import default_stream, share_seed
 from spmd.device._storage import recording
 from spmd.patches import _embedding_bag
 from spmd.patches._table import current, is_expected, replace
 
-NAME = "jax"
 _installed: list[Installed] = []
 
 
@@ -169,15 +169,7 @@ def set_device_index(device: Any, /) -> None:
     index = given.index if isinstance(given, torch.device) else given
     if isinstance(given, torch.device) and given.type != NAME:
         raise ValueError(f"{given.type} doesn't match the current accelerator {NAME}.")
-    if index is not None and index > 0:
-        raise SpmdError(
-            message(
-                f"there is no device '{NAME}:{index}'",
-                "to PyTorch a mesh of any number of chips is one device",
-                *called_at(),
-                fix="spmd.mark_sharding(t, mesh, spec) says which chips hold what of a tensor",
-            )
-        )
+    require_only_device(index)
 
 
 def register() -> None:

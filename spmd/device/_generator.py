@@ -22,6 +22,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.device import _random_stream
+from spmd.device._only_device import require_only_device
 from spmd.device._storage import load, store, wrap_host
 
 
@@ -95,6 +96,7 @@ def made(cls: type, /, *args: Any, **kwargs: Any) -> Any:
     """`__call__` of the metaclass that `torch.Generator` has: for device 'jax' a `DeviceGenerator`, else what it was."""
     device = kwargs.get("device", args[0] if args else None)
     if cls is torch.Generator and device is not None and torch.device(device).type == "jax":
+        require_only_device(torch.device(device).index)
         return DeviceGenerator()
     return type.__call__(cls, *args, **kwargs)
 

@@ -22,6 +22,7 @@ from spmd.device import _aliases, _asserted, _autocast, _copy, _derivatives, _ex
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._deferred import Deferrable
+from spmd.device._only_device import on_only_device, takes_device
 from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap, require_apart
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
@@ -119,7 +120,7 @@ class Installed:
         library = self.libraries.get(namespace or "aten")
         if library is None:
             library = self.libraries[namespace or "aten"] = torch.library.Library(namespace or "aten", "IMPL")
-        library.impl(name, kernel, key)
+        library.impl(name, on_only_device(kernel) if key == "PrivateUse1" and takes_device(op_name) else kernel, key)
 
     def has(self, op_name: str) -> bool:
         """True if the overload has a kernel of ours."""

@@ -323,3 +323,32 @@ def test_a_write_to_windows_that_overlap_is_refused(write: Callable[[torch.Tenso
     write(x.unfold(0, 3, 3))
     x.unfold(0, 3, 1).fill_(2)
     assert x.tolist() == [2.0] * 6
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda: torch.zeros(2, device="jax:3"),
+        lambda: torch.tensor([1.0], device="jax:1"),
+        lambda: torch.arange(3, device=torch.device("jax", 2)),
+        lambda: torch.ones(2).to("jax:3"),
+        lambda: torch.ones(2, device="jax").to("jax:1"),
+        lambda: torch.ones(2).jax(3),  # type: ignore[attr-defined]
+        lambda: torch.rand_like(torch.ones(2), device="jax:3"),
+        lambda: nn.Linear(2, 2).to("jax:1"),
+        lambda: torch.Generator("jax:3"),
+    ],
+)
+def test_a_second_device_is_refused(place: Callable[[], Any]) -> None:
+    with pytest.raises(spmd.SpmdError, match=r"there is no device 'jax:\d'"):
+        place()
+
+
+def test_the_device_has_index_0() -> None:
+    x = torch.ones(2, device="jax:0")
+    assert x.device == torch.ones(2, device="jax").to("jax:0").device == torch.device("jax", 0)
+
+
+def test_a_compiled_function_refuses_a_second_device() -> None:
+    with pytest.raises(spmd.SpmdError, match="there is no device 'jax:1'"):
+        spmd.compile(lambda x: x + torch.ones(2, device="jax:1"))(torch.ones(2, device="jax"))

@@ -335,7 +335,7 @@ def test_program_keeps_its_own_options() -> None:
         ([], "say which program to run"),
         (["-n", "3", "--hosts", "a,b", "x.py"], "does not divide over 2 hosts"),
         (["--hosts", "a,a", "-n", "2", "x.py"], "a host is named twice"),
-        (["--restarts", "-1", "x.py"], "--restarts at 0"),
+        (["--restarts", "-1", "x.py"], "--restarts is 0 or more, not -1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,8 +377,8 @@ def test_single_process_pays_nothing_and_is_never_told_to_stop() -> None:
     run = "import mesh\nassert mesh.init().count == 1\nassert not mesh.should_stop(0)\nmesh.barrier('b')\n"
     run += "with mesh.extended_timeout('x'): pass\n"
     run += "mesh.virtual_devices(2)\nimport spmd, torch\nf = spmd.compile(lambda x: x + 1)\nf(torch.ones(2).to('jax'))\n"
-    run += (
-        "assert f._latest.watched is None\nimport threading\nassert {t.name for t in threading.enumerate()} <= {'MainThread', 'SIGTERM'}\n"
-    )
+    run += "assert f._latest.watched is None\nimport threading\n"
+    run += "names = {t.name for t in threading.enumerate()} - {'progress'}\n"  # which says what takes long, and ends by itself
+    run += "assert names <= {'MainThread', 'SIGTERM'}\n"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, env=environ(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,5 @@
+"""`python -m spmd`: the command `spmd`."""
+
+from spmd.cli import main
+
+main()

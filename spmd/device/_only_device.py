@@ -1,0 +1,54 @@
+"""The index of a device: 0 is the only one, as a mesh of any number of chips is one device to PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd.base._errors import SpmdError, called_at, message
+
+NAME = "jax"
+
+
+def require_only_device(index: int | None) -> None:
+    """Refuse an index that no device has; None and negative ones mean the device at hand.
+
+    Raises:
+        SpmdError: it is 1 or more.
+    """
+    if index is not None and index > 0:
+        raise SpmdError(
+            message(
+                f"there is no device '{NAME}:{index}'",
+                "to PyTorch a mesh of any number of chips is one device",
+                *called_at(),
+                fix="spmd.mark_sharding(t, mesh, spec) says which chips hold what of a tensor",
+            )
+        )
+
+
+def takes_device(op_name: str) -> bool:
+    """Whether an ATen overload has an argument `device`."""
+    name, _, overload = op_name.partition(".")
+    packet: Any = getattr(torch.ops.aten, name, None)
+    op = None if packet is None else getattr(packet, overload or "default", None)
+    return op is not None and any(argument.name == "device" for argument in op._schema.arguments)
+
+
+def on_only_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, for calls whose argument `device` names one that is there."""
+
+    @functools.wraps(kernel)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and device.type == NAME and device.index:
+            require_only_device(device.index)
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
+__all__ = ["NAME", "on_only_device", "require_only_device", "takes_device"]

@@ -1,0 +1,140 @@
+"""What the command `spmd` makes of wrong command lines: one line that says what is wrong, exit code 2, and nothing done."""
+
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import spmd
+from mesh.launch._launch_options import parse
+from spmd import cli
+
+ROOT = Path(__file__).parents[1]
+
+# argv -> the line; {tmp} is an empty folder with a file `file`
+WRONG = {
+    "": "spmd: say what: one of doctor, ckpt, ops, launch, train, bench, demo",
+    "dmo": "spmd: no argument or command 'dmo'; did you mean 'demo'?",
+    "trian": "spmd: no argument or command 'trian'; did you mean 'train'?",
+    "--versoin": "spmd: no option '--versoin'",
+    "doctor --all": "spmd doctor: no option '--all'",
+    "doctor now": "spmd doctor: no argument or command 'now'",
+    "demo --stpes 3": "spmd demo: no option '--stpes'; did you mean '--steps'?",
+    "demo --head 2": "spmd demo: no option '--head'; did you mean '--heads'?",
+    "demo 7": "spmd demo: no argument or command '7'",
+    "demo --steps": "spmd demo: --steps takes a value",
+    "demo --steps many": "spmd demo: --steps takes a whole number, not 'many'",
+    "demo --steps 5.5": "spmd demo: --steps takes a whole number, not '5.5'",
+    "demo --dropout x": "spmd demo: --dropout takes a number, not 'x'",
+    "demo --steps 0": "spmd demo: --steps is 1 or more, not 0",
+    "demo --steps -3": "spmd demo: --steps is 1 or more, not -3",
+    "demo --batch 0": "spmd demo: --batch is 1 or more, not 0",
+    "demo --devices -1": "spmd demo: --devices is 0 or more, not -1",
+    "demo --sample -1": "spmd demo: --sample is 0 or more, not -1",
+    "demo --dropout 1": "spmd demo: --dropout is a probability below 1, not 1",
+    "demo --dropout nan": "spmd demo: --dropout is 0 or more, not nan",
+    "demo --heads 3": "spmd demo: --heads 3 does not divide --width 128; 1, 2, 4, 8, 16, 32, 64 do",
+    "demo --mesh dta=4": "spmd demo: --mesh 'dta=4': no axis 'dta'; did you mean 'data'?",
+    "demo --mesh pipeline=4": "spmd demo: --mesh 'pipeline=4': no axis 'pipeline', only data and model",
+    "demo --mesh data": "spmd demo: --mesh 'data' is no mesh: write axes and their sizes, as in data=4,model=2",
+    "demo --mesh data=0": "spmd demo: --mesh 'data=0' is no mesh: write axes and their sizes, as in data=4,model=2",
+    "demo --mesh data=2,data=2": "spmd demo: --mesh 'data=2,data=2' names axis 'data' twice",
+    "demo --mesh data=16": "spmd demo: --mesh 'data=16' has 16 devices, --devices are 8",
+    "demo --out {tmp}": "spmd demo: --out {tmp} cannot be written: Is a directory",
+    "demo --out {tmp}/file/x.pt": "spmd demo: --out {tmp}/file/x.pt cannot be written: {tmp}/file is no folder",
+    "bench": "spmd bench: {megatron,gpt2,resnet50} is missing: Which one.",
+    "bench gpt3": "spmd bench: name is one of megatron, gpt2, resnet50, not 'gpt3'; did you mean 'gpt2'?",
+    "bench gpt2 --preset huge": "spmd bench: --preset of gpt2 is one of tiny, small, full, not 'huge'",
+    "bench gpt2 --preset smal": "spmd bench: --preset of gpt2 is one of tiny, small, full, not 'smal'; did you mean 'small'?",
+    "bench gpt2 --variant seq": "spmd bench: --variant of gpt2 is one of own, hf, not 'seq'",
+    "bench gpt2 --mesh modle=2": "spmd bench: --mesh 'modle=2': no axis 'modle'; did you mean 'model'?",
+    "bench gpt2 --against jaxx": "spmd bench: --against names peers, jax, torchax, torch, torch.compile, fsdp, not 'jaxx'; did you mean",
+    "bench gpt2 --platform tpu": "spmd bench: --platform is one of cpu, gpu, not 'tpu'; did you mean 'gpu'?",
+    "bench gpt2 --topology v5e": "spmd bench: --topology 'v5e' is none: write the chips and their grid, as in v5e:2x4",
+    "bench gpt2 --rounds 0": "spmd bench: --rounds is 1 or more, not 0",
+    "bench gpt2 --batch -8": "spmd bench: --batch is 0 or more, not -8",
+    "bench gpt2 --weights {tmp}/no": "spmd bench: --weights {tmp}/no: there is no such file or folder",
+    "bench gpt2 --json {tmp}": "spmd bench: --json {tmp} cannot be written: Is a directory",
+    "ops nosuchop": "spmd ops: no operator's name has 'nosuchop' in it",
+    "ops sofmax": "spmd ops: no operator's name has 'sofmax' in it; did you mean 'softmax'?",
+    "ops (": "spmd ops: '(' is no regular expression: missing ), unterminated subpattern at position 0",
+    "ops --markdwon": "spmd ops: no option '--markdwon'; did you mean '--markdown'?",
+    "ckpt": "spmd ckpt: say what: one of ls, verify, reshard",
+    "ckpt lst": "spmd ckpt: no argument or command 'lst'; did you mean 'ls'?",
+    "ckpt verfy": "spmd ckpt: no argument or command 'verfy'; did you mean 'verify'?",
+    "ckpt ls": "spmd ckpt: PATH is missing: Folder of the checkpoints.",
+    "ckpt ls {tmp}/no": "spmd ckpt: PATH {tmp}/no: there is no such folder",
+    "ckpt verify {tmp}/file": "spmd ckpt: PATH {tmp}/file: there is no such folder",
+    "ckpt verify {tmp} --step x": "spmd ckpt: --step takes a whole number, not 'x'",
+    "ckpt reshard {tmp} {tmp}/new --mesh 4x2": "spmd ckpt: --mesh '4x2' is no mesh: write axes and their sizes, as in data=4,model=2",
+    "launch": "spmd launch: say which program to run: a script with its arguments, or -m and a module",
+    "launch -m": "spmd launch: say which program to run: a script with its arguments, or -m and a module",
+    "launch -n 0 {tmp}/file": "spmd launch: -n is 1 or more, not 0",
+    "launch -n -3 {tmp}/file": "spmd launch: -n is 1 or more, not -3",
+    "launch -n two {tmp}/file": "spmd launch: --processes takes a whole number, not 'two'",
+    "launch --proceses 2 {tmp}/file": "spmd launch: no option '--proceses'; did you mean '--processes'?",
+    "launch --devices-per-process 0 {tmp}/file": "spmd launch: --devices-per-process is 1 or more, not 0",
+    "launch --restarts -1 {tmp}/file": "spmd launch: --restarts is 0 or more, not -1",
+    "launch --watchdog 0 {tmp}/file": "spmd launch: --watchdog is a number of seconds above 0, not 0",
+    "launch --timeout soon {tmp}/file": "spmd launch: --timeout takes a number, not 'soon'",
+    "launch {tmp}/no.py": "spmd launch: there is no script '{tmp}/no.py'",
+    "launch -m no_such_module": "spmd launch: there is no module 'no_such_module'",
+    "launch --preload torhc {tmp}/file": "spmd launch: --preload: there is no module 'torhc'",
+    "launch --hostfile {tmp}/no {tmp}/file": "spmd launch: --hostfile {tmp}/no cannot be read: No such file or directory",
+    "launch --hostfile {tmp}/file {tmp}/file": "spmd launch: --hostfile {tmp}/file names no host",
+    "launch --hosts a,b -n 3 {tmp}/file": "spmd launch: -n 3 does not divide over 2 hosts: give a multiple of 2",
+    "launch --hosts a,a -n 2 {tmp}/file": "spmd launch: a host is named twice; give -n to run several processes on each",
+    "launch --coordinator host1 {tmp}/file": "spmd launch: --coordinator is a name and a port, as in host1:8476, not 'host1'",
+    "launch --emit slrum {tmp}/file": "spmd launch: argument --emit: invalid choice: 'slrum'",
+    "launch --job-dir {tmp}/file/x {tmp}/file": "spmd launch: --job-dir {tmp}/file/x is no folder to write to: Not a directory",
+    "launch --emit slurm --out {tmp}/file {tmp}/file": "spmd launch: --out {tmp}/file is no folder to write to: File exists",
+}
+
+
+def test_the_launcher_takes_a_module_after_its_options() -> None:
+    assert parse(["-n", "2", "-m", "json.tool", "-n", "7"], "launch", ()).program == ("-m", "json.tool", "-n", "7")
+    assert parse(["--emit=slurm", "-m", "a.b"], "launch", ()).program == ("-m", "a.b")
+
+
+def test_there_are_fifty_of_them() -> None:
+    assert len(WRONG) >= 50
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_gets_one_line_and_exit_code_2(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    argv = [word.replace("{tmp}", str(tmp_path)) for word in line.split()]
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (text,) = said.err.splitlines()
+    expected = WRONG[line].replace("{tmp}", str(tmp_path))
+    assert text.startswith(expected)
+    assert "did you mean" in expected or "did you mean" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", [["-m", "spmd", "--version"], ["-m", "spmd.cli", "-V"]], ids=shlex.join)
+def test_the_version_is_that_of_the_package(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if command[1] == "spmd":  # a process of its own: `python -m`
+        ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, cwd=ROOT)
+        said = ended.stdout
+    else:
+        with pytest.raises(SystemExit) as left:
+            cli.main(command[2:])
+        assert left.value.code == 0
+        said = capsys.readouterr().out
+    assert said == f"spmd {spmd.__version__}\n"
+
+
+def test_the_version_has_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert (
+        (ROOT / project["tool"]["hatch"]["version"]["path"]).read_text(encoding="utf-8").endswith(f'__version__ = "{spmd.__version__}"\n')
+    )
