@@ -60,9 +60,10 @@ def replace_all(undo: ExitStack, layouts: Layouts) -> None:
 
     undo.enter_context(_accelerate.placing(layouts))
     if find_spec("transformers") is not None:
-        from spmd.huggingface import _trainer
+        from spmd.huggingface import _from_pretrained, _trainer
 
         undo.enter_context(_trainer.placing(layouts))
+        undo.enter_context(_from_pretrained.placing(layouts))
 
 
 def train_on(

@@ -59,6 +59,7 @@ _RECOMPUTE = "spmd.program.flow._remat.barrier_on_recompute"
 _CONSTRAINTS, _WITHOUT_BRANCHES = "spmd/patches/_constraints.py", "spmd.patches._constraints.without_branches"
 _UNINSTALL = "spmd.compat.torch_xla.uninstall"
 _TRAIN_ON, _ACCELERATE, _TRAINER = "spmd.huggingface.train_on", "spmd/huggingface/_accelerate.py", "spmd/huggingface/_trainer.py"
+_LOADED = "spmd/huggingface/_from_pretrained.py"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
@@ -298,6 +299,14 @@ PATCHES: tuple[Patch, ...] = (
         _TRAIN_ON,
         "tensor, device, non_blocking, skip_keys",
     ),
+    Patch(
+        "transformers.modeling_utils.check_and_set_device_map",
+        '"auto" looks for CUDA\'s devices and those it names, and takes the CPU',
+        _LOADED,
+        _TRAIN_ON,
+        "device_map",
+    ),
+    Patch("transformers.modeling_utils.PreTrainedModel.from_pretrained", "a model that is loaded is laid out", _LOADED, _TRAIN_ON),
     Patch("transformers.training_args.is_torch_bf16_gpu_available", "it knows CUDA's devices and those it names", _TRAINER, _TRAIN_ON, ""),
     Patch("transformers.training_args.TrainingArguments._setup_devices", "the Trainer looks for devices itself", _TRAINER, _TRAIN_ON),
     *(
