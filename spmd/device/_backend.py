@@ -28,7 +28,7 @@ from spmd.device._kernels import Installed, install
 from spmd.device._only_device import NAME, require_only_device
 from spmd.device._random_stream import default_stream, share_seed
 from spmd.device._storage import recording
-from spmd.patches import _embedding_bag
+from spmd.patches import _embedding_bag, _refused_ways
 from spmd.patches._table import current, is_expected, replace
 
 _installed: list[Installed] = []
@@ -141,6 +141,10 @@ class DeviceModule:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def __getattr__(self, name: str) -> Any:
+        """No such name: what to use instead of those of `torch.cuda`."""
+        raise _refused_ways.no_such_name(name, [n for n in dir(self) if not n.startswith("_")])
+
     def synchronize(self, device: Any = None) -> None:
         """Wait until the devices have finished what was dispatched to them; raises what a compiled call checked and found wrong."""
         end_step()
@@ -197,6 +201,7 @@ def register() -> None:
     _addresses.register()
     _dlpack.register()
     _embedding_bag.register()
+    _refused_ways.register()
     for target in ("torch._opaque_base.OpaqueBaseMeta.__call__", "torch._custom_class_base.CustomClassBaseMeta.__call__"):
         if is_expected(target):  # not in an older torch, which refuses Generator(device="jax")
             replace(target, made)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 import mesh
+from mesh import size_text
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.patches._table import is_expected, replace_everywhere
 
@@ -65,6 +66,12 @@ def get_memory_info(device_index: Any = None, /) -> tuple[int, int]:
     return min((chip["bytes_limit"] - chip["bytes_in_use"], chip["bytes_limit"]) for chip in _chips())
 
 
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """The figures of `memory_stats` as a table; of the chip on which each is worst."""
+    lines = (f"{size_text(count):>10}  {name.replace('.all.', ', ').replace('_', ' ')}" for name, count in memory_stats().items())
+    return "\n".join(["memory of the chip that would run out first", *lines])
+
+
 def reset_peak_memory_stats(device_index: Any = None, /) -> None:
     """Refused: jax's peak is that of the whole process."""
     raise _no_reset("torch.accelerator.reset_peak_memory_stats")
@@ -77,7 +84,7 @@ def reset_accumulated_memory_stats(device_index: Any = None, /) -> None:
 
 FUNCTIONS = (
     *(empty_cache, empty_host_cache, memory_stats, memory_allocated, max_memory_allocated, memory_reserved, max_memory_reserved),
-    *(get_memory_info, reset_peak_memory_stats, reset_accumulated_memory_stats),
+    *(get_memory_info, memory_summary, reset_peak_memory_stats, reset_accumulated_memory_stats),
 )
 
 
@@ -85,7 +92,7 @@ def register() -> None:
     """Put them in the place of torch's, which end in an internal assertion of C++, `empty_host_cache` with the process."""
     for function in FUNCTIONS:
         target = f"torch.accelerator.memory.{function.__name__}"
-        if is_expected(target):
+        if function is not memory_summary and is_expected(target):
             replace_everywhere(target, function, "torch.accelerator")
 
 

@@ -231,6 +231,18 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch("torch.accelerator.memory.empty_cache", "the same", "spmd/device/_memory_statistics.py", parameters=""),
     Patch("torch.accelerator.memory.empty_host_cache", "the same", "spmd/device/_memory_statistics.py", parameters="", since="2.12"),
+    Patch(
+        "torch._TorchCompileInductorWrapper.__call__",
+        "inductor writes no code for the device: it says what to use",
+        "spmd/patches/_refused_ways.py",
+        parameters="self, model_, inputs_, config_patches",
+    ),
+    Patch(
+        "torch.nn.parallel.DataParallel.__init__",
+        "one device has nothing to split a batch over: it says what to use",
+        "spmd/patches/_refused_ways.py",
+        parameters="self, module, device_ids, output_device, dim",
+    ),
     # control flow, which torch hands to Dynamo; replaced in every module of torch._higher_order_ops that has the function
     Patch(
         "torch._higher_order_ops.utils._hop_compile_and_call",

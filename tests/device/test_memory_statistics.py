@@ -59,3 +59,10 @@ def test_a_chip_that_does_not_count_its_pool_has_the_figures_of_its_arrays(monke
     counts = {"bytes_in_use": 30, "peak_bytes_in_use": 40, "bytes_limit": 100}
     monkeypatch.setattr(_memory_statistics.mesh, "devices", lambda: [Chip(counts)])
     assert list(torch.accelerator.memory_stats().values()) == [30, 40, 30, 40]
+
+
+def test_the_summary_is_a_table_of_the_worst_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory_statistics, "_counts", lambda: CHIPS)
+    lines = _memory_statistics.memory_summary().splitlines()
+    assert lines[0] == "memory of the chip that would run out first"
+    assert len(lines) == 5 and "allocated bytes, peak" in lines[2]

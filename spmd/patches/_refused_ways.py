@@ -1,0 +1,71 @@
+"""Ways of PyTorch that mean nothing on this device, refused with the way that does: inductor, DataParallel, names of `torch.cuda`."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mesh._mesh_errors import nearest
+from spmd.base._errors import SpmdError, message
+from spmd.patches._table import current, replace
+
+_COMPILER, _DATA_PARALLEL = "torch._TorchCompileInductorWrapper.__call__", "torch.nn.parallel.DataParallel.__init__"
+
+# names of torch.cuda that torch.jax has not, and what to use
+INSTEAD = {
+    "amp": 'torch.autocast("jax", dtype=torch.bfloat16), torch.amp.GradScaler("jax")',
+    "CUDAGraph": "spmd.compile(fn): one program, dispatched at once",
+    "graph": "spmd.compile(fn): one program, dispatched at once",
+    "make_graphed_callables": "spmd.compile(fn): one program, dispatched at once",
+    "nvtx": "jax.profiler.TraceAnnotation(name)",
+    "profiler": "jax.profiler.trace(folder)",
+    "memory_snapshot": "jax.profiler.save_device_memory_profile(file)",
+    "nccl": "torch.jax has no communicators: the collectives are the compiler's, step.collectives() shows them",
+    "comm": "spmd.mark_sharding(t, mesh, spec) splits and gathers tensors",
+    "get_device_capability": "torch.jax.get_device_properties()",
+    "can_device_access_peer": "torch.jax.device_count() is 1: a mesh of any number of chips is one device",
+    "set_per_process_memory_fraction": "XLA_PYTHON_CLIENT_MEM_FRACTION in the environment, before the program starts",
+    "OutOfMemoryError": "except RuntimeError: jax says RESOURCE_EXHAUSTED",
+    "utilization": "the platform's own tools",
+}
+
+
+def no_such_name(name: str, there: list[str]) -> AttributeError:
+    """The error for a name that `torch.jax` does not have; `there`: those that it has."""
+    near = nearest(name, there)
+    fix = INSTEAD.get(name) or (near.removeprefix("; ") if near else "print(dir(torch.jax)) lists what is there")
+    return AttributeError(message(f"torch.jax has no {name!r}", fix=fix), name=name)
+
+
+def register() -> None:
+    """Refuse them from now on; what concerns other devices is torch's as before."""
+    compile_fx, data_parallel = current(_COMPILER), current(_DATA_PARALLEL)
+
+    def inductor(self: Any, model_: Any, inputs_: Any, **options: Any) -> Any:
+        held = chain(model_.parameters(), model_.buffers()) if isinstance(model_, torch.nn.Module) else ()
+        if any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, held)):
+            raise SpmdError(
+                message(
+                    "torch.compile's default backend, inductor, writes code for CPUs and GPUs and not for device 'jax'",
+                    fix='spmd.compile(fn), or torch.compile(fn, backend="eager") for the graph alone',
+                )
+            )
+        return compile_fx(self, model_, inputs_, **options)
+
+    def __init__(self: Any, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+        if not torch.cuda.is_available() or any(p.device.type == "jax" for p in module.parameters()):
+            raise SpmdError(
+                message(
+                    "nn.DataParallel splits a batch over devices, and to PyTorch 'jax' is one, of any number of chips",
+                    fix='spmd.mark_sharding(x, mesh, ("data", None)) splits the batch; DistributedDataParallel(model) does it for you',
+                )
+            )
+        data_parallel(self, module, *args, **options)
+
+    replace(_COMPILER, inductor)
+    replace(_DATA_PARALLEL, __init__)
+
+
+__all__ = ["INSTEAD", "no_such_name", "register"]
