@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +18,14 @@ from spmd.train._feed import Feed, GlobalOrder, PlacedFeed, rows_here
 from spmd.train._image_folder import ImageFolder
 from spmd.train._import_path import imported
 from spmd.train._recipe import Data, Recipe, RecipeError
-from spmd.train._token_files import TokenFiles
+from spmd.train._text_files import SUFFIXES, TextFeed, TextFiles
+from spmd.train._token_files import TokenFiles, files_of
+from spmd.train._tokenizers import tokenizer_of
+
+Samples = Dataset[Any] | TextFiles
 
 
-def dataset_of(table: Data, vocabulary: int, seed: int) -> Dataset[Any]:
+def dataset_of(table: Data, vocabulary: int, seed: int) -> Samples:
     """The samples that a table names.
 
     Args:
@@ -33,12 +38,14 @@ def dataset_of(table: Data, vocabulary: int, seed: int) -> Dataset[Any]:
     """
     if table.kind == "tokens":
         return TokenFiles(table.paths, table.seq, table.dtype, vocabulary)
+    if table.kind == "text":
+        return TextFiles(files_of(table.paths, *SUFFIXES), tokenizer_of(table.tokenizer, "[data] tokenizer"), vocabulary)
     if table.kind == "images":
         return ImageFolder(table.paths, table.size, augment=table.augment, mean=table.mean, std=table.std, seed=seed)
     return _own(table.own, table.arguments, "[data]")
 
 
-def held_out_of(recipe: Recipe, vocabulary: int, training: Dataset[Any]) -> Dataset[Any]:
+def held_out_of(recipe: Recipe, vocabulary: int, training: Samples) -> Samples:
     """The samples that a recipe evaluates: of the kind of its `training` data.
 
     Raises:
@@ -47,6 +54,8 @@ def held_out_of(recipe: Recipe, vocabulary: int, training: Dataset[Any]) -> Data
     table, given = recipe.data, recipe.evaluation
     if table.kind == "tokens":
         return TokenFiles(given.paths, table.seq, table.dtype, vocabulary)
+    if isinstance(training, TextFiles):
+        return dataclasses.replace(training, files=files_of(given.paths, *SUFFIXES))
     if isinstance(training, ImageFolder):
         return ImageFolder(given.paths, table.size, mean=table.mean, std=table.std, classes=training.classes)
     return _own(given.own, given.arguments, "[evaluation]")
@@ -60,7 +69,7 @@ def _own(path: str, arguments: dict[str, Any], table: str) -> Dataset[Any]:
     return dataset
 
 
-def training_batches(recipe: Recipe, dataset: Dataset[Any], mesh: Mesh) -> ShardedLoader:
+def training_batches(recipe: Recipe, dataset: Samples, mesh: Mesh) -> ShardedLoader:
     """The passes over the data, a new order in each, without the last batch of a pass if it is uneven.
 
     Raises:
@@ -69,19 +78,23 @@ def training_batches(recipe: Recipe, dataset: Dataset[Any], mesh: Mesh) -> Shard
     table, accumulate = recipe.data, recipe.optimizer.accumulate
     axes = batch_axes(mesh)
     rows = rows_here(mesh, axes, table.batch, accumulate)
-    order = GlobalOrder(len(dataset), table.batch, rows, table.shuffle, recipe.seed, whole=True)  # pyright: ignore[reportArgumentType]
-    if not len(order):
-        what = f"[data] has {order.num_samples} samples, a batch {table.batch}"
-        raise RecipeError(message(what, fix="a smaller [data] batch, or more data"))
-    kind = Feed if table.kind == "dataset" else PlacedFeed
-    feed = kind(dataset, order, table.workers, accumulate if accumulate > 1 else 0)
+    stacks = accumulate if accumulate > 1 else 0
+    if isinstance(dataset, TextFiles):
+        feed = TextFeed(dataset, table.seq, table.batch, rows, shuffle=table.shuffle, seed=recipe.seed, accumulate=stacks)
+    else:
+        order = GlobalOrder(len(dataset), table.batch, rows, table.shuffle, recipe.seed, whole=True)  # pyright: ignore[reportArgumentType]
+        if not len(order):
+            what = f"[data] has {order.num_samples} samples, a batch {table.batch}"
+            raise RecipeError(message(what, fix="a smaller [data] batch, or more data"))
+        kind = Feed if table.kind == "dataset" else PlacedFeed
+        feed = kind(dataset, order, table.workers, stacks)
     if accumulate == 1:
         return spmd.shard_loader(feed, mesh, (axes or None,))
     # `check` compares what processes feed by where dim 0 lies, which here is that of the micro-batches
     return spmd.shard_loader(feed, mesh, (None, axes or None), check=False)
 
 
-def held_out_batches(recipe: Recipe, dataset: Dataset[Any], mesh: Mesh, is_masked: bool) -> Iterator[Any]:
+def held_out_batches(recipe: Recipe, dataset: Samples, mesh: Mesh, is_masked: bool) -> Iterator[Any]:
     """One pass over held-out data in its order, as `Evaluation` takes it.
 
     Args:
@@ -94,11 +107,15 @@ def held_out_batches(recipe: Recipe, dataset: Dataset[Any], mesh: Mesh, is_maske
         RecipeError: there is no whole batch where none is padded.
     """
     batch, axes = recipe.data.batch // recipe.optimizer.accumulate, batch_axes(mesh)
-    order = GlobalOrder(len(dataset), batch, rows_here(mesh, axes, batch, 1), False, 0, whole=not is_masked)  # pyright: ignore[reportArgumentType]
-    if not len(order):
-        what = f"[evaluation] has {order.num_samples} samples, a batch {batch}"
-        raise RecipeError(message(what, fix="more data, or a smaller [data] batch"))
-    feed = Feed(dataset, order, recipe.data.workers, 0)
+    rows = rows_here(mesh, axes, batch, 1)
+    if isinstance(dataset, TextFiles):
+        feed = TextFeed(dataset, recipe.data.seq, batch, rows, whole=not is_masked)
+    else:
+        order = GlobalOrder(len(dataset), batch, rows, False, 0, whole=not is_masked)  # pyright: ignore[reportArgumentType]
+        if not len(order):
+            what = f"[evaluation] has {order.num_samples} samples, a batch {batch}"
+            raise RecipeError(message(what, fix="more data, or a smaller [data] batch"))
+        feed = Feed(dataset, order, recipe.data.workers, 0)
     batches = spmd.shard_loader(feed, mesh, (axes or None,), ragged="pad" if is_masked else "error")
     yield from itertools.islice(batches, recipe.evaluation.batches or None)
 

@@ -67,14 +67,17 @@ class Launch:
 class Data:
     """What is learned from."""
 
-    kind: Literal["tokens", "images", "dataset"] = key(
-        "tokens", "tokens: files of token numbers; images: folders of images, one for each class; dataset: a Dataset of your own"
+    kind: Literal["tokens", "text", "images", "dataset"] = key(
+        "tokens",
+        "tokens: files of token numbers; text: files of text, read and packed as they are needed; images: folders of images, one for each "
+        "class; dataset: a Dataset of your own",
     )
-    paths: tuple[str, ...] = key((), "files, folders or patterns, relative to the recipe", ("tokens", "images"))
+    paths: tuple[str, ...] = key((), "files, folders or patterns, relative to the recipe", ("tokens", "text", "images"))
     dtype: Literal["", "uint8", "uint16", "uint32", "int32"] = key(
         "", "of the numbers; empty: what Megatron's .idx beside the file says, else uint16", ("tokens",)
     )
-    seq: int = key(1024, "tokens of a sequence", ("tokens",))
+    seq: int = key(1024, "tokens of a sequence", ("tokens", "text"))
+    tokenizer: str = key("", 'a folder or name of Hugging Face, or "bytes": those of UTF-8, and 256 after a document', ("text",))
     size: int = key(224, "height and width of an image", ("images",))
     augment: bool = key(False, "a random part of each image, mirrored or not; the middle otherwise, and in evaluation", ("images",))
     mean: tuple[float, ...] = key((0.5, 0.5, 0.5), "of the channels, taken off", ("images",))
@@ -83,7 +86,7 @@ class Data:
     arguments: dict[str, Any] = field(default_factory=dict, metadata=said("keyword arguments of `own`", ("dataset",)))
     batch: int = key(8, "samples of one optimizer step, over all devices and micro-batches")
     shuffle: bool = key(True, "a new order in every pass, drawn from `seed` and the pass; the last, uneven batch of a pass is left out")
-    workers: int = key(0, "processes of the loader, in each process of the job; 0: none")
+    workers: int = key(0, "processes of the loader, in each process of the job; 0: none", ("tokens", "images", "dataset"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Evaluation:
 
     every: int = key(0, "steps between evaluations; the last step has one too. 0: none")
     batches: int = key(0, "how many of batch / accumulate samples; 0: all of the data")
-    paths: tuple[str, ...] = key((), "of kinds tokens and images")
+    paths: tuple[str, ...] = key((), "of kinds tokens, text and images")
     own: str = key("", "of kind dataset: a class or function that returns a Dataset, as package.module:name")
     arguments: dict[str, Any] = field(default_factory=dict, metadata=said("keyword arguments of `own`"))
 
@@ -143,7 +146,7 @@ class Samples:
     prompts: tuple[str, ...] = key((), "what each text begins with")
     tokens: int = key(32, "how many are drawn for each prompt")
     temperature: float = key(1.0, "of the distribution that they are drawn from; 0: always the likeliest")
-    tokenizer: str = key("", 'a folder or name of Hugging Face, or "bytes": those of UTF-8')
+    tokenizer: str = key("", "as in [data]; empty: that one")
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class Recipe:
         if self.launch.processes > 1 and self.mesh.devices % self.launch.processes:
             what = f"[mesh] devices = {self.mesh.devices} do not divide over {self.launch.processes} processes"
             raise RecipeError(message(what, fix=f"a multiple of {self.launch.processes}"))
-        if self.samples.every and self.data.kind != "tokens":
+        if self.samples.every and self.data.kind not in ("tokens", "text"):
             what = f"[samples] are texts, [data] kind is {self.data.kind!r}"
             raise RecipeError(message(what, fix="[samples] every = 0"))
         if not 0 <= self.ema.decay < 1:
@@ -283,6 +286,8 @@ def _require_used(data: Data, evaluation: Evaluation) -> None:
     needed, other = ("own", "paths") if data.kind == "dataset" else ("paths", "own")
     if not getattr(data, needed):
         raise RecipeError(message(f"[data] names no data of kind {data.kind!r}", fix=f"{needed} = ..."))
+    if data.kind == "text" and not data.tokenizer:
+        raise RecipeError(message("[data] kind = 'text' needs a tokenizer", fix='tokenizer = "bytes", or a folder or name of Hugging Face'))
     if evaluation.every and not getattr(evaluation, needed):
         raise RecipeError(message(f"[evaluation] names no data of kind {data.kind!r}", fix=f"{needed} = ..."))
     if getattr(evaluation, other):

@@ -30,6 +30,7 @@ from spmd.train._meter import Cost, Meter
 from spmd.train._profile import StepTrace
 from spmd.train._recipe_file import read_recipe
 from spmd.train._samples import Sampler
+from spmd.train._tokenizers import tokenizer_of
 from spmd.train._update import Update
 from spmd.train._writers import Writers, writers_of
 
@@ -76,9 +77,12 @@ class Run:
         self.step = 0
         self.out = Path(recipe.out)
         self._trace = StepTrace(recipe.profile, self.out / "profile")
-        self._sampler = Sampler(recipe.samples, averaged, self.mesh, recipe.data.seq, recipe.seed) if recipe.samples.every else None
+        self._sampler = None
+        if recipe.samples.every:
+            tokenizer = tokenizer_of(recipe.samples.tokenizer or recipe.data.tokenizer, "[samples] tokenizer")
+            self._sampler = Sampler(recipe.samples, tokenizer, averaged, self.mesh, recipe.data.seq, recipe.seed)
         units = {"samples": recipe.data.batch}
-        if recipe.data.kind == "tokens":
+        if recipe.data.kind in ("tokens", "text"):
             units["tokens"] = recipe.data.batch * recipe.data.seq
         self._meter = Meter(recipe.metrics, self.clock, self._writers(), units)
 
@@ -123,12 +127,17 @@ class Run:
     def _timed_batches(self) -> Iterator[Any]:
         """The batches of one pass, or of its rest; the time that they take is noted."""
         batches = iter(self.batches)
+        has_batch = self.batches.batch > 0  # of a pass that goes on
         while True:
             with self.clock.during("data"):
                 batch = next(batches, None)
             if batch is None:
-                return
+                break
+            has_batch = True
             yield batch
+        if not has_batch:
+            what = f"[data] holds less than a batch of {self.recipe.data.batch} samples"
+            raise _recipe.RecipeError(message(what, fix="a smaller [data] batch, or more data"))
 
     def _one_step(self, batch: Any) -> None:
         """Dispatch a step and note its numbers."""

@@ -7,9 +7,6 @@ random number of the training.
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -18,61 +15,8 @@ from mesh import Mesh
 from spmd.base._errors import message
 from spmd.train._clock import Clock
 from spmd.train._recipe import RecipeError, Samples
+from spmd.train._tokenizers import Tokenizer
 from spmd.train._update import logits_of
-
-
-class Tokenizer(Protocol):
-    """Text to token numbers and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-
-class Bytes:
-    """The bytes of UTF-8 as tokens; 256 ends a document."""
-
-    end = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-
-class HuggingFace:
-    """A tokenizer of transformers, without the tokens that it adds by itself."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.end = inner, inner.eos_token_id
-
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._inner.decode(tokens)
-
-
-def tokenizer_of(name: str, key: str) -> Any:
-    """The tokenizer that a recipe names: "bytes", a folder, or a name on the hub.
-
-    Raises:
-        RecipeError: there is none.
-    """
-    if name == "bytes":
-        return Bytes()
-    if not name:
-        raise RecipeError(message(f"{key} is not given", fix='a folder or name of Hugging Face, or "bytes"'))
-    if importlib.util.find_spec("transformers") is None:
-        raise RecipeError(message(f"{key} = {name!r} is of Hugging Face, transformers is not installed", fix="pip install 'spmd-mesh[hf]'"))
-    from transformers import AutoTokenizer
-
-    try:
-        return HuggingFace(AutoTokenizer.from_pretrained(name))
-    except (OSError, ValueError) as error:
-        what = f"{key} = {name!r}: {str(error).splitlines()[0]}"
-        raise RecipeError(message(what, fix='a folder with tokenizer.json, or a name that the hub or its cache has; or "bytes"')) from error
 
 
 class Sampler:
@@ -80,18 +24,19 @@ class Sampler:
 
     Args:
         table: prompts, how many tokens, how likely the unlikely.
+        tokenizer: of the prompts and of what is drawn.
         model: returns logits [B, T, V] of tokens [B, T], of which none depends on later tokens.
         mesh: where it lies.
         longest: tokens that the model was trained on at a time.
         seed: of what is drawn, with the step.
 
     Raises:
-        RecipeError: prompts and what is drawn are longer than `longest`, or there is no tokenizer.
+        RecipeError: prompts and what is drawn are longer than `longest`.
     """
 
-    def __init__(self, table: Samples, model: nn.Module, mesh: Mesh, longest: int, seed: int) -> None:
+    def __init__(self, table: Samples, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, longest: int, seed: int) -> None:
         self.table, self.model, self.mesh, self.seed = table, model, mesh, seed
-        self.tokenizer: Tokenizer = tokenizer_of(table.tokenizer, "[samples] tokenizer")
+        self.tokenizer = tokenizer
         self.prompts = [self.tokenizer.encode(prompt) for prompt in table.prompts]
         if not self.prompts or not all(self.prompts):
             raise RecipeError(message("[samples] prompts hold no text to go on with", fix='prompts = ["Once upon a time"]'))
@@ -128,4 +73,4 @@ class Sampler:
         return [self.tokenizer.decode(row[:end].tolist()) for row, end in zip(tokens_BT, ends.tolist(), strict=True)]
 
 
-__all__ = ["Bytes", "HuggingFace", "Sampler", "Tokenizer", "tokenizer_of"]
+__all__ = ["Sampler"]

@@ -38,6 +38,8 @@ def tables(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
         "metrics": {"every": 1, "writers": ["json"]},
     }
     for table, keys in changes.items():
+        if isinstance(keys, dict) and "kind" in keys:  # other data, with keys of its own
+            del found[table]
         found[table] = {**found[table], **keys} if table in found and isinstance(keys, dict) else keys
     return found
 

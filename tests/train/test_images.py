@@ -73,8 +73,8 @@ def test_a_resnet_and_its_average_are_those_of_a_loop_by_hand(tmp_path: Path) ->
         optimizer={"name": "SGD", "lr": 0.1, "weight_decay": 1e-3, "arguments": {"momentum": 0.9}},
         ema={"decay": 0.5},
         evaluation={"every": 2, "paths": [str(held_out)]},
+        data={"kind": "images", "paths": [str(training)], "size": SIZE, "augment": True, "batch": BATCH},
     )
-    found["data"] = {"kind": "images", "paths": [str(training)], "size": SIZE, "augment": True, "batch": BATCH}
     run = Run(recipe_of(found))
     assert run.train() == 0
     torch.manual_seed(0)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mesh import PREEMPTED
 from tests import fork_server
 from tests.launched import environ, launch
 from tests.oracle import assert_reordered
-from tests.train.recipes import GPT2, STEPS, records, tables
+from tests.train.recipes import BATCH, GPT2, SEQ, STEPS, records, tables, write_tokens
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -60,6 +62,46 @@ def test_the_launcher_starts_it_too_and_a_run_goes_on_elsewhere(unbroken: dict[i
     assert done.code == 0, done.err
     assert list(records(tmp_path / "run").values())[:3] == list(unbroken.values())[:3]
     assert_reordered(list(records(tmp_path / "run").values()), list(unbroken.values()))
+
+
+def mortal(folder: Path, sends: str) -> Path:
+    """A recipe over a dataset that ends process 1 of two when it loads the third pass, after six of nine steps."""
+    tokens = str(write_tokens(folder))
+    arguments = {"path": tokens, "seq": SEQ, "folder": str(folder), "sends": sends, "after": 50}
+    data = {"kind": "dataset", "own": "tests.train.mortal:Tokens", "arguments": arguments, "batch": BATCH}
+    return written(folder, steps=9, data=data, launch={"processes": 2, "restarts": 1})
+
+
+@pytest.fixture(scope="module")
+def unbroken_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of two processes over that dataset that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("two")
+    path = mortal(folder, "")
+    code, _, err = train(path)
+    assert code == 0, err
+    return records(folder / "run")
+
+
+@pytest.mark.slow
+def test_a_killed_process_costs_nothing_but_time(unbroken_of_two: dict[int, float], tmp_path: Path) -> None:
+    path = mortal(tmp_path, "SIGKILL")
+    code, _, err = train(path)
+    assert code == 0 and re.search("starts all 2 processes again from the checkpoint of step [46]", err), err
+    assert records(tmp_path / "run") == unbroken_of_two
+    seconds = records(tmp_path / "run", "seconds")[9]
+    assert seconds["restart"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(unbroken_of_two: dict[int, float], tmp_path: Path) -> None:
+    path = mortal(tmp_path, "SIGTERM")
+    code, _, err = train(path)
+    assert code == PREEMPTED, err
+    done = max(records(tmp_path / "run"))
+    assert 6 <= done < 9 and (tmp_path / "run" / "checkpoints" / f"step_{done:08d}").is_dir()
+    code, _, err = train(path)
+    assert code == 0, err
+    assert records(tmp_path / "run") == unbroken_of_two
 
 
 def test_a_mistake_is_one_message_and_exit_code_two(tmp_path: Path) -> None:

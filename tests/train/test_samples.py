@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from spmd.train import RecipeError, Run, recipe_of
-from spmd.train._samples import Bytes, tokenizer_of
+from spmd.train._tokenizers import Bytes, tokenizer_of
 from tests.train.recipes import GPT2, SEQ, records, tables
 
 SAMPLES: dict[str, Any] = {"every": 2, "prompts": ["ab", "a b"], "tokens": 4, "temperature": 0.0, "tokenizer": "bytes"}

@@ -1,0 +1,162 @@
+"""A run of a recipe with all its metrics on beside the same loop written by hand: GPT-2 on 8 virtual devices.
+
+    python -m benchmarks.recipe              # writes benchmarks/results/recipe.json
+    python -m benchmarks.recipe --pairs 4 --json None
+
+Both train in one process, some steps of each in turn, on the same batches from the same file; the loop by hand is what a user writes with
+`spmd.compile` and `spmd.shard_loader`, and reads no number. A record is written at every step. The figure is the median of the ratios.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import spmd
+from mesh import Mesh
+from spmd.bench._machine import machine
+from spmd.train import Run, recipe_of
+from spmd.train._token_files import TokenFiles
+
+RESULTS = Path(__file__).resolve().parent / "results" / "recipe.json"
+RATE, CLIP = 1e-3, 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attributes:
+    pairs: turns of each; the first two compile and are not counted.
+    steps: in a turn.
+    json: where the result goes; None: printed only.
+    """
+
+    pairs: int = 24
+    steps: int = 4
+    rows: int = 16
+    positions: int = 128
+    layers: int = 4
+    width: int = 256
+    json: Path | None = RESULTS
+
+    @property
+    def model(self) -> dict[str, Any]:
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": 8, "n_positions": self.positions, "vocab_size": 1024}
+        return {**sizes, "bos_token_id": 0, "eos_token_id": 0}
+
+
+class ByRecipe:
+    """The run's own loop, some steps at a time."""
+
+    def __init__(self, options: Options, tokens: Path, out: Path) -> None:
+        tables = {
+            "out": str(out),
+            "steps": options.pairs * options.steps,
+            "model": {"config": "GPT2Config", "arguments": options.model, "rules": "megatron"},
+            "mesh": {"axes": "data=2,model=4", "devices": 8},
+            "data": {"paths": [str(tokens)], "seq": options.positions, "batch": options.rows},
+            "optimizer": {"lr": RATE, "clip_norm": CLIP},
+            "checkpoint": {"every": 0, "export": False},
+            "metrics": {"every": 1, "peak_flops": 1e12},
+        }
+        self.run = Run(recipe_of(tables))
+        self.model = self.run.model
+        self.batches = self._endless()
+        self.run.clock.to("step")
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.run._timed_batches()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.run._one_step(next(self.batches))
+            self.run._after_step()
+
+
+class ByHand:
+    """The loop that the recipe stands for."""
+
+    def __init__(self, options: Options, mesh: Mesh, tokens: Path) -> None:
+        torch.manual_seed(0)
+        self.model = GPT2LMHeadModel(GPT2Config(**options.model)).to("jax")
+        spmd.shard_module(self.model, mesh, "megatron")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        data = TokenFiles([str(tokens)], options.positions)
+        self.loader = spmd.shard_loader(DataLoader(data, options.rows, shuffle=True, drop_last=True), mesh, ("data",))
+        self.batches = self._endless()
+        self.step = spmd.compile(self._step)
+        self.losses: list[torch.Tensor] = []
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def _step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x).logits.flatten(0, -2), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        return loss.detach()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.losses.append(self.step(*next(self.batches)))
+            self.schedule.step()
+
+
+def seconds_of(side: ByRecipe | ByHand, count: int) -> float:
+    """Of so many steps, until all parameters are there."""
+    start = time.perf_counter()
+    side.steps(count)
+    jax.block_until_ready([parameter.jax for parameter in side.model.parameters()])  # pyright: ignore[reportAttributeAccessIssue]
+    return (time.perf_counter() - start) / count
+
+
+def run(options: Options) -> None:
+    """Both, in turn; who begins changes from pair to pair."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        tokens = Path(folder) / "tokens.bin"
+        np.random.default_rng(0).integers(0, 1024, 400 * options.positions).astype(np.uint16).tofile(tokens)
+        recipe = ByRecipe(options, tokens, Path(folder) / "run")
+        hand = ByHand(options, recipe.run.mesh, tokens)
+        pairs: list[tuple[float, float]] = []
+        for number in range(options.pairs):
+            order = (recipe, hand) if number % 2 else (hand, recipe)
+            seconds = {id(side): seconds_of(side, options.steps) for side in order}
+            pairs.append((seconds[id(recipe)], seconds[id(hand)]))
+    counted = pairs[2:]
+    result = {
+        "what": "seconds of a step: the recipe's run with a record at every step, and the loop by hand; alternating, medians",
+        "machine": machine(),
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "recipe_s": statistics.median(pair[0] for pair in counted),
+        "by_hand_s": statistics.median(pair[1] for pair in counted),
+        "ratio": statistics.median(pair[0] / pair[1] for pair in counted),
+        "ratios": sorted(round(pair[0] / pair[1], 3) for pair in counted),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(tyro.cli(Options))
