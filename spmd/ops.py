@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,11 +39,13 @@ MEANING: dict[How, str] = {
 # reason -> names that it is the reason for
 OUT_OF_SCOPE: dict[str, str] = {
     "sparse tensors": r"sparse|spsolve|spdiags|hspmm|_?coalesced?$|^_?(row_|c?col_|c?crow_|ccol_)?indices$|^_?values$|^_(nnz|dim[IV])$"
-    r"|coo|csr|csc|bsr|bsc|cslt|to_dense",
+    r"|coo|csr|csc|bsr|bsc|cslt|to_dense|^smm$|^sspaddmm$",
     "quantized tensors": r"quantized|quantize_|_quant_|empty_affine|empty_per_channel|fbgemm|^q_|qscheme|qparams|int_repr|int[48]pack"
-    r"|_scaled_mm|_scaled_grouped_mm|_mixed_dtypes_linear|dequantize",
+    r"|_scaled_mm|_scaled_grouped_mm|_mixed_dtypes_linear|dequantize"
+    r"|^_wrapped_linear_prepack|^_fused_moving_avg|^_saturate_weight|^_rowwise_prune",
     "nested tensors": r"nested|jagged|to_padded_tensor",
     "operators of another backend": r"cudnn|miopen|mkldnn|mps|_triton|flash_attention|efficient_attention"
+    r"|_cpu_fallback$|^_propagate_xla|_overrideable$|^thnn_conv2d$|^_pin_memory$"
     r"|thnn_fused|conv_depthwise|slow_conv|^batch_norm_(stats|elemt|gather|update)|_weight_norm_interface|_nnpack|_masked_scale|_compute_linear_combination",
     "PyTorch's own machinery": r"^_test|_foobar|_fw_primal|_(make|unpack)_dual|_philox|_dep_token|assert|^sym_|_jvp$|^lift|_functional_sym"
     r"|^_?is_|^_has_|^_use_|^from_file|_sdp_choice$|^_debug|^_cast_|^_version|_autocast_to|_sobol_engine",
@@ -104,7 +107,7 @@ def markdown(operators: Sequence[Operator]) -> str:
         chosen = [operator for operator in operators if operator.how == how]
         lines += [f"## {how}", ""]
         if how in ("view", "composite", "unsupported"):
-            lines.append(", ".join(f"`{operator.name}`" for operator in chosen) + ".")
+            lines += textwrap.wrap(", ".join(f"`{operator.name}`" for operator in chosen) + ".", 140, break_on_hyphens=False)
         else:
             lines += ["| overload | file | in-place and `out=` |", "| --- | --- | --- |"]
             lines += [f"| `{o.name}` | {o.where.rpartition(':')[0]} | {' '.join(f'`{v}`' for v in o.variants)} |" for o in chosen]
