@@ -1,5 +1,6 @@
 """What the command `spmd` makes of wrong command lines: one line that says what is wrong, exit code 2, and nothing done."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -130,6 +131,11 @@ def test_the_version_is_that_of_the_package(command: list[str], capsys: pytest.C
         assert left.value.code == 0
         said = capsys.readouterr().out
     assert said == f"spmd {spmd.__version__}\n"
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == spmd.__version__
 
 
 def test_the_version_has_one_place() -> None:

@@ -69,6 +69,14 @@ class Options:
     check_indices: bool | None = None
 
     def __post_init__(self) -> None:
+        flags: dict[str, object] = {"keep_grads": self.keep_grads, "check": self.check, "debug_nans": self.debug_nans}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise SpmdError(message(f"compile's option {name} is True or False", f"got {flag!r}", fix=f"spmd.compile(fn, {name}=True)"))
+        counts: dict[str, object] = {"max_retraces": self.max_retraces, "steps_per_call": self.steps_per_call}
+        for name, count in counts.items():
+            if type(count) is not int or count < 1:
+                raise SpmdError(message(f"compile's option {name} is 1 or more", f"got {count!r}", fix=f"spmd.compile(fn, {name}=8)"))
         if self.max_programs < 1 or self.on_retrace not in ("warn", "error"):
             raise SpmdError(
                 message(

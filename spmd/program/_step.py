@@ -17,8 +17,10 @@ import types
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from dataclasses import fields
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
+from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.base._underway import underway
 from spmd.device._deferred import end_step
@@ -299,10 +301,44 @@ def _uncollected() -> Generator[None]:
 
 
 @overload
-def compile(fn: Callable[P, R], **options: Unpack[CompileOptions]) -> Step[P, R]: ...
+def compile(
+    fn: Callable[P, R],
+    *,
+    keep_grads: bool = False,
+    max_retraces: int = 8,
+    on_retrace: Literal["warn", "error"] = "warn",
+    max_programs: int = 32,
+    steps_per_call: int = 1,
+    check: bool = False,
+    debug_nans: bool = False,
+    check_indices: bool | None = None,
+) -> Step[P, R]: ...
 @overload
-def compile(fn: None = None, **options: Unpack[CompileOptions]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
-def compile(fn: Any = None, **options: Unpack[CompileOptions]) -> Any:
+def compile(
+    fn: None = None,
+    *,
+    keep_grads: bool = False,
+    max_retraces: int = 8,
+    on_retrace: Literal["warn", "error"] = "warn",
+    max_programs: int = 32,
+    steps_per_call: int = 1,
+    check: bool = False,
+    debug_nans: bool = False,
+    check_indices: bool | None = None,
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+def compile(
+    fn: Any = None,
+    *,
+    keep_grads: bool = False,
+    max_retraces: int = 8,
+    on_retrace: Literal["warn", "error"] = "warn",
+    max_programs: int = 32,
+    steps_per_call: int = 1,
+    check: bool = False,
+    debug_nans: bool = False,
+    check_indices: bool | None = None,
+    **unknown: Any,
+) -> Any:
     """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
 
     The tensors it reads and writes (parameters, buffers, optimizer state, random stream) are found while tracing; they
@@ -321,21 +357,12 @@ def compile(fn: Any = None, **options: Unpack[CompileOptions]) -> Any:
             None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
 
     Raises:
+        TypeError: there is no such option.
+        SpmdError: an option has a value that means nothing.
         TraceError: on a call, if Python needs a value that only the compiled program will have, or if it was traced too often.
     """
-    if fn is None:
-        return lambda real: Step(real, Options(**options))
-    return Step(fn, Options(**options))
-
-
-class CompileOptions(TypedDict, total=False):
-    """Keyword arguments of `compile`."""
-
-    keep_grads: bool
-    max_retraces: int
-    on_retrace: Literal["warn", "error"]
-    max_programs: int
-    steps_per_call: int
-    check: bool
-    debug_nans: bool
-    check_indices: bool | None
+    if unknown:
+        name, known = next(iter(unknown)), [field.name for field in fields(Options)]
+        raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
+    options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices)
+    return (lambda real: Step(real, options)) if fn is None else Step(fn, options)
