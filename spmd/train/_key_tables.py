@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from spmd.train._recipe import choices, keys_of, tables
 USAGE = """Train a model as a recipe says; goes on where the run in its folder was.
 
     spmd train RECIPE.toml [--KEY VALUE] [--TABLE.KEY VALUE] ...
+    spmd train --init RECIPE.toml [--TABLE.KEY VALUE] ...     # writes one: asks at a terminal for what is not said
 
 Keys, with their defaults; those without a table stand at the top of the file."""
 
@@ -51,14 +53,18 @@ def default_of(item: dataclasses.Field[Any]) -> Any:
 
 
 def toml(value: object) -> str:
-    """A default as a recipe writes it."""
+    """A value as a recipe writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, dict):
-        return "{}"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+        return f"{{ {', '.join(f'{_key(name)} = {toml(item)}' for name, item in value.items())} }}" if value else "{}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() and name.isascii() else json.dumps(name)
 
 
 def type_text(kind: Any) -> str:

@@ -36,8 +36,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise RecipeError(message(f"{path} cannot be read: {error.strerror}", fix="spmd train --init writes a recipe")) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(message(f"{path} is no TOML: {error}", fix="mend that line; docs/recipes.md has examples")) from error
-    for name, value in parse_overrides(overrides):
-        _put(found, name.split("."), value)
+    overridden(found, overrides)
     recipe = recipe_of(found, str(path))
     folder = path.absolute().parent
     changes: dict[str, Any] = {}
@@ -62,6 +61,16 @@ def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:
     except RecipeError as error:
         text = str(error)
         raise (error if text.startswith(source) else RecipeError(f"{source}: {text}")) from error.__cause__
+
+
+def overridden(found: dict[str, Any], words: Sequence[str]) -> None:
+    """Put what the words of a command line say into plain data, in place.
+
+    Raises:
+        RecipeError: a word is no override.
+    """
+    for name, value in parse_overrides(words):
+        _put(found, name.split("."), value)
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -159,4 +168,4 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
     return value
 
 
-__all__ = ["parse_overrides", "read_recipe", "recipe_of"]
+__all__ = ["overridden", "parse_overrides", "read_recipe", "recipe_of"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -12,6 +13,7 @@ import mesh
 from mesh import launch
 from mesh.job import _join
 from spmd.base._errors import SpmdError, message
+from spmd.train._init_recipe import write_recipe
 from spmd.train._key_tables import markdown, show_help
 from spmd.train._recipe import Recipe, RecipeError
 from spmd.train._recipe_file import read_recipe
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
         sys.stdout.write(markdown())
         return 0
     try:
+        if words[0] == "--init":
+            return initialise(words[1:], prog)
         if words[0].startswith("-"):
             raise RecipeError(message(f"{prog}: {words[0]!r} stands where the recipe belongs", fix=f"{prog} RECIPE.toml {' '.join(words)}"))
         recipe = read_recipe(words[0], words[1:])
@@ -46,6 +50,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
         if mesh.init().count > 1:  # the job ends as one, with the reason of the process that failed first
             raise
         return failed(error)
+
+
+def initialise(words: Sequence[str], prog: str) -> int:
+    """Write a recipe; at a terminal what the words do not say is asked."""
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    if not words or words[0].startswith("-"):
+        raise RecipeError(message(f"{prog} --init does not say which file", fix=f"{prog} --init RECIPE.toml"))
+    ask = (lambda question, default: console.input(f"{question} [{default}]: ")) if sys.stdin.isatty() else None
+    write_recipe(Path(words[0]), words[1:], ask)
+    console.print(f"wrote {words[0]}; now: {prog} {words[0]}")
+    return 0
 
 
 def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:

@@ -1,0 +1,99 @@
+"""`spmd train --init`: a recipe from a few answers at a terminal, or from options; every key that it writes says what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd.base._errors import message
+from spmd.train._image_folder import SUFFIXES as IMAGES
+from spmd.train._key_tables import meaning_of, toml
+from spmd.train._recipe import RecipeError, keys_of, tables
+from spmd.train._recipe_file import overridden, recipe_of
+
+Ask = Callable[[str, str], str]  # question and what an empty answer means -> answer
+
+# key, question, what an empty answer means
+QUESTIONS = (
+    ("model", "Model: a name or folder of Hugging Face, a configuration class of it, or package.module:name", "GPT2Config"),
+    ("data", "Data: token files (.bin), text, a folder of folders of images, or package.module:name of a Dataset", "data/train.bin"),
+    ("mesh.devices", "Virtual CPU devices (0: the machine's own)", "8"),
+    ("mesh.axes", 'Axes of the mesh: "data" splits batches, "model" the model', "data=8"),
+    ("model.rules", "Layout of the parameters: replicated, fsdp, megatron, fsdp+megatron", "replicated"),
+    ("data.batch", "Samples of a step", "32"),
+    ("steps", "Steps", "1000"),
+    ("optimizer.lr", "Learning rate", "3e-4"),
+)
+
+
+_SOURCES = {"model": ("pretrained", "config", "own"), "data": ("paths", "own")}  # one of which says it
+
+
+def write_recipe(path: Path, words: Sequence[str], ask: Ask | None) -> None:
+    """Write a recipe that can be followed.
+
+    Args:
+        path: a file that does not exist yet.
+        words: overrides, as of a run; what they say is not asked.
+        ask: None: nobody answers, and what is not said keeps its default.
+
+    Raises:
+        RecipeError: the file exists, or no run can follow what was said.
+    """
+    if path.exists():
+        raise RecipeError(message(f"{path} exists, nothing is overwritten", fix="another name, or move it away"))
+    found: dict[str, Any] = {"out": f"runs/{path.stem}"}
+    overridden(found, words)
+    if ask is not None:
+        _ask(found, path.absolute().parent, ask)
+    recipe_of(found, str(path))
+    path.write_text(recipe_text(found), encoding="utf-8")
+
+
+def _ask(found: dict[str, Any], folder: Path, ask: Ask) -> None:
+    for key, question, default in QUESTIONS:
+        table, _, name = key.partition(".")
+        given = found.get(table, {}) if name or key in _SOURCES else found
+        if any(said in given for said in _SOURCES.get(key, (name or key,))):
+            continue
+        answer = ask(question, default) or default
+        if key == "model":
+            overridden(found, [f"--model.{model_key(answer)}={toml(answer)}"])
+        elif key == "data":
+            kind = data_kind(answer, folder)
+            words = [f"--data.own={toml(answer)}"] if kind == "dataset" else [f"--data.paths={toml([answer])}"]
+            words += ["--data.tokenizer=bytes"] if kind == "text" else []
+            overridden(found, [f"--data.kind={kind}", *words])
+        else:
+            overridden(found, [f"--{key}={answer}"])
+
+
+def model_key(answer: str) -> str:
+    """The key of [model] that a name of a model belongs to."""
+    return "own" if ":" in answer else "config" if answer.endswith("Config") and "/" not in answer else "pretrained"
+
+
+def data_kind(answer: str, folder: Path) -> str:
+    """The kind of data that a path, relative to `folder`, looks like."""
+    if ":" in answer:
+        return "dataset"
+    if any(file.suffix.lower() in IMAGES for file in (folder / answer).glob("*/*")):
+        return "images"
+    return "tokens" if answer.endswith(".bin") else "text"
+
+
+def recipe_text(found: Mapping[str, Any]) -> str:
+    """Plain data as TOML, each key with its meaning."""
+    lines: list[str] = []
+    for table, kind in tables().items():
+        given = found if not table else found.get(table, {})
+        keys = keys_of(kind)
+        written = [name for name in keys if name in given]
+        if table and written:
+            lines += ["", f"[{table}] # {meaning_of(kind)}"]
+        lines += [f"{name} = {toml(given[name])} # {keys[name].metadata['meaning']}" for name in written]
+    return "\n".join([*lines, ""])
+
+
+__all__ = ["QUESTIONS", "data_kind", "model_key", "recipe_text", "write_recipe"]
