@@ -4,8 +4,8 @@
     python -m benchmarks.recipe --pairs 4 --json None
 
 Both train in one process, some steps of each in turn, on the same batches from the same file; the loop by hand is what a user writes with
-`spmd.compile` and `spmd.shard_loader`, and reads no number. A record is written at every step. The figures are medians of the ratios, of seconds of the clock and of CPU seconds,
-which other work on the machine changes less.
+`spmd.compile` and `spmd.shard_loader`, and reads no number. A record is written at every step. The figures are medians of the ratios, of
+seconds of the clock and of CPU seconds, which other work on the machine changes less.
 """
 
 from __future__ import annotations

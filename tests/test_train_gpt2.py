@@ -34,8 +34,8 @@ def alone(out: Path, steps: int, mesh: str = MESH) -> None:
 
 
 def losses(out: Path) -> list[float]:
-    """The training losses in the run's log, in the order in which they were logged."""
-    lines = map(json.loads, (out / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    """The training losses in the run's records, in the order in which they were written."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 

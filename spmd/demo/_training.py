@@ -1,4 +1,4 @@
-"""The model, its optimizer and the functions that become programs: what the demo and `examples/train_gpt2.py` train."""
+"""The model, its optimizer and the functions that become programs: what the demo trains."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return records(folder / "run")
 
 
+@pytest.mark.slow  # tests/test_train_gpt2.py compares two processes with one on every change
 def test_two_processes_give_the_losses_of_one(unbroken: dict[int, float], tmp_path: Path) -> None:
     code, _, err = train(written(tmp_path), "--launch.processes", 2)
     assert code == 0, err
