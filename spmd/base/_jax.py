@@ -219,16 +219,38 @@ def _evaluated(values: list[Any], equations: list[Any], of: Callable[[Any], Any]
 
 
 @contextmanager
-def as_recorded(equation: Any) -> Generator[None]:
-    """Record operations under the name, place and settings of an equation of a jaxpr."""
+def as_recorded(equation: Any, names: Any = None) -> Generator[None]:
+    """Record operations under the name (`names` instead, a name stack), place and settings of an equation of a jaxpr."""
     info = equation.source_info
-    with _user_context(info.traceback, name_stack=_current_name_stack() + info.name_stack), equation.ctx.manager:
+    stack = info.name_stack if names is None else names
+    with _user_context(info.traceback, name_stack=_current_name_stack() + stack), equation.ctx.manager:
         yield
+
+
+def common_names(one: Any, other: Any) -> Any:
+    """The name stack of two equations, "*" where they differ: "h/*/mlp" of "h/0/mlp" and "h/1/mlp"."""
+    first, second = one.source_info.name_stack, other.source_info.name_stack
+    if first == second or len(first.stack) != len(second.stack):
+        return first
+    merged = [
+        a if a == b or type(a) is not type(b) else type(a)(_merged(a.name, b.name)) for a, b in zip(first.stack, second.stack, strict=True)
+    ]
+    return type(first)(tuple(merged))
+
+
+def _merged(one: str, other: str) -> str:
+    parts, others = one.split("/"), other.split("/")
+    return "/".join(a if a == b else "*" for a, b in zip(parts, others, strict=False)) if len(parts) == len(others) else one
 
 
 def is_literal(atom: Any) -> bool:
     """True if an operand of an equation is a value written into it."""
     return isinstance(atom, jax.extend.core.Literal)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """True if a parameter of an equation is a traced function."""
+    return isinstance(value, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

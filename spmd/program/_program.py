@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from spmd.program._job_checks import require_sound, watched
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
 from spmd.program.reads import touched_by
+from spmd.program.roll._rolled_program import rolled_program
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._remade import remade
@@ -67,6 +68,7 @@ class Options:
     check: bool = False
     debug_nans: bool = False
     check_indices: bool | None = None
+    roll: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         flags: dict[str, object] = {"keep_grads": self.keep_grads, "check": self.check, "debug_nans": self.debug_nans}
@@ -85,6 +87,8 @@ class Options:
                     fix='spmd.compile(fn, max_programs=32, on_retrace="warn")',
                 )
             )
+        if self.roll not in (True, False, "auto"):
+            raise SpmdError(message("roll is True, False or 'auto'", f"roll={self.roll!r}", fix='spmd.compile(fn, roll="auto")'))
 
 
 class Program(Executable):
@@ -107,6 +111,9 @@ class Program(Executable):
         written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
         self.num_donated = sum(b.shape != () for b in written)
         read = [b for b in dict.fromkeys(buffers) if b not in set(written)]
+        self.rolled = rolled_program(captured, is_worth_it=options.roll == "auto") if options.roll else None
+        if self.rolled is not None:
+            written, read = self.rolled.state(written), self.rolled.state(read)
         self.written, self.read = written, read
         self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
         self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]
@@ -116,8 +123,8 @@ class Program(Executable):
         self.platform = platform_of(self.mesh)
         self.is_on_cpu = self.platform == "cpu"
         self.is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
-        self.last: list[Any] = [None] * len(written)
-        self.last_read: list[Any] = [None] * len(read)
+        self.last: list[Any] = [_EMPTY] * len(written)  # which no value is
+        self.last_read: list[Any] = [_EMPTY] * len(read)
         self.rebound = [(i, buffers, k) for buffers in (written, read) for i, k in touched_by(captured.held, buffers)]
         left = [(owner, grad) for owner, grad in captured.gradients if isinstance(owner, torch.Tensor)]
         is_left = not options.keep_grads and len(left) == len(captured.gradients)
@@ -150,6 +157,8 @@ class Program(Executable):
     def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
         """Make the executable for arguments like those in `arg_buffers`."""
         if not self.is_ahead:
+            if self.rolled is not None:
+                self.rolled.gather()
             for buffer in (*self.written, *self.read, *arg_buffers):
                 self._settle(buffer)
         state, given = [self._example(b) for b in self.written], [self._example(b) for b in arg_buffers]
@@ -192,14 +201,16 @@ class Program(Executable):
     def _function(self) -> Any:
         """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
         captured = self.captured
+        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves)
+        num_outputs += len(captured.finite) + bool(captured.checks)
+        if self.rolled is not None:
+            return self.rolled.function(self.written, self.read, self.written_args, self.kept_args, num_outputs)
         jaxpr, literal = captured.jaxpr.jaxpr, captured.jaxpr.consts
         slot = {id(b): (0, i) for i, b in enumerate(self.written)} | {id(b): (1, i) for i, b in enumerate(self.read)}
         sources = [slot.get(id(b)) if b is not None else None for b in captured.const_buffers]
         results = {b: i for i, b in enumerate(captured.written)}
         state_results = [results[b] for b in self.written]
         arg_results = [results[captured.arg_buffers[i]] for i in self.written_args]
-        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves)
-        num_outputs += len(captured.finite) + bool(captured.checks)
         record = run_channels_last if self.is_on_cpu and has_convolution(jaxpr) else inline_jaxpr
 
         def run(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
@@ -222,6 +233,7 @@ class Program(Executable):
 
     def _settle(self, buffer: Buffer) -> None:
         """Bring the buffer's value to where the program wants it: unmarked values on a mesh are replicated."""
+        buffer.settle()
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
         elif buffer.annotation is not None and buffer.value.shape != buffer.stored:
@@ -286,6 +298,8 @@ class Program(Executable):
         changed: list[Any] = []
         if self.slots:
             self._take_gradients(given)
+        if self.rolled is not None:
+            self.rolled.gather()
         state = self._values(self.written, self.last, self.shardings, changed)
         read = self._values(self.read, self.last_read, self.read_shardings, changed)
         self.last_read = read

@@ -23,6 +23,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.base._underway import underway
+from spmd.device._buffer_stack import take_apart
 from spmd.device._deferred import end_step
 from spmd.device._indices import checked
 from spmd.device._storage import recording
@@ -41,6 +42,7 @@ from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._shelf import Shelf
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
+from spmd.program.roll._rolled import Loop
 from spmd.program.trace._capture import Captured, capture
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
@@ -182,6 +184,7 @@ class Step(Compiled, Generic[P, R]):
         options, args, kwargs = self._options, call.args, call.kwargs
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
+        take_apart()
         found = reachable(self._fn, args, kwargs, way.holders)
         for value in way.unreached:
             found.add(value)
@@ -267,6 +270,12 @@ class Step(Compiled, Generic[P, R]):
             )
         return self._latest
 
+    @property
+    def rolled(self) -> list[Loop]:
+        """What repeats in the latest program, and why it is no loop where it is none; empty without `roll`."""
+        program = self._program.rolled
+        return [] if program is None else program.loops
+
     def collectives(self) -> _hlo.CollectiveReport:
         """The collectives of the latest program: kinds, counts, bytes and mesh axis, read from the compiled program."""
         return self._program.collectives()
@@ -312,6 +321,7 @@ def compile(
     check: bool = False,
     debug_nans: bool = False,
     check_indices: bool | None = None,
+    roll: bool | Literal["auto"] = False,
 ) -> Step[P, R]: ...
 @overload
 def compile(
@@ -325,6 +335,7 @@ def compile(
     check: bool = False,
     debug_nans: bool = False,
     check_indices: bool | None = None,
+    roll: bool | Literal["auto"] = False,
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def compile(
     fn: Any = None,
@@ -337,6 +348,7 @@ def compile(
     check: bool = False,
     debug_nans: bool = False,
     check_indices: bool | None = None,
+    roll: bool | Literal["auto"] = False,
     **unknown: Any,
 ) -> Any:
     """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
@@ -353,6 +365,9 @@ def compile(
         steps_per_call: run this many steps in one dispatch; tensor arguments and results gain a first dim of this size.
         check: trace again on every call and raise if the program would have differed (slow; for finding stale constants).
         debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
+        roll: record layers that are alike as one loop, forwards, backwards and in the optimizer, so that neither the program nor the
+            time to compile it grows with their number; their parameters and optimizer state then live stacked between the calls.
+            "auto": where that saves half of the program's operations or more. `.rolled` says what repeats.
         check_indices: raise `CheckFailed`, an IndexError, at the next read after an index was out of bounds: the op, the line, the index.
             None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
 
@@ -364,5 +379,5 @@ def compile(
     if unknown:
         name, known = next(iter(unknown)), [field.name for field in fields(Options)]
         raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
-    options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices)
+    options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices, roll)
     return (lambda real: Step(real, options)) if fn is None else Step(fn, options)

@@ -1,0 +1,241 @@
+"""Where a traced program repeats itself: the blocks of a model, one after the other, forwards, backwards and in the optimizer.
+
+Note [Repeats]
+    Equations are alike if they bind the same primitive with the same parameters to operands of the same types. A stretch of the
+    program in which every equation is like the one `period` before it is a repeat of its first `period` equations. Which periods are
+    worth a look is told by the distances between equations that are alike; of all stretches the one that saves most equations is
+    taken first. Where in the stretch a pass begins is free: where the fewest bytes go from one pass to the next, which for a model is
+    the border of two blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from spmd.base._jax import common_names, is_jaxpr, is_literal
+
+MIN_PASSES = 3
+_MIN_SHARE = 0.1  # of the program's equations: what the first repeat saves; below that it has no layers
+_MIN_SAVING = 8
+_MAX_PERIODS = 64  # that are looked at
+_MAX_SKIPPED = 16  # equations in a row that only the first pass has
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`passes` times the same `period` equations.
+
+    Attributes:
+        places: which equations of the program these are, pass after pass.
+        before: equations between those of the first pass that read nothing of it; all passes use what they give.
+    """
+
+    period: int
+    places: tuple[int, ...]
+    before: tuple[int, ...]
+
+    @property
+    def passes(self) -> int:
+        """How often the equations come."""
+        return len(self.places) // self.period
+
+    def names(self, jaxpr: Any) -> list[Any]:
+        """The name stack of each equation of a pass, "*" where the passes differ."""
+        return [
+            common_names(jaxpr.eqns[a], jaxpr.eqns[b]) for a, b in zip(self.places[: self.period], self.places[self.period :], strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Equations each of which is like the one `period` before it.
+
+    Attributes:
+        places, before: as of a repeat; the last pass need not be whole.
+    """
+
+    period: int
+    places: list[int]
+    before: list[int]
+
+
+def stretches(jaxpr: Any) -> list[Stretch]:
+    """The stretches of a jaxpr that repeat, in the order of the program. See Note [Repeats]."""
+    kinds = np.array(_kinds(jaxpr.eqns), np.int64)
+    free = np.ones(len(kinds), bool)
+    found: list[Stretch] = []
+    while True:
+        best = max((_longest(kinds, free, period) for period in _periods(kinds, free)), key=_saving, default=None)
+        if best is None or _saving(best)[0] < (_MIN_SAVING if found else max(_MIN_SAVING, _MIN_SHARE * len(kinds))):
+            return sorted(found, key=lambda r: r.places[0])
+        start, period, length = best
+        places, before = _with_first_pass(jaxpr.eqns, kinds, free, start, period, length)
+        free[places[0] : places[-1] + 1] = False
+        found.append(Stretch(period, places, before))
+
+
+def _saving(stretch: tuple[int, int, int]) -> tuple[int, int]:
+    """Equations that one pass instead of all saves; of equals the shortest period first."""
+    _, period, length = stretch
+    return (length // period - 1) * period if length // period >= MIN_PASSES else 0, -period
+
+
+def _kinds(equations: Sequence[Any]) -> list[int]:
+    """A number for each equation; equal where equations are alike."""
+    known: dict[Any, int] = {}
+    texts: dict[int, str] = {}
+    contexts: dict[int, str] = {}
+
+    def text(jaxpr: Any) -> str:
+        if id(jaxpr) not in texts:
+            texts[id(jaxpr)] = str(jaxpr)
+        return texts[id(jaxpr)]
+
+    def comparable(value: Any) -> Any:
+        if is_jaxpr(value):
+            return text(value), tuple(map(id, getattr(value, "consts", ())))
+        if isinstance(value, (list, tuple)):
+            return tuple(map(comparable, value))
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return value
+
+    def kind(eqn: Any) -> Any:
+        if eqn.effects:
+            return id(eqn)
+        if id(eqn.ctx) not in contexts:
+            contexts[id(eqn.ctx)] = repr(eqn.ctx)
+        params = tuple((name, comparable(value)) for name, value in sorted(eqn.params.items()) if name not in _NOT_COMPARED)
+        return eqn.primitive, contexts[id(eqn.ctx)], params, tuple(map(_type, eqn.invars)), tuple(v.aval for v in eqn.outvars)
+
+    return [known.setdefault(kind(eqn), len(known)) for eqn in equations]
+
+
+# rules that a transformation would call, made anew for each call of the same function
+_NOT_COMPARED = frozenset(("jvp_jaxpr_fun", "jvp", "fwd_jaxpr_thunk", "bwd", "call", "name"))
+
+
+def _type(atom: Any) -> Any:
+    """What has to agree of two operands: scalars that are written into equations may differ."""
+    if is_literal(atom):
+        return "literal", atom.aval, None if atom.aval.shape == () else id(atom.val)
+    return atom.aval
+
+
+def _periods(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any]) -> list[int]:
+    """Distances between equations that are alike, most frequent first."""
+    last: dict[int, int] = {}
+    distances: dict[int, float] = defaultdict(float)
+    counts = Counter(kinds.tolist())
+    for place, kind in enumerate(kinds.tolist()):
+        if not free[place]:
+            last.clear()
+            continue
+        if kind in last:
+            distances[place - last[kind]] += 1 / counts[kind]  # those that come once in each pass tell its length
+        last[kind] = place
+    return sorted(distances, key=lambda period: -distances[period])[:_MAX_PERIODS]
+
+
+def _longest(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
+    """(start, period, length) of the longest stretch of this period."""
+    same = (kinds[:-period] == kinds[period:]) & free[:-period] & free[period:]
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+    starts, stops = edges[::2], edges[1::2]
+    if not len(starts):
+        return 0, period, 0
+    i = int(np.argmax(stops - starts))
+    return int(starts[i]), period, int(stops[i] - starts[i]) + period
+
+
+def _with_first_pass(
+    equations: Sequence[Any], kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], start: int, period: int, length: int
+) -> tuple[list[int], list[int]]:
+    """The stretch continued towards the program's start, over equations that only the first pass has: (its places, theirs)."""
+    places = deque(range(start, start + length))
+    skipped: list[int] = []
+    since_match = 0
+    for place in range(start - 1, -1, -1):
+        if not free[place] or since_match > _MAX_SKIPPED:
+            break
+        if kinds[place] == kinds[places[period - 1]]:
+            places.appendleft(place)
+            since_match = 0
+        else:
+            skipped.append(place)
+            since_match += 1
+    inside = {v: place for place in places for v in equations[place].outvars}
+    first = places[0]
+    for place in skipped:  # the latest first: what reads of the first pass cannot go before it
+        if place > first and any(not is_literal(v) and v in inside for v in equations[place].invars):
+            first = place + 1
+            break
+    while places[0] < first:
+        places.popleft()
+    if len(places) // period == length // period:  # no pass more: what was found there may be part of another repeat
+        return list(range(start, start + length)), []
+    return list(places), [place for place in reversed(skipped) if place > places[0]]
+
+
+def placed(equations: Sequence[Any], stretch: Stretch, known: Mapping[Any, tuple[Any, int]]) -> Repeat:
+    """The repeat in a stretch whose passes hand the fewest bytes to the next one, and read neighbours in the families that are known.
+
+    Args:
+        known: the family of a variable, and which pass's it is.
+    """
+    period, places = stretch.period, stretch.places
+    passes = len(places) // period
+    crossing = _crossing_bytes(equations, places, period)
+
+    def cost(border: int) -> tuple[int, int, int]:
+        pairs = (
+            (known.get(v), known.get(w))
+            for i in range(border, border + period)
+            for v, w in zip(equations[places[i]].invars, equations[places[i + period]].invars, strict=True)
+            if not is_literal(v) and not is_literal(w) and v is not w
+        )
+        return int(crossing[border % period]), sum(not _are_neighbours(a, b) for a, b in pairs), border
+
+    first = min(range(len(places) - passes * period + 1), key=cost)
+    taken = places[first : first + passes * period]
+    return Repeat(period, tuple(taken), tuple(place for place in stretch.before if place > taken[0]))
+
+
+def _are_neighbours(one: tuple[Any, int] | None, other: tuple[Any, int] | None) -> bool:
+    """Whether two operands may be of two passes that follow each other, by the families that are known."""
+    if one is None or other is None:
+        return one is other
+    return one[0] == other[0] and abs(one[1] - other[1]) == 1
+
+
+def _crossing_bytes(equations: Sequence[Any], places: list[int], period: int) -> np.ndarray[Any, Any]:
+    """int64[period]: what goes from one pass to the next where passes begin there."""
+    made = {v: i for i, place in enumerate(places) for v in equations[place].outvars}
+    last_use: dict[Any, int] = {}
+    for i, place in enumerate(places):
+        for v in equations[place].invars:
+            if not is_literal(v) and v in made and i - made[v] < period:
+                last_use[v] = i
+    # a value made at d and last used at u, less than a period later, crosses every border in (d, u]
+    crossing = np.zeros(period, np.int64)
+    middle = (len(places) // period // 2) * period
+    for v, use in last_use.items():
+        if middle <= use < middle + period:
+            crossing[[border % period for border in range(made[v] + 1, use + 1)]] += num_bytes(v.aval)
+    return crossing
+
+
+def num_bytes(aval: Any) -> int:
+    """Bytes of a value; of a random key, of its words."""
+    return prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
+
+
+__all__ = ["Repeat", "Stretch", "num_bytes", "placed", "stretches"]

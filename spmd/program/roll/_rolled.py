@@ -1,0 +1,179 @@
+"""A traced program recorded anew with its repeated equations as loops: its size does not grow with the number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.base._jax import as_recorded, is_literal
+from spmd.program.roll._passes import Carried, Each, NotALoop, Passes, passes_of
+from spmd.program.roll._repeats import Repeat, placed, stretches
+from spmd.program.roll._stacks import Stacks
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of a program, or why equations that repeat are none.
+
+    Attributes:
+        where: the module whose operations they are, "*" for its number; "" in the backward pass and in the optimizer.
+        passes: how often they run.
+        equations: how many there are in a pass.
+        why_not: why they are not one loop; None if they are.
+    """
+
+    where: str
+    passes: int
+    equations: int
+    why_not: str | None = None
+
+    def __str__(self) -> str:
+        what = f"{self.passes} x {self.equations} operations of {self.where or 'the backward pass or the optimizer'}"
+        return what if self.why_not is None else f"not a loop: {what}: {self.why_not}"
+
+
+class Rolled:
+    """A jaxpr and the loops in it.
+
+    Attributes:
+        loops: what repeats in it, in the order of the program.
+        size: how many equations are recorded, each loop's once.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        self._jaxpr = jaxpr
+        readers: dict[Any, int] = {}
+        for v in (v for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in atoms):
+            if not is_literal(v):
+                readers[v] = readers.get(v, 0) + 1
+        self.loops: list[Loop] = []
+        self._passes: list[Passes] = []
+        taken: dict[int, list[Any]] = {}  # by place: what is recorded there instead
+        known: dict[Any, tuple[Any, int]] = {}
+        for stretch in stretches(jaxpr):
+            repeat = placed(jaxpr.eqns, stretch, known)
+            names = repeat.names(jaxpr)
+            where = _common_start([str(name).split("/") for name in names])
+            try:
+                passes = passes_of(jaxpr, repeat, names, readers)
+            except NotALoop as why:
+                self.loops.append(Loop(where, repeat.passes, repeat.period, str(why)))
+                continue
+            self.loops.append(Loop(where, repeat.passes, repeat.period))
+            self._passes.append(passes)
+            _note_families(known, jaxpr.eqns, repeat, passes)
+            taken.update((place, []) for place in (*repeat.places, *repeat.before))
+            taken[repeat.places[0]] = [*repeat.before, passes]
+        self._plan: list[Any] = [step for place in range(len(jaxpr.eqns)) for step in taken.get(place, [place])]
+        self.size = len(self._plan) + sum(len(passes.equations) - 1 for passes in self._passes)
+
+    def families(self, allowed: Container[Any]) -> list[tuple[Any, ...]]:
+        """Inputs of the program that its loops read one in each pass; each input in one family at most.
+
+        Args:
+            allowed: inputs that may be in one.
+        """
+        found: list[tuple[Any, ...]] = []
+        taken: set[Any] = set()
+        for family in (family for passes in self._passes for family in passes.each):
+            if all(not is_literal(v) and v in allowed and v not in taken for v in family) and len(set(family)) == len(family):
+                found.append(family)
+                taken.update(family)
+        return found
+
+    def run(self, values: Stacks) -> None:
+        """Record the program; `values` has its inputs, and its results afterwards."""
+        for step in self._plan:
+            if isinstance(step, Passes):
+                _run_loop(step, values)
+                continue
+            eqn = self._jaxpr.eqns[step]
+            if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and not any(map(is_literal, eqn.invars)):
+                with as_recorded(eqn):
+                    values.put(eqn.outvars[0], values.rows(eqn.invars))
+                continue
+            for variable, value in zip(eqn.outvars, _bound(eqn, list(map(values.get, eqn.invars))), strict=True):
+                values.put(variable, value)
+
+
+def _note_families(known: dict[Any, tuple[Any, int]], equations: Any, repeat: Repeat, passes: Passes) -> None:
+    """What the passes read one each, and what they make, are families, in the order of the passes."""
+    for family in passes.each:
+        known.update({v: (family[0], k) for k, v in enumerate(family) if not is_literal(v) and v not in known})
+    for i, place in enumerate(repeat.places):
+        k, first = i // repeat.period, equations[repeat.places[i % repeat.period]].outvars
+        known.update({v: (first[o], k) for o, v in enumerate(equations[place].outvars)})
+
+
+def _common_start(names: list[list[str]]) -> str:
+    """What all names begin with."""
+    shortest = min(map(len, names))
+    same = next((i for i in range(shortest) if len({name[i] for name in names}) > 1), shortest)
+    return "/".join(names[0][:same])
+
+
+def _bound(eqn: Any, operands: list[Any], names: Any = None) -> list[Any]:
+    """The equation, recorded on these operands."""
+    with as_recorded(eqn, names):
+        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _run_loop(passes: Passes, values: Stacks) -> None:
+    """Record the passes as one loop, or as one batch."""
+    is_reversed = values.is_reversed([family for family in passes.each if not is_literal(family[0])])
+    each = [_stacked(family, values, is_reversed) for family in passes.each]
+    body = _body(passes, values)
+    last: list[Any] = []
+    if passes.is_batch:
+        left = jax.vmap(lambda own: body([], own)[1], axis_size=passes.count)(each)
+    else:
+        given = zip(passes.first, passes.carried, strict=True)
+        first = [jnp.zeros(v.aval.shape, v.aval.dtype) if atom is None else values.get(atom) for atom, v in given]
+        last, left = lax.scan(body, first, each, length=passes.count, reverse=is_reversed)
+    for family, stack in zip(passes.left, left, strict=True):
+        values.put_stack(family[::-1] if is_reversed else family, stack)
+    for variable, index in passes.last:
+        values.put(variable, last[index])
+
+
+def _stacked(family: tuple[Any, ...], values: Stacks, is_reversed: bool) -> Any:
+    """[passes, ...], the first pass's first, or last if the loop runs from the end."""
+    ordered = family[::-1] if is_reversed else family
+    if is_literal(family[0]):
+        return np.stack([np.asarray(atom.val, atom.aval.dtype) for atom in ordered])
+    return values.stack(ordered)
+
+
+def _body(passes: Passes, values: Stacks) -> Callable[[Any, Any], Any]:
+    """One pass: (carry, each) -> (carry, left)."""
+
+    made = {v for eqn in passes.equations for v in eqn.outvars}
+    atoms = (o for operands in passes.operands for o in operands if not isinstance(o, Each | Carried) and not is_literal(o))
+    outside = {v: values.get(v) for v in atoms if v not in made}  # cut out of their stacks here, not in the loop
+
+    def body(carry: Any, each: Any) -> Any:
+        local = dict(outside)
+
+        def value(operand: Any) -> Any:
+            if isinstance(operand, Each):
+                return each[operand.index]
+            if isinstance(operand, Carried):
+                return carry[operand.index]
+            return operand.val if is_literal(operand) else local[operand]
+
+        for eqn, names, operands in zip(passes.equations, passes.names, passes.operands, strict=True):
+            for variable, out in zip(eqn.outvars, _bound(eqn, list(map(value, operands)), names), strict=True):
+                local[variable] = out
+        return [local[v] for v in passes.carried], [local[family[0]] for family in passes.left]
+
+    return body
+
+
+__all__ = ["Loop", "Rolled"]

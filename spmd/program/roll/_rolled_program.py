@@ -1,0 +1,93 @@
+"""A trace with its repeated equations as loops, and which buffers' values live stacked between its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd.device._buffer_stack import BufferStack, stack_of
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.program.roll._rolled import Loop, Rolled
+from spmd.program.roll._stacks import Stacks
+from spmd.program.trace._capture import Captured
+
+
+class RolledProgram:
+    """Made by `rolled_program`.
+
+    Attributes:
+        loops: what repeats in it, in the order of the program.
+        stacks: buffers whose values it takes and leaves as one array. See Note [Stacks of buffers].
+    """
+
+    def __init__(self, captured: Captured, rolled: Rolled) -> None:
+        self._captured, self._rolled = captured, rolled
+        self.loops: list[Loop] = rolled.loops
+        self._variables = {b: v for b, v in zip(captured.const_buffers, captured.jaxpr.jaxpr.constvars, strict=True) if b is not None}
+        buffers = {v: b for b, v in self._variables.items()}
+        alone = {*captured.slots, *captured.copies, *captured.copies.values(), *captured.arg_buffers}
+        alone.update(buffer_of(held.value) for held in captured.held if is_device_tensor(held.value))
+        written = set(captured.written)
+        self.stacks: list[BufferStack] = []
+        for family in rolled.families({v for v, b in buffers.items() if b not in alone}):
+            members = [buffers[v] for v in family]
+            if len({(b.shape, b.stored, b.dtype, b.annotation, b in written) for b in members}) == 1:
+                self.stacks.append(stack_of(members))
+        self._stack_at = {stack.whole: stack for stack in self.stacks}
+        self._whole = {b: stack.whole for stack in self.stacks for b in stack.members}
+
+    def state(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        """The buffers, those of a stack as that stack's one; what has no dims comes last."""
+        return sorted(dict.fromkeys(self._whole.get(b, b) for b in buffers), key=lambda b: not b.shape)
+
+    def gather(self) -> None:
+        """Bring together what its loops read as one array."""
+        for stack in self.stacks:
+            stack.gather()
+
+    def function(
+        self, written: list[Buffer], read: list[Buffer], written_args: list[int], kept_args: list[int], num_outputs: int
+    ) -> Callable[..., Any]:
+        """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
+        captured = self._captured
+        jaxpr = captured.jaxpr.jaxpr
+        outputs, rest = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
+        result = dict(zip(captured.written, rest, strict=False))
+
+        def run(donated: Any, scalars: Any, read_values: Any, kept: Any, hosts: Any, vector: Any, words: Any) -> Any:
+            donated_state, donated_args = donated
+            values = Stacks()
+            for variable, buffer, const in zip(jaxpr.constvars, captured.const_buffers, captured.jaxpr.consts, strict=True):
+                if buffer is None:
+                    values.put(variable, const)
+            for buffer, value in (*zip(written, (*donated_state, *scalars), strict=True), *zip(read, read_values, strict=True)):
+                if buffer in self._stack_at:
+                    values.put_stack([self._variables[b] for b in self._stack_at[buffer].members], value)
+                elif buffer in self._variables:  # else it is written and never read
+                    values.put(self._variables[buffer], value)
+            args: list[Any] = [None] * len(captured.arg_buffers)
+            for i, value in (*zip(written_args, donated_args, strict=True), *zip(kept_args, kept, strict=True)):
+                args[i] = value
+            for variable, value in zip(jaxpr.invars, (*args, *hosts, vector, words), strict=True):
+                values.put(variable, value)
+            self._rolled.run(values)
+            state = [self._result(buffer, result, values) for buffer in written]
+            left = [values.get(result[captured.arg_buffers[i]]) for i in written_args]
+            return state, left, [values.get(v) for v in rest[len(captured.written) :]], [values.get(v) for v in outputs]
+
+        return run
+
+    def _result(self, buffer: Buffer, result: dict[Buffer, Any], values: Stacks) -> Any:
+        """What the program leaves in a buffer of its state."""
+        stack = self._stack_at.get(buffer)
+        return values.get(result[buffer]) if stack is None else values.stack([result[b] for b in stack.members])
+
+
+def rolled_program(captured: Captured, is_worth_it: bool) -> RolledProgram | None:
+    """The trace with loops; None if nothing in it repeats, or, where it must be worth it, if loops save less than half of its equations."""
+    rolled = Rolled(captured.jaxpr.jaxpr)
+    is_small = 2 * rolled.size <= len(captured.jaxpr.jaxpr.eqns)
+    return RolledProgram(captured, rolled) if rolled.loops and (is_small or not is_worth_it) else None
+
+
+__all__ = ["RolledProgram", "rolled_program"]

@@ -1,0 +1,239 @@
+"""Layers that are alike as one loop: the same numbers, collectives and Python-side state as the program without, in a size that stays."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mesh
+import spmd
+from spmd.device._storage import buffer_of
+from tests.oracle import assert_same
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int, dropout: float = 0.0, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.head, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), again
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(x)
+
+
+def made(depth: int = 4, **options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(depth, **options)
+
+
+def step_of(model: nn.Module, optimizer: Any, **options: Any) -> spmd.Step[Any, Any]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss
+
+    return spmd.compile(step, **options)
+
+
+def trained(model: nn.Module, batch: torch.Tensor, steps: int = 5, **options: Any) -> tuple[list[float], spmd.Step[Any, Any]]:
+    step = step_of(model, torch.optim.AdamW(model.parameters(), 1e-2), **options)
+    return [step(batch).item() for _ in range(steps)], step
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+OPTIONS = {"plain": {}, "dropout": {"dropout": 0.3}, "computed again": {"again": True}}
+
+
+@pytest.mark.parametrize("name", ["plain", "computed again", pytest.param("dropout", marks=pytest.mark.slow)])
+def test_losses_and_parameters_are_those_of_the_program_without_loops(name: str) -> None:
+    rolled, plain = made(**OPTIONS[name]).to("jax"), made(**OPTIONS[name]).to("jax")
+    torch.manual_seed(5)
+    losses, step = trained(rolled, batch().to("jax"), roll=True)
+    torch.manual_seed(5)
+    expected, _ = trained(plain, batch().to("jax"))
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for p, q in zip(rolled.parameters(), plain.parameters(), strict=True):
+        assert_same(p.detach(), q.detach().cpu())
+    assert [(loop.passes, loop.why_not) for loop in step.rolled][:2] == [(4, None)] * 2
+    assert step.rolled[0].where == "model/blocks/*"
+    assert step.retraces == []
+
+
+def test_size_does_not_grow_with_the_layers() -> None:
+    """Counted in operations of the compiled program."""
+    sizes = {}
+    for depth in (4, 12):
+        _, step = trained(made(depth).to("jax"), batch().to("jax"), 1, roll=True)
+        sizes[depth] = step.hlo().count(" = ")
+    assert sizes[12] <= 1.02 * sizes[4]
+
+
+def test_parameters_are_read_written_saved_and_loaded_between_steps() -> None:
+    """What programs without loops do, bit by bit the same on both sides of each access."""
+    model, x = made().to("jax"), batch().to("jax")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = step_of(model, optimizer, roll=True)
+    step(x)
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    went_on = [step(x).item() for _ in range(3)]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert [step(x).item() for _ in range(3)] == went_on
+    with torch.no_grad():
+        model.blocks[1].up.weight.zero_()  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType, reportCallIssue]
+        before = model.blocks[2].up.weight.cpu()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    host = made()
+    host.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    assert step(x).item() == pytest.approx(host(batch()).square().mean().item(), rel=1e-5)
+    assert not torch.equal(before, model.blocks[2].up.weight.detach().cpu())  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+
+def test_state_stays_stacked_between_steps_and_is_taken_apart_by_who_reads_it() -> None:
+    model, x = made().to("jax"), batch().to("jax")
+    step = step_of(model, torch.optim.AdamW(model.parameters(), 1e-2), roll=True)
+    step(x)
+    buffers = [buffer_of(block.up.weight) for block in model.blocks]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    assert all(b.is_waiting for b in buffers)
+    step(x)
+    assert all(b.is_waiting for b in buffers)
+    model.blocks[0].up.weight.sum().item()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    assert not any(b.is_waiting for b in buffers)
+
+
+def test_other_programs_and_eager_code_see_what_the_step_left() -> None:
+    model, x = made().to("jax"), batch().to("jax")
+    step = step_of(model, torch.optim.SGD(model.parameters(), 1e-2), roll=True)
+    evaluate, rolled = spmd.compile(lambda x: model(x).sum()), spmd.compile(lambda x: model(x).sum(), roll=True)
+    for _ in range(3):
+        step(x)
+        with torch.no_grad():
+            seen = [evaluate(x).item(), rolled(x).item(), model(x).sum().item()]
+            with spmd.lazy():
+                seen.append(model(x).sum().item())
+        host = made()
+        host.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+        assert seen == pytest.approx([host(batch()).sum().item()] * 4, rel=1e-5)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+    "AdamW, one at a time": lambda p: torch.optim.AdamW(p, 1e-2, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-2, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", ["AdamW, fused", *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n != "AdamW, fused")])
+def test_optimizers(name: str) -> None:
+    losses = []
+    for roll in (True, False):
+        model = made().to("jax")
+        step = step_of(model, OPTIMIZERS[name](model.parameters()), roll=roll)
+        losses.append([step(batch().to("jax")).item() for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("how", ["tensor parallel", "fully sharded"])
+def test_collectives_are_those_of_the_program_without_loops(how: str, mesh_4x2: mesh.Mesh) -> None:
+    """Kinds, axes and bytes; small ones may be combined otherwise, so their number may differ."""
+    found, losses = [], []
+    for roll in (True, False):
+        model = made(6).to("jax")
+        if how == "fully sharded":
+            for block in model.blocks:
+                spmd.fully_shard(block, mesh=mesh_4x2, axis="data")
+            spmd.fully_shard(model, mesh=mesh_4x2, axis="data")
+        else:
+            rules = [("blocks.*.up.weight", ("model", None)), ("blocks.*.up.bias", ("model",)), ("blocks.*.down.weight", (None, "model"))]
+            spmd.shard_module(model, mesh_4x2, [*rules, ("**", None)])
+        x = spmd.mark_sharding(batch().to("jax"), mesh_4x2, ("data", None))
+        losses_of, step = trained(model, x, roll=roll)
+        losses.append(losses_of)
+        traffic: dict[Any, int] = {}
+        for item in step.collectives():
+            traffic[item.kind, str(item.axes)] = traffic.get((item.kind, str(item.axes)), 0) + item.count * item.num_bytes
+        found.append(traffic)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert found[0] == found[1]
+
+
+def test_what_does_not_repeat_is_compiled_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)).to("jax")
+    _, step = trained(model, batch().to("jax"), 1, roll=True)
+    assert step.rolled == []
+
+
+def test_auto_leaves_alone_what_loops_would_hardly_shorten() -> None:
+    few, many = (trained(made(depth).to("jax"), batch().to("jax"), 1, roll="auto")[1] for depth in (3, 12))
+    assert len(many.rolled) > 1
+    assert len(few.rolled) == 0 or few.rolled[0].passes == 3
+
+
+class OneMasked(Net):
+    """Its third block also reads what the first one gave."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = None
+        for block in self.blocks:
+            x = block(x)
+            kept = x if kept is None else kept
+            x = x * kept
+        return self.head(x)
+
+
+def test_a_value_of_one_layer_that_all_read_is_no_carry() -> None:
+    losses = []
+    for roll in (True, False):
+        torch.manual_seed(0)
+        losses.append(trained(OneMasked(5).to("jax"), batch().to("jax"), roll=roll)[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_gradients_that_are_kept_and_steps_in_one_call() -> None:
+    model, x = made().to("jax"), batch().to("jax")
+    loss = spmd.compile(lambda x: model(x).square().mean().backward(), keep_grads=True, roll=True)
+    loss(x)
+    host = made()
+    host(batch()).square().mean().backward()
+    for p, q in zip(model.parameters(), host.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert_same(p.grad, q.grad)
+    stacked = torch.stack([batch()] * 3).to("jax")
+    losses = []
+    for roll in (True, False):
+        several = made().to("jax")
+        step = step_of(several, torch.optim.SGD(several.parameters(), 1e-2), roll=roll, steps_per_call=3)
+        losses.append(step(stacked).tolist())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_wrong_option_is_refused_with_what_would_be_right() -> None:
+    with pytest.raises(spmd.SpmdError, match=r'roll="auto"'):
+        spmd.compile(lambda x: x, roll="always")  # pyright: ignore[reportArgumentType, reportCallIssue]
