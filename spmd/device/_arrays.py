@@ -124,6 +124,13 @@ def digest_of(host: np.ndarray[Any, Any], sharding: Sharding) -> int | None:
     return _agreement.digest(np.ascontiguousarray(held).reshape(-1).view(np.uint8))
 
 
+def copied(value: jax.Array) -> jax.Array:
+    """An array of its own with the same values; the host knows of it what it knows of the other."""
+    copy = jnp.copy(value)
+    note_sent(copy, sent(value))
+    return copy
+
+
 def moved(value: Any, sharding: Any) -> jax.Array:
     """The array laid out by `sharding`, which divides it evenly: between devices directly.
 
@@ -164,4 +171,4 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
     return np.asarray(value)
 
 
-__all__ = ["cropped", "digest_of", "fetched", "is_readable", "laid_out", "moved", "padded", "padded_shape", "upload"]
+__all__ = ["copied", "cropped", "digest_of", "fetched", "is_readable", "laid_out", "moved", "padded", "padded_shape", "upload"]

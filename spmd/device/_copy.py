@@ -17,7 +17,7 @@ from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing, known_value
-from spmd.device._arrays import fetched, moved
+from spmd.device._arrays import copied, fetched, moved
 from spmd.device._host_answers import host_answer
 from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted
@@ -76,7 +76,7 @@ def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     with exact_dtypes():
         value = load(self)
         if not is_tracing():
-            value = jnp.copy(value)
+            value = copied(value)
         return _wrapped_like(value, self, memory_format)
 
 
@@ -153,7 +153,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
         if value.shape != tuple(dst.shape):
             value = jnp.broadcast_to(value, tuple(dst.shape))
         elif not is_tracing():
-            value = jnp.copy(value)
+            value = copied(value)
         store(dst, like_placement(value, dst))
     return dst
 

@@ -22,6 +22,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import get_tensor_metadata, set_tensor_metadata
+from spmd.device._arrays import copied
 from spmd.device._copy import to_host
 from spmd.device._layout import plain_layouts
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host, wrap_stored
@@ -70,9 +71,9 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
     buffer.settle()
     with exact_dtypes():
         if buffer.value is not None and buffer.annotation is not None:
-            new = wrap_stored(jnp.copy(buffer.raw()), buffer.shape, buffer.annotation)
+            new = wrap_stored(copied(buffer.raw()), buffer.shape, buffer.annotation)
         elif buffer.value is not None:
-            new = wrap(jnp.copy(buffer.get()))
+            new = wrap(copied(buffer.get()))
         elif buffer.host is not None:
             new = wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)
         else:

@@ -66,7 +66,7 @@ def test_another_grid_of_patches_is_another_program(name: str) -> None:
     assert forward.retraces[-1].startswith("what Python reads of tensor argument")
 
 
-@pytest.mark.parametrize("name", named("LLaVA", "SigLIP 2", "Qwen2-VL"))
+@pytest.mark.parametrize("name", named("LLaVA", "SigLIP 2", "DETR", "Qwen2-VL"))
 def test_a_training_step_is_torchs_over_a_mesh(name: str) -> None:
     row = ROWS[name]
     host, device = pair(name)

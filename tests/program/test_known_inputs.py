@@ -1,5 +1,6 @@
 """Values that the host knows of a compiled function's inputs decide what its programs are: sizes, masks, branches, texts."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,13 @@ def test_what_a_program_computed_is_not_known(how: str) -> None:
     with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
         step(x, COMPUTED[how](torch.tensor(3).to("jax")))
     assert_same(step(x, torch.tensor(3).to("jax")), batch(4)[:3])
+
+
+@pytest.mark.parametrize("copied", [torch.clone, copy.deepcopy, lambda n: torch.zeros_like(n).copy_(n)])
+def test_a_copy_of_what_is_known_is_known(copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    n = torch.tensor(3).to("jax")
+    assert int(n + 0) == 3  # it has gone to the device
+    assert_same(spmd.compile(lambda x, n: x[: n.tolist()])(batch(4).to("jax"), copied(n)), batch(4)[:3])
 
 
 def test_floats_are_data_and_not_known() -> None:

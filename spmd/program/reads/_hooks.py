@@ -69,6 +69,16 @@ def _item(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     return tell
 
 
+def _choice(condition: Any, enters_if: bool) -> Any:
+    recording = _now.get(get_ident())
+    return bool(condition) is enters_if if recording is None or recording.is_busy else recording.choose(condition, enters_if)
+
+
+def _chosen(choice: Any, before: Any, after: Any) -> Any:
+    recording = _now.get(get_ident())
+    return after if choice is True or recording is None else recording.chosen(choice, before, after)
+
+
 def _global_teller(name: str) -> Callable[[str], None]:
     def tell(variable: str) -> None:
         recording = _now.get(get_ident())
@@ -93,5 +103,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _global_teller(name) for name in ("load_global", "store_global")},
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
     **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key")},
+    "choice": _choice,
+    "chosen": _chosen,
     "super_of": lambda made_by, cls, instance: made_by(cls, instance),
 }

@@ -16,6 +16,8 @@ import bytecode
 from bytecode import BinaryOp, Bytecode
 from bytecode.instr import CellVar, FreeVar
 
+from spmd.program.reads import _choices
+
 Instr: Any = bytecode.Instr  # its arguments are typed too narrowly: constants may be any object
 _VERSION = sys.version_info
 _CONTAINER_FLAGS = 0x01 | 0x02 | 0x04 | 0x08 | 0x10  # optimized, newlocals, varargs, varkeywords, nested: what a stub keeps
@@ -105,9 +107,18 @@ class Instrumenter:
     def _rewritten(self, code: Any) -> Iterator[Any]:
         held: list[Any] = []  # KW_NAMES belongs to the call that follows
         is_compared = False
-        for instr in code:
+        found = _choices.blocks(code) if _VERSION < (3, 13) else {}  # there a condition is made a bool before the jump
+        ends = {block.end: (block, code[index].location) for index, block in found.items()}
+        for index, instr in enumerate(code):
+            if index in ends:
+                block, at = ends[index]
+                yield from _choices.ended(block, self._hook, at)
             if not isinstance(instr, Instr):
                 yield instr
+                continue
+            if index in found:
+                yield from (*self._tell("look_into", [Instr("COPY", 3, location=instr.location)], instr.location),)
+                yield from _choices.begun(found[index], self._hook, instr)
                 continue
             if instr.name == "KW_NAMES":
                 held.append(instr)

@@ -15,6 +15,7 @@ import collections
 import collections.abc
 import functools
 import gc
+import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ import torch
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
+from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
@@ -58,6 +60,7 @@ class Recording(PlacesRead):
         self.caches: list[Any] = []
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.is_busy = False
+        self.choice: Choice | None = None
         self.fixes_indices = False
         self._seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
@@ -237,6 +240,8 @@ class Recording(PlacesRead):
 
     def call(self, fn: Any, *args: Any) -> Any:
         """A call is about to happen; returns what is to be called."""
+        if self.choice is not None and sys._getframe(2) is self.choice.frame:
+            self.choice.require_pure(fn, args)
         return _calls.told(self, fn, args)
 
     def call_ex(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
@@ -247,6 +252,17 @@ class Recording(PlacesRead):
             self.look_into(kwargs)
             given += tuple(kwargs.values())
         return _calls.told(self, fn, given)
+
+    def choose(self, condition: Any, enters_if: bool) -> bool | Choice:
+        """Whether a block runs that only changes names. See Note [Choices]."""
+        found = entered(condition, enters_if, sys._getframe(2))
+        self.choice = found if isinstance(found, Choice) else None
+        return found
+
+    def chosen(self, choice: Choice, before: Any, after: Any) -> Any:
+        """What a name holds behind such a block."""
+        self.choice = choice.frame = None
+        return choice.chosen(before, after)
 
     # writes
 

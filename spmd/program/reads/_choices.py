@@ -1,0 +1,183 @@
+"""Branches that only give names new values, found in bytecode; a trace that does not know which way to go makes both and chooses.
+
+    if not torch.isfinite(h).all():
+        h = torch.clamp(h, min=-largest, max=largest)
+
+Note [Choices]. A block of such a branch has no jump, no write but to local names, and uses each name that it changes first. Where
+the number that is asked for is known only to the program, the block runs, and each name gets `torch.where(condition, new, old)`,
+through which gradients flow as through the side that is taken. That is the same only if the block does nothing else: it may call
+torch's functions, and neither draw nor write in place.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from bytecode import BinaryOp
+from bytecode.instr import Instr, Label
+
+from spmd.device._host_answers import host_answer
+from spmd.device._numbers import NumberNode, carried, needs_value
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import is_device_tensor, load, recording, wrap
+
+_ALLOWED = frozenset(
+    (
+        *("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "PUSH_NULL", "NOP"),
+        *("PRECALL", "CALL", "KW_NAMES", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "COMPARE_OP", "BUILD_TUPLE", "STORE_FAST"),
+    )
+)
+_LOOKS_AT_ALL = ("locals", "vars", "dir", "eval", "exec")
+_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK")
+_PLAIN_CALLS = frozenset(map(id, (torch.finfo, torch.iinfo, len, min, max, abs, float, int)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The block of a branch.
+
+    Attributes:
+        number: of the blocks of its code.
+        end: the index of the label behind it.
+        enters_if: the truth of the condition for which it runs.
+        names: the local variables that it changes.
+    """
+
+    number: int
+    end: int
+    enters_if: bool
+    names: tuple[str, ...]
+
+
+def blocks(code: list[Any]) -> dict[int, Block]:
+    """The blocks by the index of the jump before them; none in code that looks at all its local names, which get company."""
+    found: dict[int, Block] = {}
+    if any(isinstance(i, Instr) and i.name == "LOAD_GLOBAL" and isinstance(i.arg, tuple) and i.arg[-1] in _LOOKS_AT_ALL for i in code):
+        return found
+    for index, instr in enumerate(code):
+        if isinstance(instr, Instr) and instr.name.startswith("POP_JUMP") and instr.name.endswith(("IF_TRUE", "IF_FALSE")):
+            end = next((i for i in range(index + 1, len(code)) if not _is_allowed(code[i])), len(code))
+            names = _changed(code, index + 1, end) if end < len(code) and code[end] is instr.arg else ()
+            if names:
+                found[index] = Block(len(found), end, instr.name.endswith("IF_FALSE"), names)
+    return found
+
+
+def _is_allowed(instr: Any) -> bool:
+    if not isinstance(instr, Instr) or instr.name not in _ALLOWED:
+        return False
+    return not (isinstance(instr.arg, BinaryOp) and instr.arg.name.startswith("INPLACE"))
+
+
+def _changed(code: list[Any], start: int, end: int) -> tuple[str, ...]:
+    """The names that the instructions from `start` to `end` change; none if others would find one bound that is not."""
+    first: dict[str, str] = {}
+    for instr in code[start:end]:
+        if instr.name in (*_LOADS, "STORE_FAST"):
+            first.setdefault(instr.arg, instr.name)
+    stored = dict.fromkeys(instr.arg for instr in code[start:end] if instr.name == "STORE_FAST")
+    for name in stored:
+        if first[name] == "STORE_FAST" and any(
+            isinstance(instr, Instr) and instr.arg == name and instr.name in _LOADS and not _is_stored_before(code, index, name)
+            for index, instr in enumerate(code)
+        ):
+            return ()
+    return tuple(name for name in stored if first[name] != "STORE_FAST")
+
+
+def _is_stored_before(code: list[Any], index: int, name: str) -> bool:
+    """Whether the instructions that always run before this one give the name a value."""
+    for instr in reversed(code[:index]):
+        if isinstance(instr, Label) or not isinstance(instr, Instr) or "JUMP" in instr.name:
+            return False
+        if instr.name == "STORE_FAST" and instr.arg == name:
+            return True
+    return False
+
+
+class Choice:
+    """A block that runs because nobody knows whether it should.
+
+    Attributes:
+        runs: whether it should, bool[] on the device.
+        frame: in which it runs, until it has run; what torch's functions call is theirs.
+    """
+
+    def __init__(self, runs: torch.Tensor, frame: types.FrameType) -> None:
+        self.runs = runs
+        self.frame: types.FrameType | None = frame
+        self._draws = default_stream.draws
+        self._seen: list[tuple[torch.Tensor, int]] = []
+
+    def require_pure(self, fn: Any, args: tuple[Any, ...]) -> None:
+        """Raise for a call that could do more than compute."""
+        name = getattr(fn, "__name__", "")
+        owner = getattr(fn, "__self__", None)
+        module = getattr(fn, "__module__", None) or getattr(owner, "__module__", None) or ""
+        is_torchs = module.partition(".")[0] == "torch" or isinstance(owner, torch.Tensor)
+        is_module = isinstance(fn, (type, torch.nn.Module)) or isinstance(owner, torch.nn.Module)
+        writes = name.endswith("_") and not name.endswith("__")
+        if id(fn) not in _PLAIN_CALLS and (not is_torchs or is_module or writes):
+            raise needs_value("bool (a branch)")
+        self._seen += [(arg, arg._version) for arg in args if isinstance(arg, torch.Tensor) and not arg.is_inference()]
+
+    def chosen(self, before: Any, after: Any) -> Any:
+        """What a name holds behind the block."""
+        if default_stream.draws != self._draws or any(tensor._version != version for tensor, version in self._seen):
+            raise needs_value("bool (a branch)")
+        if before is after:
+            return after
+        if not (is_device_tensor(before) and is_device_tensor(after)) or (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise needs_value("bool (a branch)")
+        return torch.where(self.runs, after, before)
+
+
+def entered(condition: Any, enters_if: bool, frame: types.FrameType) -> bool | Choice:
+    """Whether a block runs; a choice where only the program will know."""
+    value = _number(condition)
+    if value is None or host_answer(value) is not None:
+        return bool(condition) is enters_if
+    truth = condition if isinstance(condition, torch.Tensor) else wrap(value)
+    truth = truth.detach().reshape(()) != 0
+    return Choice(truth if enters_if else ~truth, frame)
+
+
+def _number(condition: Any) -> Any:
+    """The traced array of one element that a condition is, or None."""
+    if recording.get() is None:
+        return None
+    if is_device_tensor(condition) and condition.numel() == 1:
+        return load(condition)
+    if isinstance(condition, (torch.SymFloat, torch.SymBool)) and isinstance(condition.node, NumberNode):
+        is_of_program = condition.node.evaluate is None and isinstance(carried(condition), jax.Array)
+        return carried(condition) if is_of_program else None
+    return None
+
+
+def begun(block: Block, hook: Any, jump: Any) -> Iterator[Any]:
+    """Instructions in the place of the jump before a block; `hook` makes those that call a hook."""
+    at, token = jump.location, f"$choice{block.number}"
+    copy = Instr("COPY", 3, location=at)
+    yield from hook("choice", [copy, Instr("LOAD_CONST", block.enters_if, location=at)], at)
+    yield from (Instr("SWAP", 2, location=at), Instr("POP_TOP", location=at), Instr("STORE_FAST", token, location=at))
+    name = jump.name.replace("IF_TRUE", "IF_FALSE")
+    yield from (Instr("LOAD_FAST", token, location=at), Instr(name, jump.arg, location=at))
+    for index, variable in enumerate(block.names):
+        yield from (Instr("LOAD_FAST", variable, location=at), Instr("STORE_FAST", f"{token}.{index}", location=at))
+
+
+def ended(block: Block, hook: Any, at: Any) -> Iterator[Any]:
+    """Instructions behind a block."""
+    token = f"$choice{block.number}"
+    for index, variable in enumerate(block.names):
+        operands = [Instr("LOAD_FAST", name, location=at) for name in (token, f"{token}.{index}", variable)]
+        yield from hook("chosen", operands, at)
+        yield Instr("STORE_FAST", variable, location=at)
+
+
+__all__ = ["Block", "Choice", "begun", "blocks", "ended", "entered"]

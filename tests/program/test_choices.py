@@ -1,0 +1,191 @@
+"""A branch that only gives names new tensors is a choice on the device; one whose block does more is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+from tests.grids import line
+from tests.oracle import assert_same, on_device
+
+FINITE, INFINITE = torch.tensor([1.0, -2.0, 3.0, 0.5]), torch.tensor([1.0, float("inf"), -2.0, float("-inf")])
+
+
+def clamped(h: torch.Tensor) -> torch.Tensor:
+    """As DETR's layers have it in training."""
+    if not torch.isfinite(h).all():
+        largest = torch.finfo(h.dtype).max - 1000
+        h = torch.clamp(h, min=-largest, max=largest)
+    return h * 2
+
+
+def clamped_twice(h: torch.Tensor, is_half: bool = True) -> torch.Tensor:
+    if is_half and torch.isinf(h).any():
+        largest = 10.0
+        h = torch.clamp(h, min=-largest, max=largest)
+    h = h + 1
+    if is_half and h.max() > 3:
+        largest = 2.0
+        h = torch.clamp(h, max=largest)
+    return h
+
+
+def both(h: torch.Tensor) -> torch.Tensor:
+    scale = torch.ones_like(h)
+    if h.sum().item() > 1:
+        h = h / 2
+        scale = scale * 3
+    return h * scale
+
+
+def positive(h: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        if h[0] > 0:
+            h = h - 1
+        h = h + 0.25
+    return h
+
+
+WORKS: list[Callable[[torch.Tensor], torch.Tensor]] = [clamped, clamped_twice, both, positive]
+
+
+@pytest.mark.parametrize("fn", WORKS)
+def test_a_branch_that_only_changes_names_is_a_choice_in_one_program(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    step = spmd.compile(fn)
+    for x in (FINITE, INFINITE, -FINITE, FINITE * 4):
+        assert_same(step(x.to("jax")), fn(x))
+    assert step.num_traces == 1
+
+
+@pytest.mark.parametrize("fn", WORKS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gradients_are_those_of_the_side_that_is_taken(fn: Callable[[torch.Tensor], torch.Tensor], sign: int) -> None:
+    def step(x: torch.Tensor) -> None:
+        fn(x * x * sign).sum().backward()
+
+    host, device = FINITE.clone().requires_grad_(), FINITE.to("jax").requires_grad_()
+    step(host)
+    spmd.compile(step, keep_grads=True)(device)
+    assert_same(device.grad, host.grad)
+
+
+@pytest.mark.multidevice
+def test_a_condition_over_a_split_tensor_is_of_all_of_it() -> None:
+    m = line()
+    step = spmd.compile(clamped)
+    for x in (torch.arange(16.0), torch.arange(16.0).index_fill(0, torch.tensor([13]), float("inf"))):
+        assert_same(step(spmd.mark_sharding(x.to("jax"), m, ("data",))), clamped(x))
+
+
+def test_what_the_host_knows_is_no_choice() -> None:
+    def fn(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        if n > 2:
+            x = x[:2]
+        return x
+
+    step = spmd.compile(fn)
+    for n in (1, 3, 1):
+        assert_same(step(*on_device((FINITE, torch.tensor(n)))), fn(FINITE, torch.tensor(n)))
+    assert step.num_traces == 2
+
+
+class Counter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return h * 2
+
+
+COUNTER = Counter().to("jax")
+
+
+def told(h: torch.Tensor) -> torch.Tensor:
+    print("told")
+    return h
+
+
+def writes(h: torch.Tensor) -> Any:
+    h = h + 0
+    if h.sum() > 1:
+        h = h.mul_(2)
+    return h
+
+
+def writes_out(h: torch.Tensor) -> Any:
+    h, to = h + 0, torch.zeros_like(h)
+    if h.sum() > 1:
+        h = torch.mul(h, 2, out=to)
+    return h + to
+
+
+def draws(h: torch.Tensor) -> Any:
+    if h.sum() > 1:
+        h = h + torch.rand_like(h)
+    return h
+
+
+def calls(h: torch.Tensor) -> Any:
+    if h.sum() > 1:
+        h = told(h)
+    return h
+
+
+def runs_a_module(h: torch.Tensor) -> Any:
+    if h.sum() > 1:
+        h = COUNTER(h)
+    return h
+
+
+def reshapes(h: torch.Tensor) -> Any:
+    if h.sum() > 1:
+        h = h[:1]
+    return h
+
+
+def becomes_a_number(h: torch.Tensor) -> Any:
+    scale = 1.0
+    if h.sum() > 1:
+        scale = scale * 2
+    return h * scale
+
+
+def binds(h: torch.Tensor) -> Any:
+    if h.sum() > 1:
+        more, h = h * 2, h + 1
+    return h + (more if "more" in locals() else 0)
+
+
+def adds_in_place(h: torch.Tensor) -> Any:
+    h = h + 0
+    if h.sum() > 1:
+        h += 1
+    return h
+
+
+REFUSED = [writes, writes_out, draws, calls, runs_a_module, reshapes, becomes_a_number, binds, adds_in_place]
+
+
+@pytest.mark.parametrize("fn", REFUSED)
+def test_a_block_that_does_more_is_refused(fn: Callable[[torch.Tensor], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(spmd.TraceError, match="was needed as a Python"):
+        spmd.compile(fn)(FINITE.to("jax"))
+    assert capsys.readouterr().out == ""
+    assert COUNTER.count.item() == 0
+
+
+def test_an_unbound_name_is_unbound_where_the_block_does_not_run() -> None:
+    def fn(x: torch.Tensor, is_late: bool) -> torch.Tensor:
+        if x.shape[0] > 99:
+            late = x
+        if is_late:
+            late = late + 1
+        return x
+
+    assert_same(spmd.compile(fn)(FINITE.to("jax"), False), FINITE)
+    with pytest.raises(UnboundLocalError, match="late"):
+        spmd.compile(fn)(FINITE.to("jax"), True)
