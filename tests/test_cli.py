@@ -1,8 +1,7 @@
 """What the command `spmd` makes of wrong command lines: one line that says what is wrong, exit code 2, and nothing done."""
 
 import re
-import shlex
-import subprocess
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -120,17 +119,17 @@ def test_a_wrong_command_line_gets_one_line_and_exit_code_2(line: str, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("command", [["-m", "spmd", "--version"], ["-m", "spmd.cli", "-V"]], ids=shlex.join)
-def test_the_version_is_that_of_the_package(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    if command[1] == "spmd":  # a process of its own: `python -m`
-        ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, cwd=ROOT)
-        said = ended.stdout
-    else:
-        with pytest.raises(SystemExit) as left:
-            cli.main(command[2:])
-        assert left.value.code == 0
-        said = capsys.readouterr().out
-    assert said == f"spmd {spmd.__version__}\n"
+@pytest.mark.parametrize("module", ["spmd", "spmd.cli"])
+@pytest.mark.parametrize("option", ["--version", "-V"])
+@pytest.mark.filterwarnings("ignore:'spmd.cli' found in sys.modules:RuntimeWarning")
+def test_the_version_is_that_of_the_package(
+    module: str, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, option])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module(module, run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"spmd {spmd.__version__}\n"
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -177,8 +177,7 @@ class Demo:
         """The training loop, with a progress bar around it."""
         losses = _Losses()
         self.evaluate(losses)
-        with self.console.status("tracing and compiling the step"):
-            self.advance(losses)
+        self.advance(losses)
         timings = self.training.train_step.timings
         self.console.print(
             "\n[bold]compiled the step[/]: forward, backward and AdamW are one program\n"
