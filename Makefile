@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets layouts fuzz docs faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets layouts fuzz docs site faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,12 @@ fuzz: setup ## whether compiled functions ever do anything else than Python: ran
 docs: setup ## write the generated pages
 	@$(BIN)/spmd ops --markdown > docs/ops.md
 
+# In a folder beside the environment: pages need none of it to be read.
+site: setup ## docs/ as HTML that needs no network, with search and a reference of every public name, in build/site
+	@$(PY) -m pip install -qq --disable-pip-version-check --upgrade --target .venv-site sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+	@PYTHONPATH=.venv-site JAX_PLATFORMS=cpu $(PY) -m sphinx -q -W --keep-going -b html -c docs/site docs build/site
+	@echo "build/site/index.html"
+
 TRIALS ?=
 
 versions: setup ## a subset of the tests with each supported torch and jax, in environments of their own (20 GB the first time)
@@ -117,5 +123,5 @@ endurance: setup ## loops that read nothing on many virtual devices, and 10,000 
 	@$(PY) benchmarks/days.py
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance .venv-lightning .venv-torchtitan .venv-trl build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance .venv-lightning .venv-torchtitan .venv-trl .venv-site build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
