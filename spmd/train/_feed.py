@@ -50,8 +50,8 @@ class GlobalOrder(Sampler[list[int]]):
         else:
             order = torch.arange(self.num_samples)
         for number in range(start, self.num_batches):
-            samples = order[number * self.batch : (number + 1) * self.batch]
-            mine = [int(samples[row]) for row in self.rows if row < len(samples)]
+            samples: list[int] = order[number * self.batch : (number + 1) * self.batch].tolist()
+            mine = [samples[row] for row in self.rows if row < len(samples)]
             if mine:
                 yield mine
 

@@ -73,6 +73,19 @@ def overridden(found: dict[str, Any], words: Sequence[str]) -> None:
         _put(found, name.split("."), value)
 
 
+def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with other keys at its top level, and in its tables where a change is a dict.
+
+    Raises:
+        RecipeError: a key is unknown, or a value has another type than its key.
+    """
+    found = dataclasses.asdict(recipe)
+    for name, value in changes.items():
+        is_table = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
+        found[name] = {**found[name], **value} if is_table else value
+    return recipe_of(found, "changes of the recipe")
+
+
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
     """`--table.key value` as dotted names and values.
 
@@ -154,7 +167,7 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
     if get_origin(wanted) is tuple:
         entry = get_args(wanted)[0]
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list):
+        if not isinstance(values, list | tuple):
             raise RecipeError(message(f"{what} = {value!r} is no list", fix="[...]"))
         return tuple(_typed(item, entry, what) for item in values)
     if get_origin(wanted) is dict:
@@ -168,4 +181,4 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
     return value
 
 
-__all__ = ["overridden", "parse_overrides", "read_recipe", "recipe_of"]
+__all__ = ["changed", "overridden", "parse_overrides", "read_recipe", "recipe_of"]

@@ -9,7 +9,6 @@ data; and the seconds that it has taken.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from spmd.train._evaluation import Evaluation
 from spmd.train._export import export
 from spmd.train._meter import Cost, Meter
 from spmd.train._profile import StepTrace
-from spmd.train._recipe_file import read_recipe
+from spmd.train._recipe_file import changed, read_recipe
 from spmd.train._samples import Sampler
 from spmd.train._tokenizers import tokenizer_of
 from spmd.train._update import Update
@@ -48,7 +47,7 @@ class Run:
 
     Args:
         recipe: a recipe, or the path of one.
-        changes: keys at the top level to change, as steps=200; tables as dicts or dataclasses of `spmd.train`.
+        changes: keys at the top level, as steps=200, and of tables, as optimizer={"lr": 1e-4}.
 
     Raises:
         RecipeError: the recipe cannot be followed.
@@ -57,7 +56,7 @@ class Run:
     def __init__(self, recipe: _recipe.Recipe | str | os.PathLike[str], **changes: Any) -> None:
         self.clock = Clock()
         recipe = recipe if isinstance(recipe, _recipe.Recipe) else read_recipe(recipe)
-        self.recipe = recipe = dataclasses.replace(recipe, **changes)
+        self.recipe = recipe = changed(recipe, changes) if changes else recipe
         self._host = mesh.init()
         if recipe.mesh.devices:
             mesh.virtual_devices(recipe.mesh.devices)

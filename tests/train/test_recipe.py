@@ -9,12 +9,13 @@ import pytest
 
 from spmd.train import RecipeError, read_recipe, recipe_of
 from spmd.train._import_path import imported
+from spmd.train._recipe_file import changed
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.toml"))
 LEAST: dict[str, Any] = {"model": {"config": "GPT2Config"}, "data": {"paths": ["x.bin"]}}
 
 
-def changed(table: str, **keys: Any) -> dict[str, Any]:
+def with_keys(table: str, **keys: Any) -> dict[str, Any]:
     return {**LEAST, table: {**LEAST.get(table, {}), **keys}} if table else {**LEAST, **keys}
 
 
@@ -26,23 +27,23 @@ def test_examples_are_read(path: Path) -> None:
 
 
 WRONG = {
-    "a misspelt key": (changed("optimizer", lrr=1.0), "[optimizer] has no key 'lrr'", "fix: write 'lr'"),
+    "a misspelt key": (with_keys("optimizer", lrr=1.0), "[optimizer] has no key 'lrr'", "fix: write 'lr'"),
     "a misspelt table": ({**LEAST, "optimiser": {"lr": 1.0}}, "the top level has no key 'optimiser'", "fix: write 'optimizer'"),
-    "a key of another table": (changed("model", lr=1.0), "[model] has no key 'lr'", "fix: it is a key of [optimizer]"),
-    "a key of the top": (changed("model", steps=5), "[model] has no key 'steps'", "it is a key of the top level, above all tables"),
-    "text for a number": (changed("optimizer", lr="high"), "[optimizer] lr = 'high' is of type str", "fix: give one of type float"),
-    "a float for an int": (changed("", steps=1.5), "the top level steps = 1.5 is of type float", "fix: give one of type int"),
-    "a bool for an int": (changed("data", seq=True), "[data] seq = True is of type bool", "fix: give one of type int"),
-    "a number for a table": (changed("", mesh=8), "'mesh' is a table, got 8", "fix: [mesh]"),
-    "no such choice": (changed("schedule", name="cosin"), "[schedule] name = 'cosin' is not possible", "fix: 'cosine'"),
-    "a number for a list": (changed("data", paths=3), "[data] paths = 3 is no list", "fix: [...]"),
-    "two models": (changed("model", own="a:b"), "[model] names config and own", "fix: one of pretrained"),
+    "a key of another table": (with_keys("model", lr=1.0), "[model] has no key 'lr'", "fix: it is a key of [optimizer]"),
+    "a key of the top": (with_keys("model", steps=5), "[model] has no key 'steps'", "it is a key of the top level, above all tables"),
+    "text for a number": (with_keys("optimizer", lr="high"), "[optimizer] lr = 'high' is of type str", "fix: give one of type float"),
+    "a float for an int": (with_keys("", steps=1.5), "the top level steps = 1.5 is of type float", "fix: give one of type int"),
+    "a bool for an int": (with_keys("data", seq=True), "[data] seq = True is of type bool", "fix: give one of type int"),
+    "a number for a table": (with_keys("", mesh=8), "'mesh' is a table, got 8", "fix: [mesh]"),
+    "no such choice": (with_keys("schedule", name="cosin"), "[schedule] name = 'cosin' is not possible", "fix: 'cosine'"),
+    "a number for a list": (with_keys("data", paths=3), "[data] paths = 3 is no list", "fix: [...]"),
+    "two models": (with_keys("model", own="a:b"), "[model] names config and own", "fix: one of pretrained"),
     "no model": ({**LEAST, "model": {}}, "[model] names no model", "fix: one of pretrained"),
     "no data": ({**LEAST, "data": {}}, "[data] names no data of kind 'tokens'", "fix: paths = ..."),
-    "a key without effect": (changed("data", own="a:b"), "[data] own has no effect where kind is 'tokens'", "fix: drop it, or kind"),
-    "no steps": (changed("", steps=0), "steps = 0 is not possible", "fix: at least 1"),
-    "uneven micro-batches": (changed("optimizer", accumulate=3), "[data] batch = 8 does not divide into 3", "a divisor of 8"),
-    "an average of nothing": (changed("ema", decay=1.0), "[ema] decay = 1.0 averages nothing", "fix: between 0 and 1"),
+    "a key without effect": (with_keys("data", own="a:b"), "[data] own has no effect where kind is 'tokens'", "fix: drop it, or kind"),
+    "no steps": (with_keys("", steps=0), "steps = 0 is not possible", "fix: at least 1"),
+    "uneven micro-batches": (with_keys("optimizer", accumulate=3), "[data] batch = 8 does not divide into 3", "a divisor of 8"),
+    "an average of nothing": (with_keys("ema", decay=1.0), "[ema] decay = 1.0 averages nothing", "fix: between 0 and 1"),
 }
 
 
@@ -70,6 +71,16 @@ def test_overrides_have_the_errors_of_the_file(words: list[str], told: str, tmp_
     with pytest.raises(RecipeError) as error:
         read_recipe(path, words)
     assert told in str(error.value)
+
+
+def test_a_recipe_is_changed_by_the_rules_of_the_file() -> None:
+    recipe = changed(
+        recipe_of({**LEAST, "ema": {"decay": 0.5}}), {"steps": 3, "optimizer": {"lr": 1}, "model": {"arguments": {"n_layer": 2}}}
+    )
+    assert (recipe.steps, recipe.optimizer.lr, recipe.ema.decay, recipe.data.paths) == (3, 1.0, 0.5, ("x.bin",))
+    assert (recipe.model.config, recipe.model.arguments) == ("GPT2Config", {"n_layer": 2})
+    with pytest.raises(RecipeError, match="changes of the recipe: .optimizer. has no key 'lrr'"):
+        changed(recipe, {"optimizer": {"lrr": 1}})
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
