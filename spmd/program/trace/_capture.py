@@ -344,9 +344,8 @@ class _Trace:
                 raise self.gradients.stale() from error
             raise
         except (TypeError, IndexError, RuntimeError) as error:
-            if (meant := self._explained(error, recorder)) is error:
-                raise
-            raise meant from error
+            self._raise_meant(error, recorder)
+            raise
         finally:
             recording.reset(token)
             self.draws = default_stream.draws - recorder.start_draws
@@ -354,17 +353,20 @@ class _Trace:
             recorder.put_back()
             self.gradients.drop()
 
-    def _explained(self, error: Exception, recorder: TraceRecorder) -> Exception:
-        """What an exception of the function means: another trace where a number should be Python's own, an error of ours, or itself."""
+    def _raise_meant(self, error: Exception, recorder: TraceRecorder) -> None:
+        """Raise what an exception of the function means: another trace where a number should be Python's own, or an error of ours.
+
+        No name is bound to an exception: it would hold its frame, and the frame what the function had.
+        """
         text = str(error)
         if isinstance(error, RuntimeError) and "scalar.isIntegral" not in text:  # what C++ says of a size that is no int
-            return error
+            return
         if "Varying" in text or ("SymFloat" in text and self.numbers.has_varying):
-            return NumbersNeeded()
+            raise NumbersNeeded from error
         if recorder.knows_counts():
-            return CountsNeeded()
-        # else a place where Python takes nothing but its own numbers
-        return needs_value("number (index, range, format)", line_of(error)) if "SymFloat" in text else error
+            raise CountsNeeded from error
+        if "SymFloat" in text:  # a place where Python takes nothing but its own numbers
+            raise needs_value("number (index, range, format)", line_of(error)) from error
 
     def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:
         if self.known is not None:
