@@ -156,6 +156,11 @@ def run(options: Options) -> None:
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         **{name: _compared([pair[number] for pair in counted]) for number, name in enumerate(("clock", "cpu"))},
     }
+    seconds = recipe.run.clock.count()
+    result["data"] = {
+        "what": "part of the recipe's seconds in steps that its loop spent taking batches",
+        "part": seconds["data"] / (seconds["data"] + seconds["step"]),
+    }
     text = json.dumps(result, indent=2)
     print(text)
     if options.json is not None:
