@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -157,6 +158,7 @@ def run(options: Options) -> None:
         **{name: _compared([pair[number] for pair in counted]) for number, name in enumerate(("clock", "cpu"))},
     }
     seconds = recipe.run.clock.count()
+    result["load"] = os.getloadavg()  # of the machine, in the last 1, 5 and 15 minutes
     result["data"] = {
         "what": "part of the recipe's seconds in steps that its loop spent taking batches",
         "part": seconds["data"] / (seconds["data"] + seconds["step"]),

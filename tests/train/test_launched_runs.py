@@ -50,9 +50,15 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 @pytest.mark.slow  # tests/test_train_gpt2.py compares two processes with one on every change
 def test_two_processes_give_the_losses_of_one(unbroken: dict[int, float], tmp_path: Path) -> None:
-    code, _, err = train(written(tmp_path), "--launch.processes", 2)
+    """And its evaluation, whose last batch has rows for one of them alone."""
+    evaluation = {"every": STEPS, "paths": [str(write_tokens(tmp_path, 20 * SEQ + 1, seed=1))]}
+    path = written(tmp_path, evaluation=evaluation)
+    code, _, err = train(path, "--launch.processes", 2)
     assert code == 0, err
     assert_reordered(list(records(tmp_path / "run").values()), list(unbroken.values()))
+    assert train(path, "--out", tmp_path / "one")[0] == 0
+    of_two, of_one = (records(tmp_path / out, "evaluation_loss")[STEPS] for out in ("run", "one"))
+    assert_reordered(of_two, of_one)
 
 
 @pytest.mark.slow
