@@ -103,6 +103,14 @@ def devices() -> tuple[Device, ...]:
     return tuple(sorted(cast("list[Device]", jax.devices()), key=lambda device: device.id))
 
 
+def host_device() -> Device | None:
+    """A CPU device of this process, beside those of the default platform; None where jax may use that platform alone."""
+    try:
+        return cast("Device", jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS says so
+        return None
+
+
 def device_count() -> int:
     """Number of devices of the default platform, on every host."""
     return jax.device_count()

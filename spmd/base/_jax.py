@@ -13,6 +13,7 @@ import jax
 import jax.core
 import jax.extend.core
 
+from mesh._devices import host_device
 from mesh.platform._jax_runtime import missing
 
 try:
@@ -125,8 +126,9 @@ def derived(value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], 
 
 
 def evaluated(closed: Any, given: Sequence[Any]) -> Any:
-    """The one result of a closed jaxpr of values that the host has."""
-    with jax.ensure_compile_time_eval():
+    """The one result of a closed jaxpr of values that the host has, computed on the host: no device is waited for."""
+    host: Any = host_device()
+    with jax.ensure_compile_time_eval(), jax.default_device(host):
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *map(jax.numpy.asarray, given))[0]
 
 

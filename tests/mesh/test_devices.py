@@ -179,3 +179,9 @@ def test_devices_that_flags_ask_for_are_counted(flags: str, count: int, monkeypa
 
 def test_virtual_devices_have_threads() -> None:
     assert _devices.started_with_threads() or mesh.device_count() == 1
+
+
+def test_there_is_a_cpu_device_beside_those_of_the_mesh() -> None:
+    found = _devices.host_device()
+    assert found is not None
+    assert found.platform == "cpu"
