@@ -789,8 +789,7 @@ OTHERS = (
 REMARKS = {
     "Switch Transformer": "it loops over the experts that got a token (`nonzero`), also under torch.compile",
     "Nystromformer": "it adds a mask of the tokens to scores of landmarks; CPU torch fails in the same way once any mask is given",
-    "I-BERT": "training asserts that no activation is NaN",
-    "EnCodec": "it computes padding from buffers that are read on the host",
+    "I-BERT": "training branches on whether its running ranges are still 0, and replaces them otherwise",
     "ViLT": "it draws the patches that it keeps at random, on the host",
 }
 ARCHITECTURES = {

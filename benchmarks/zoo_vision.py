@@ -117,7 +117,7 @@ def _row(name: str, model: str, sizes: dict[str, Any], inputs: Callable[[], Inpu
 
 
 CLIP_TOWER = {**VIT, "model_type": "clip_vision_model", "projection_dim": 16}
-_BY_PIXELS = "it leaves out images whose pixels are all 0, which are too many values to be known on the host"
+_BY_PIXELS = "it leaves out images whose pixels are all 0; floats are data, for whose values no program is made"
 _ROWS = (
     _row(
         "LLaVA-NeXT",
