@@ -208,3 +208,24 @@ def test_every_call_can_be_checked_against_a_new_trace() -> None:
     step = spmd.compile(ASKS["grouped"], check=True)
     for grid in (GRID, GRID, OTHER):
         assert_same(step(*on_device((batch(12), grid))), grouped(batch(12), grid))
+
+
+def test_a_body_of_control_flow_is_told_what_it_closes_over() -> None:
+    def fn(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * sum(n.tolist()), lambda x: x - n[0].tolist(), (x,))
+
+    step = spmd.compile(fn)
+    for sizes in ([1, 2], [3, 4]):
+        for sign in (1, -1):
+            x, n = batch(4).abs() * sign, torch.tensor(sizes)
+            want = x * sum(sizes) if sign > 0 else x - sizes[0]
+            assert_same(step(*on_device((x, n))), want)
+    assert step.num_traces == 2
+
+
+def test_what_a_loop_carries_is_not_known() -> None:
+    def fn(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return spmd.scan(lambda carry, _: (carry + 1, x * carry.tolist()), n, torch.zeros(3, device=x.device))[1]
+
+    with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
+        spmd.compile(fn)(*on_device((batch(4), torch.tensor(2))))

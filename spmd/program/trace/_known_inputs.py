@@ -50,6 +50,7 @@ class KnownInputs:
 
     def __init__(self, arguments: Sequence[Buffer]) -> None:
         self._hosts = list(map(host_values, arguments))
+        self._tracers: Sequence[Any] = ()
         self._positions: dict[int, int] = {}  # of an argument, by id of its tracer
         self._sources: list[int | Buffer] = []  # by number: the position of an argument, or a buffer of the state
         self._numbers: dict[int, int] = {}  # by id of a source
@@ -59,6 +60,7 @@ class KnownInputs:
 
     def install(self, tracers: Sequence[Any]) -> None:
         """The trace begins: these stand for the arguments."""
+        self._tracers = tracers  # held: an id names nothing once its owner is gone
         self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
 
     def told(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
@@ -105,7 +107,8 @@ class KnownInputs:
     def guard(self, guards: Guards) -> None:
         """What Python was told would be the same."""
         answers = [answer for _, answer in self._answers.values() if answer is not None]
-        self._answers.clear()  # and with it tracers
+        self._answers.clear()
+        self._tracers, self._hosts = (), []
         if answers:
             states = [s for s in self._sources if isinstance(s, Buffer)]
             guards.add(lambda: self._reason(answers), values=[(_today, [self]), (_value, states)])
