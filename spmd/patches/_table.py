@@ -235,7 +235,6 @@ PATCHES: tuple[Patch, ...] = (
         "torch._TorchCompileInductorWrapper.__call__",
         "inductor writes no code for the device: it says what to use",
         "spmd/patches/_refused_ways.py",
-        parameters="self, model_, inputs_, config_patches",
     ),
     Patch(
         "torch.nn.parallel.DataParallel.__init__",

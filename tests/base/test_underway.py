@@ -215,6 +215,20 @@ def test_a_step_shows_what_it_compiled() -> None:
     assert "of memory on each device, at the peak:" in str(train_step)
 
 
+def test_a_lazy_session_shows_what_it_compiled() -> None:
+    with spmd.lazy() as lazy:
+        assert str(lazy) == "spmd.lazy(): 0 programs kept"
+        for size in (3, 4, 5):
+            x = torch.ones(size, 100, device="jax") + 1
+            spmd.sync()
+            assert x.shape[0] == size
+    lines = str(lazy).splitlines()
+    assert lines[0] == "spmd.lazy(): 3 programs kept"
+    assert lines[1].startswith("  the latest: 1 operation that waited up to test_underway.py:")
+    assert "of memory on each device, at the peak:" in lines[2]
+    assert lines[-1] == f"  program 3: {lazy.retraces[0]}"
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -75,7 +75,7 @@ class Region(Executable):
     def title(self) -> str:
         """Its operations, and on what it runs."""
         where = f" up to {self.node.line}" if self.node.line else ""
-        return f"{self.node.count} operations that waited{where}{target_text(self.mesh)}"
+        return f"{self.node.count} operation{'' if self.node.count == 1 else 's'} that waited{where}{target_text(self.mesh)}"
 
     def note_lowered(self, program: Any) -> None:
         """What is about to be compiled; for who wants to see it."""

@@ -113,6 +113,14 @@ class Lazy:
             raise SpmdError(message("nothing has run yet", fix="end a step first: spmd.sync()"))
         return self._latest
 
+    def __str__(self) -> str:
+        count = self.num_executables
+        lines = [f"spmd.lazy(): {count} program{'' if count == 1 else 's'} kept"]
+        if self._latest is not None:
+            lines += [f"  the latest: {self._latest.title}", *(f"  {line}" for line in str(self._latest.memory()).splitlines())]
+        lines += [f"  program {i}: {reason}" for i, reason in enumerate(self.retraces, start=3)]
+        return "\n".join(lines)
+
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation; what cannot wait runs now."""
         if not is_tracing():
