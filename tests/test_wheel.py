@@ -1,6 +1,7 @@
 """A wheel, installed in an environment that has its dependencies and nothing of the repository, runs the README's example."""
 
 import os
+import re
 import site
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import spmd
 from tests.test_readme import README, blocks
 
 ROOT = README.parent
@@ -51,6 +53,15 @@ def test_the_readmes_example_runs_from_a_wheel_outside_the_repository(python: Pa
     assert shown.strip() in done.stdout
     places = done.stdout.split()[-2:]
     assert all(Path(place).is_relative_to(python.parents[1]) for place in places), places
+
+
+@pytest.mark.slow
+def test_the_wheels_description_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    text = archive.read(metadata).decode()
+    assert f"Version: {spmd.__version__}" in text and "sharding (docs/sharding.md)" in text
+    assert not [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("https:", "#"))]
 
 
 @pytest.mark.slow
