@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets layouts fuzz docs site faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth layouts fuzz docs site faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ models: setup ## which models of Hugging Face and timm run unmodified (about two
 
 presets: setup ## collectives of the presets of eight models beside the same layouts written by hand (some minutes)
 	@$(PY) -m benchmarks.presets
+
+depth: setup ## what each further layer costs, rolled, unrolled and as a scan by hand (half an hour)
+	@$(PY) benchmarks/depth.py
 
 layouts: setup ## whether a layout ever changes a value: 3,000 random ones beside CPU torch (about an hour)
 	@$(PY) -m benchmarks.layouts

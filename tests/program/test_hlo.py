@@ -419,6 +419,44 @@ def test_trip_count_is_read_from_the_comparison(
     assert (found.count, found.count_is_lower_bound) == (1 if trips is None else trips, trips is None)
 
 
+WORDS = """
+%body (state: (u32[], u32[], f32[8,8])) -> (u32[], u32[], f32[8,8]) {
+  %state = (u32[], u32[], f32[8,8]{1,0}) parameter(0)
+  %low = u32[] get-tuple-element(%state), index=0
+  %high = u32[] get-tuple-element(%state), index=1
+  %v = f32[8,8]{1,0} get-tuple-element(%state), index=2
+  %one = u32[] constant(1)
+  %next = u32[] add(%low, %one)
+  %r = f32[8,8]{1,0} all-reduce(%v), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
+  ROOT %out = (u32[], u32[], f32[8,8]{1,0}) tuple(%next, %high, %r)
+}
+
+%condition (state.1: (u32[], u32[], f32[8,8])) -> pred[] {
+  %state.1 = (u32[], u32[], f32[8,8]{1,0}) parameter(0)
+  %j = u32[] get-tuple-element(%state.1), index=0
+  %k = u32[] get-tuple-element(%state.1), index=1
+  %none = u32[] constant(0)
+  %bound = u32[] constant(12)
+  %sign = s32[] bitcast-convert(%k)
+  %zero = s32[] constant(0)
+  %is_high = pred[] compare(%k, %none), direction=EQ
+  %is_low = pred[] compare(%j, %bound), direction=LT
+  %both = pred[] and(%is_high, %is_low)
+  %is_negative = pred[] compare(%sign, %zero), direction=LT
+  ROOT %compare = pred[] or(%is_negative, %both)
+}
+"""
+
+
+def test_trip_count_of_a_64_bit_counter_in_two_words() -> None:
+    """As XLA:TPU writes it."""
+    body = """%start = u32[] constant(0)
+    %init = (u32[], u32[], f32[8,8]{1,0}) tuple(%start, %start, %p)
+    ROOT %loop = (u32[], u32[], f32[8,8]{1,0}) while(%init), condition=%condition, body=%body"""
+    (found,) = collectives(program(body, WORDS), NAMES, SIZES)
+    assert (found.count, found.count_is_lower_bound) == (12, False)
+
+
 @pytest.mark.parametrize(
     ("shapes", "call", "expected"),
     [

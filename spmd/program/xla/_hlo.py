@@ -351,6 +351,7 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
         arguments = [_scalar(module, region, operand, arguments) for operand in compare.operands]
         region = _called(module, compare)
         compare = region.instructions[region.root]
+    compare = _of_low_word(region, compare)
     if compare.opcode != "compare" or start.opcode != "tuple":
         return None
     gap, step = 0, 0  # left minus right side of the comparison: before the first trip, and its change per trip
@@ -370,6 +371,16 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
         gap, step = -gap, -step
     gap -= direction in ("LE", "GE")
     return max(0, -(gap // step)) if step > 0 and direction in ("LT", "LE", "GT", "GE") else None
+
+
+def _of_low_word(region: _Computation, compare: _Instruction) -> _Instruction:
+    """Where XLA:TPU compares 64-bit counters by their words, `high < 0 or (high == 0 and low < bound)`: that of the low words."""
+    if compare.opcode != "or":
+        return compare
+    both = next((item for name in compare.operands if (item := region.instructions[name]).opcode == "and"), None)
+    words = [region.instructions[name] for name in both.operands] if both is not None else []
+    found = {_first(r"direction=(\w+)", item.attributes): item for item in words if item.opcode == "compare"}
+    return found["LT"] if found.keys() == {"EQ", "LT"} else compare
 
 
 def _async_starts(module: _Module) -> dict[str, str]:
