@@ -15,6 +15,11 @@ from spmd.train import recipe_of
 
 SEQ, BATCH, STEPS = 8, 16, 6
 GPT2: dict[str, Any] = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": SEQ, "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA: dict[str, Any] = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2},
+}
+RESNET: dict[str, Any] = {"depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 8, "layer_type": "basic", "num_labels": 3}
 NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -62,15 +67,16 @@ def token_batches(path: str, seed: int = 0) -> Iterator[tuple[torch.Tensor, torc
         epoch += 1
 
 
-def image_batches(dataset: Any, size: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def sample_batches(dataset: Any, size: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches of a recipe over samples by number without end."""
     epoch = 0
     while True:
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-        dataset.set_epoch(epoch)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
         for start in range(0, len(dataset) - size + 1, size):
             samples = [dataset[i] for i in order[start : start + size]]
-            yield torch.stack([pixels for pixels, _ in samples]), torch.tensor([number for _, number in samples])
+            yield torch.stack([x for x, _ in samples]), torch.stack([torch.as_tensor(y) for _, y in samples])
         epoch += 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from spmd.train import RecipeError, Run, recipe_of
 from spmd.train._image_folder import ImageFolder
 from tests.oracle import TOLERANCE
-from tests.train.recipes import by_hand, image_batches, records, tables
+from tests.train.recipes import RESNET, by_hand, records, sample_batches, tables
 
 SIZE, BATCH, STEPS = 16, 16, 4
-RESNET: dict[str, Any] = {"depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 8, "layer_type": "basic", "num_labels": 3}
 
 
 def write_images(folder: Path, each: int, seed: int = 0) -> Path:
@@ -80,7 +78,7 @@ def test_a_resnet_and_its_average_are_those_of_a_loop_by_hand(tmp_path: Path) ->
     torch.manual_seed(0)
     model = ResNetForImageClassification(ResNetConfig(**RESNET))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-    batches = image_batches(ImageFolder([str(training)], SIZE, augment=True), BATCH)
+    batches = sample_batches(ImageFolder([str(training)], SIZE, augment=True), BATCH)
     expected = by_hand(found, model, batches, lambda: average.update_parameters(model))
     rtol, atol = TOLERANCE[torch.float32]
     torch.testing.assert_close(list(records(tmp_path / "run").values()), expected, rtol=rtol, atol=atol)

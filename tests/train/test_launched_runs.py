@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from mesh import PREEMPTED
 from tests import fork_server
 from tests.launched import environ, launch
-from tests.oracle import assert_reordered
-from tests.train.recipes import BATCH, GPT2, SEQ, STEPS, records, tables, write_tokens
+from tests.oracle import TOLERANCE, assert_reordered
+from tests.train.mortal import Mortal
+from tests.train.recipes import BATCH, GPT2, LLAMA, RESNET, SEQ, STEPS, by_hand, records, sample_batches, tables, write_tokens
+from tests.train.test_images import SIZE as IMAGE_SIZE
+from tests.train.test_images import write_images
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -71,44 +79,72 @@ def test_the_launcher_starts_it_too_and_a_run_goes_on_elsewhere(unbroken: dict[i
     assert_reordered(list(records(tmp_path / "run").values()), list(unbroken.values()))
 
 
-def mortal(folder: Path, sends: str) -> Path:
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"model": {"config": "LlamaConfig", "arguments": LLAMA, "rules": "fsdp+megatron"}},
+    "resnet": {
+        "model": {"config": "ResNetConfig", "auto": "AutoModelForImageClassification", "arguments": RESNET, "rules": "replicated"},
+        "optimizer": {"name": "SGD", "lr": 0.1, "arguments": {"momentum": 0.9}},
+    },
+}
+
+
+def mortal(folder: Path, sends: str, name: str) -> Path:
     """A recipe over a dataset that ends process 1 of two when it loads the third pass, after six of nine steps."""
-    tokens = str(write_tokens(folder))
-    arguments = {"path": tokens, "seq": SEQ, "folder": str(folder), "sends": sends, "after": 50}
-    data = {"kind": "dataset", "own": "tests.train.mortal:Tokens", "arguments": arguments, "batch": BATCH}
-    return written(folder, steps=9, data=data, launch={"processes": 2, "restarts": 1})
+    path = write_images(folder / "images", 17) if name == "resnet" else write_tokens(folder)
+    size = IMAGE_SIZE if name == "resnet" else SEQ
+    arguments = {"path": str(path), "size": size, "folder": str(folder), "sends": sends, "after": 50}
+    data = {"kind": "dataset", "own": "tests.train.mortal:Mortal", "arguments": arguments, "batch": BATCH}
+    return written(folder, steps=9, data=data, launch={"processes": 2, "restarts": 1}, **MODELS[name])
 
 
 @pytest.fixture(scope="module")
-def unbroken_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of two processes over that dataset that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("two")
-    path = mortal(folder, "")
-    code, _, err = train(path)
-    assert code == 0, err
-    return records(folder / "run")
+def unbroken_of_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
+    """The losses of a model on two processes over that dataset that nothing interrupts."""
+
+    @functools.cache
+    def losses(name: str) -> dict[int, float]:
+        folder = tmp_path_factory.mktemp(name)
+        code, _, err = train(mortal(folder, "", name))
+        assert code == 0, err
+        return records(folder / "run")
+
+    return losses
 
 
 @pytest.mark.slow
-def test_a_killed_process_costs_nothing_but_time(unbroken_of_two: dict[int, float], tmp_path: Path) -> None:
-    path = mortal(tmp_path, "SIGKILL")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_killed_process_costs_nothing_but_time(name: str, unbroken_of_two: Any, tmp_path: Path) -> None:
+    path = mortal(tmp_path, "SIGKILL", name)
     code, _, err = train(path)
     assert code == 0 and re.search("starts all 2 processes again from the checkpoint of step [46]", err), err
-    assert records(tmp_path / "run") == unbroken_of_two
-    seconds = records(tmp_path / "run", "seconds")[9]
-    assert seconds["restart"] > 0
+    assert records(tmp_path / "run") == unbroken_of_two(name)
+    assert records(tmp_path / "run", "seconds")[9]["restart"] > 0
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_stop_saves_and_goes_on(unbroken_of_two: dict[int, float], tmp_path: Path) -> None:
-    path = mortal(tmp_path, "SIGTERM")
+@pytest.mark.parametrize("name", ["llama", "resnet"])
+def test_two_processes_give_the_losses_of_a_loop_by_hand(name: str, unbroken_of_two: Any, tmp_path: Path) -> None:
+    """GPT-2 has dropout here; without, `test_run` compares it."""
+    found = tomllib.loads(mortal(tmp_path, "", name).read_text(encoding="utf-8"))
+    samples = Mortal(**found["data"]["arguments"]).inner
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)) if name == "llama" else ResNetForImageClassification(ResNetConfig(**RESNET))
+    expected = by_hand(found, model, sample_batches(samples, BATCH))
+    rtol, atol = TOLERANCE[torch.float32]
+    torch.testing.assert_close(list(unbroken_of_two(name).values()), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(unbroken_of_two: Any, tmp_path: Path) -> None:
+    path = mortal(tmp_path, "SIGTERM", "gpt2")
     code, _, err = train(path)
     assert code == PREEMPTED, err
     done = max(records(tmp_path / "run"))
     assert 6 <= done < 9 and (tmp_path / "run" / "checkpoints" / f"step_{done:08d}").is_dir()
     code, _, err = train(path)
     assert code == 0, err
-    assert records(tmp_path / "run") == unbroken_of_two
+    assert records(tmp_path / "run") == unbroken_of_two("gpt2")
 
 
 def test_a_mistake_is_one_message_and_exit_code_two(tmp_path: Path) -> None:

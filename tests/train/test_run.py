@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from spmd.train import Run, recipe_of
 from tests.oracle import TOLERANCE
-from tests.train.recipes import GPT2, NO_DROPOUT, SEQ, STEPS, by_hand, records, tables, token_batches, write_tokens
+from tests.train.recipes import GPT2, LLAMA, NO_DROPOUT, SEQ, STEPS, by_hand, records, tables, token_batches, write_tokens
 
 pytestmark = pytest.mark.multidevice(num=8)
 
@@ -83,12 +83,6 @@ def test_metrics_say_where_the_time_went(tmp_path: Path) -> None:
     assert tokens == pytest.approx(16 * 8 / times["mean"])
     assert records(tmp_path / "run", "mfu")[6] == pytest.approx(flops / times["mean"] / 1e9)
     assert records(tmp_path / "run", "memory_bytes")[6] == run.update.step.memory().peak_bytes
-
-
-LLAMA: dict[str, Any] = {
-    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2},
-}
 
 
 @pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
