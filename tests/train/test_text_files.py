@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from spmd.train import RecipeError, Run, recipe_of
 from spmd.train._text_files import TextFeed, TextFiles
-from spmd.train._tokenizers import Bytes
+from spmd.train._tokenizers import Bytes, tokenizer_of
 from tests.oracle import TOLERANCE
 from tests.train.recipes import BATCH, GPT2, NO_DROPOUT, SEQ, by_hand, records, tables
 
@@ -82,6 +83,18 @@ def test_what_is_no_text_is_told(tmp_path: Path) -> None:
         list(feed(TextFiles([tmp_path / "a.jsonl"], Bytes())))
     with pytest.raises(RecipeError, match="the tokenizer gives token 256, the model knows 200"):
         list(feed(TextFiles(written(tmp_path / "b").files, Bytes(), 200)))
+
+
+def test_a_tokenizer_of_hugging_face_is_read_from_its_folder(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"words": 0, "more": 1, "<end>": 2, "?": 3}, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="?").save_pretrained(tmp_path / "words")
+    tokenizer = tokenizer_of(str(tmp_path / "words"), "[data] tokenizer")
+    assert tokenizer.decode(tokenizer.encode("more words")) == "more words"
+    for name, text in (("a", "words more\nmore other\n"), ("b", "words\n")):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    ((x_BT, y_BT),) = TextFeed(TextFiles([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer), 3, 2, [0, 1])
+    assert torch.cat([x_BT.flatten(), y_BT[-1, -1:]]).tolist() == [0, 1, 1, 3, 2, 0, 2]
 
 
 @pytest.mark.slow
