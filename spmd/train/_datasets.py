@@ -25,27 +25,26 @@ from spmd.train._tokenizers import tokenizer_of
 Samples = Dataset[Any] | TextFiles
 
 
-def dataset_of(table: Data, vocabulary: int, seed: int) -> Samples:
+def dataset_of(table: Data, seed: int) -> Samples:
     """The samples that a table names.
 
     Args:
         table: what kind, and where.
-        vocabulary: of the model; 0: not known.
         seed: of what is drawn for a sample.
 
     Raises:
         RecipeError: there are none.
     """
     if table.kind == "tokens":
-        return TokenFiles(table.paths, table.seq, table.dtype, vocabulary)
+        return TokenFiles(table.paths, table.seq, table.dtype)
     if table.kind == "text":
-        return TextFiles(files_of(table.paths, *SUFFIXES), tokenizer_of(table.tokenizer, "[data] tokenizer"), vocabulary)
+        return TextFiles(files_of(table.paths, *SUFFIXES), tokenizer_of(table.tokenizer, "[data] tokenizer"))
     if table.kind == "images":
         return ImageFolder(table.paths, table.size, augment=table.augment, mean=table.mean, std=table.std, seed=seed)
     return _own(table.own, table.arguments, "[data]")
 
 
-def held_out_of(recipe: Recipe, vocabulary: int, training: Samples) -> Samples:
+def held_out_of(recipe: Recipe, training: Samples) -> Samples:
     """The samples that a recipe evaluates: of the kind of its `training` data.
 
     Raises:
@@ -53,12 +52,21 @@ def held_out_of(recipe: Recipe, vocabulary: int, training: Samples) -> Samples:
     """
     table, given = recipe.data, recipe.evaluation
     if table.kind == "tokens":
-        return TokenFiles(given.paths, table.seq, table.dtype, vocabulary)
+        return TokenFiles(given.paths, table.seq, table.dtype)
     if isinstance(training, TextFiles):
         return dataclasses.replace(training, files=files_of(given.paths, *SUFFIXES))
     if isinstance(training, ImageFolder):
         return ImageFolder(given.paths, table.size, mean=table.mean, std=table.std, classes=training.classes)
     return _own(given.own, given.arguments, "[evaluation]")
+
+
+def limited(samples: Samples, vocabulary: int) -> Samples:
+    """The same, where a token that the model does not know is an error; `vocabulary` 0: not known."""
+    if isinstance(samples, TextFiles):
+        return dataclasses.replace(samples, vocabulary=vocabulary)
+    if isinstance(samples, TokenFiles):
+        samples.vocabulary = vocabulary
+    return samples
 
 
 def _own(path: str, arguments: dict[str, Any], table: str) -> Dataset[Any]:
@@ -120,4 +128,4 @@ def held_out_batches(recipe: Recipe, dataset: Samples, mesh: Mesh, is_masked: bo
     yield from itertools.islice(batches, recipe.evaluation.batches or None)
 
 
-__all__ = ["dataset_of", "held_out_batches", "held_out_of", "training_batches"]
+__all__ = ["dataset_of", "held_out_batches", "held_out_of", "limited", "training_batches"]

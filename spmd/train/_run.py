@@ -22,7 +22,7 @@ from spmd.base._errors import message
 from spmd.train import _recipe
 from spmd.train._built import built_model, built_optimizer, built_schedule
 from spmd.train._clock import Clock
-from spmd.train._datasets import dataset_of, held_out_batches, held_out_of, training_batches
+from spmd.train._datasets import dataset_of, held_out_batches, held_out_of, limited, training_batches
 from spmd.train._evaluation import Evaluation
 from spmd.train._export import export
 from spmd.train._meter import Cost, Meter
@@ -63,14 +63,16 @@ class Run:
         count = mesh.device_count()
         self.mesh = mesh.Mesh.from_string(recipe.mesh.axes) if recipe.mesh.axes else mesh.Mesh(range(count), (count,), ("data",))
         torch.manual_seed(recipe.seed)
+        dataset = dataset_of(recipe.data, recipe.seed)  # before the model, which may take minutes: most mistakes are in paths
+        held_out = held_out_of(recipe, dataset) if recipe.evaluation.every else None
+        torch.manual_seed(recipe.seed)  # whatever a dataset has drawn
         self.model = built_model(recipe.model, recipe.precision, self.mesh)
         self.optimizer = built_optimizer(recipe.optimizer, self.model)
         self.schedule = built_schedule(recipe.schedule, self.optimizer, recipe.steps)
         self.update = Update(recipe, self.model, self.optimizer)
         vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", 0)
-        dataset = dataset_of(recipe.data, vocabulary, recipe.seed)
-        self.batches = training_batches(recipe, dataset, self.mesh)
-        self._held_out = held_out_of(recipe, vocabulary, dataset) if recipe.evaluation.every else None
+        self.batches = training_batches(recipe, limited(dataset, vocabulary), self.mesh)
+        self._held_out = None if held_out is None else limited(held_out, vocabulary)
         averaged = self.model if self.update.ema is None else self.update.ema.module
         self._evaluation = Evaluation(averaged, self.update.loss)
         self.step = 0

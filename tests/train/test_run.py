@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from spmd.train import Run, recipe_of
+from spmd.train import RecipeError, Run, recipe_of
 from tests.oracle import TOLERANCE
 from tests.train.recipes import GPT2, LLAMA, NO_DROPOUT, SEQ, STEPS, by_hand, records, tables, token_batches, write_tokens
 
@@ -105,3 +105,22 @@ def test_a_llama_split_over_both_axes_is_that_of_a_loop_by_hand(compute: str, tm
     logits = model(tokens[:-1].view(-1, SEQ)).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:])
     torch.testing.assert_close(records(tmp_path / "run", "evaluation_loss")[STEPS], loss.item(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data": {"paths": ["no.bin"]}, "model": {"config": "NoConfig"}}, "[data] paths: 'no.bin' names no file"),  # before the model
+        ({"model": {"config": "GPT2Confg"}}, "[model] config = 'GPT2Confg': transformers has no such class\n  fix: 'GPT2Config'"),
+        ({"optimizer": {"name": "AdamV"}}, "[optimizer] name = 'AdamV': torch.optim has no such class\n  fix: 'Adam"),
+        ({"optimizer": {"arguments": {"betta": 1}}}, "[optimizer] arguments do not fit AdamW"),
+        ({"model": {"loss": "mse"}}, "[model] loss = 'mse' is not known"),
+        ({"model": {"arguments": {**GPT2, "vocab_size": 16}}}, "the model knows 16"),
+        ({"data": {"batch": 18}}, "[data] batch = 18 in 1 micro-batches does not divide over the 4 devices along"),
+        ({"data": {"batch": 160}}, "[data] has 56 samples, a batch 160"),
+    ],
+)
+def test_what_no_run_can_follow_is_told(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        Run(recipe_of(tables(tmp_path, **changes))).train()
+    assert told in str(error.value)
