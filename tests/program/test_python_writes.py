@@ -1,12 +1,17 @@
 """What a compiled function writes to Python, every call writes: afterwards all is as after the same calls in plain PyTorch."""
 
+import array
 import collections
+import ctypes
 import functools
 import heapq
+import threading
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -212,3 +217,134 @@ def test_a_trace_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(KeyError, match="mine"):
             step(torch.ones(2).to("jax"))
         assert content(state) == before
+
+
+def variable_in_turn(x: torch.Tensor, level: ContextVar[float]) -> torch.Tensor:
+    read = level.get(1.0)
+    level.set(read + 1)
+    return x * read
+
+
+def variable_set_and_reset(x: torch.Tensor, level: ContextVar[float]) -> torch.Tensor:
+    token = level.set(3.0)
+    y = x * level.get()
+    level.reset(token)
+    return y + level.get(0.5)
+
+
+def variable_set_twice(x: torch.Tensor, level: ContextVar[float]) -> torch.Tensor:
+    level.set(2.0)
+    level.set(level.get() * 2)
+    return x * level.get()
+
+
+@pytest.mark.parametrize("fn", [variable_in_turn, variable_set_and_reset, variable_set_twice])
+def test_a_context_variable_that_had_no_value(fn: Callable[..., torch.Tensor]) -> None:
+    """Only a token can take its value away again, so the trace sets it in a copy of the context."""
+    seen: list[Any] = []
+    for device in ("cpu", "jax"):
+        level: ContextVar[float] = ContextVar("level")
+        call: Any = spmd.compile(fn) if device == "jax" else fn
+        x = torch.ones(2, device=device)
+        seen.append([(call(x, level).tolist(), level.get(None)) for _ in range(4)])
+    assert seen[0] == seen[1]
+
+
+def test_a_context_variable_stays_unset_where_the_trace_is_refused() -> None:
+    level: ContextVar[float] = ContextVar("level")
+
+    def fn(x: torch.Tensor) -> float:
+        level.set(2.0)
+        return float(np.asarray(x.cpu() * level.get()).sum())
+
+    with pytest.raises(spmd.TraceError):
+        spmd.compile(fn)(torch.ones(2, device="jax"))
+    assert level.get(None) is None
+
+
+def _with(write: Callable[[Any], Any]) -> Callable[[Any], float]:
+    def use(holder: Any) -> float:
+        read = float(holder[0])
+        write(holder)
+        return read
+
+    return use
+
+
+def write_view(a: Any) -> None:
+    part = a[:]
+    part[0] = part[0] + 1
+
+
+def write_memory(a: Any) -> None:
+    shown = memoryview(a)
+    shown[0] = shown[0] + 1
+
+
+def write_attribute(local: Any) -> float:
+    local.v = local.v + 1
+    return local.v
+
+
+class Local(threading.local):
+    v = 1.0
+
+
+ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "view": write_view,
+    "flat": lambda a: a.flat.__setitem__(0, a[0] + 1),
+    "ravel": lambda a: a.ravel().__setitem__(0, a[0] + 1),
+    "transposed": lambda a: a.T.__iadd__(1),
+    "method": lambda a: a.__setitem__(0, a[0] + 1),
+    "in place": lambda a: a.__iadd__(1),
+    "out": lambda a: np.add(a[:], 1, out=a[:]),
+    "memory": write_memory,
+    "from buffer": lambda a: np.frombuffer(a).__iadd__(1),
+}
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    **{f"numpy, {name}": (lambda: np.ones(1), _with(write)) for name, write in ARRAYS.items()},
+    "array, item": (lambda: array.array("d", [1.0]), _with(lambda a: a.__setitem__(0, a[0] + 1))),
+    "array, grown": (lambda: array.array("d", [1.0]), _with(lambda a: a.insert(0, a[0] + 1))),
+    "array, memory": (lambda: array.array("d", [1.0]), _with(write_memory)),
+    "local": (Local, write_attribute),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_arrays_written_through_what_shows_them_and_attributes_of_a_thread(name: str) -> None:
+    make, use = HOLDERS[name]
+    seen: list[Any] = []
+    for device in ("cpu", "jax"):
+        holder, x = make(), torch.ones(1, device=device)
+
+        def call(x: torch.Tensor, holder: Any = holder) -> torch.Tensor:
+            return x * use(holder)
+
+        step: Any = spmd.compile(call, max_retraces=9) if device == "jax" else call
+        seen.append([step(x).item() for _ in range(4)])
+    assert seen[0] == seen[1]
+
+
+def test_attributes_of_another_thread_are_others() -> None:
+    local, x = Local(), torch.ones(1, device="jax")
+    step = spmd.compile(lambda x: x * local.v)
+    local.v = 2.0
+    seen = [step(x).item()]
+    other = threading.Thread(target=lambda: seen.append(step(x).item()))
+    other.start()
+    other.join()
+    assert [*seen, step(x).item()] == [2.0, 1.0, 2.0]
+
+
+def test_a_write_that_nobody_saw_is_refused_and_undone() -> None:
+    values = np.ones(2)
+    address, x = ctypes.cast(values.ctypes.data, ctypes.POINTER(ctypes.c_double)), torch.ones(1, device="jax")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * float(values[0])
+        address[0] = 5.0
+        return y
+
+    with pytest.raises(spmd.TraceError, match="written to by code that is not recorded"):
+        spmd.compile(fn)(x)
+    assert values.tolist() == [1.0, 1.0]

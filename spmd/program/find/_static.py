@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import types
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,8 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The dict of an object's own attributes; None if it has none."""
+    if isinstance(value, threading.local):
+        return vars(value)  # this thread's
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

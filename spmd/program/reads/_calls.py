@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
 import collections.abc
@@ -15,12 +16,13 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from spmd.base._errors import TraceError, called_at, message
+from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.base._torch import pytree
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
@@ -35,7 +37,7 @@ _LOOKS_ONCE = frozenset(
 )
 _OF_A_NUMBER = frozenset(map(id, (int, round, str, repr, format, math.floor, math.ceil, math.trunc)))
 _NEED_VALUES = frozenset(map(id, (int, round, str, repr, format)))  # the others are operations of the device too
-CONTAINERS = (dict, list, set, collections.deque, bytearray, np.ndarray)
+CONTAINERS = (dict, list, set, collections.deque, bytearray, array.array, np.ndarray)
 _READERS = frozenset(
     (
         *("get", "keys", "values", "items", "copy", "index", "count", "union", "difference", "intersection", "issubset", "issuperset"),
@@ -232,12 +234,21 @@ def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
             recording.load_attr(cls, name)
 
 
+class ContextNeeded(TraceAgain):
+    """A context variable without a value is set, and only a token could unset it: trace again in a copy of the context."""
+
+    def other_way(self, way: Any) -> Any:
+        return replace(way, has_own_context=True)
+
+
 def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     """A method that is C code, of `owner`."""
     if isinstance(owner, CONTAINERS) and not isinstance(owner, np.ndarray):
         _container_method(recording, owner, name, args)
         return
     if isinstance(owner, ContextVar):
+        if name != "get" and owner.get(recording) is recording and not recording.has_own_context:
+            raise ContextNeeded
         recording.look_into(owner) if name == "get" else recording.journal.content(owner, owner.name)
     elif (
         isinstance(owner, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator))
@@ -245,6 +256,8 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
     ):
         if name not in ("getstate", "get_state"):
             raise refused(f"{type(owner).__name__}.{name}(): random numbers of the host")
+    elif isinstance(owner, np.flatiter | memoryview) and name == "__setitem__":
+        recording.mutate(owner)
     elif isinstance(owner, Iterator):
         recording.advance(owner, f"advanced by {name}()")
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
@@ -256,7 +269,7 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
             recording._store_attribute(owner, args[0])
     elif isinstance(owner, np.ndarray):
         recording.look_into(owner)
-        if name in ("fill", "sort", "partition", "put", "itemset", "resize", "setfield", "byteswap", "setflags"):
+        if name in _WRITES_OF_ARRAYS or name in INPLACE:
             recording.mutate(owner)
     elif isinstance(owner, types.MappingProxyType):
         recording.look_into(owner)
@@ -269,6 +282,29 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
         recording.hand(arg)
 
 
+_WRITES_OF_ARRAYS = frozenset(("fill", "sort", "partition", "put", "itemset", "resize", "setfield", "byteswap", "setflags", "__setitem__"))
+INPLACE = frozenset(
+    f"__i{name}__" for name in ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "xor", "or"]
+)
+
+
+def shown_by(value: Any) -> Iterator[Any]:
+    """The objects in whose memory lies what an array, an iterator over one or a memoryview shows, the nearest first."""
+    while value is not None:
+        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
+        if value is not None:
+            yield value
+
+
+def nested(value: Any) -> Iterator[Any]:
+    """A value and what lies in it, in tuples, lists and dicts."""
+    yield value
+    if isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from nested(part)
+
+
+_VIEWS = (np.ndarray, np.flatiter)
 _GLOBAL_RANDOM = random.random.__self__
 _NUMPYS_GLOBAL: Any = np.random.rand.__self__  # type: ignore[attr-defined]
 

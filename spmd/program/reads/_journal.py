@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -231,6 +232,16 @@ def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
         return lambda: frozenset(holder), put_set
     if isinstance(holder, bytearray):
         return lambda: bytes(holder), lambda content: holder.__setitem__(slice(None), content)
+    if isinstance(holder, array.array):
+
+        def put_array(content: Any) -> None:
+            if len(content) == len(holder) * holder.itemsize:
+                memoryview(holder).cast("B")[:] = content  # while others look at its memory it cannot be resized
+            else:
+                array.array.__delitem__(holder, slice(None))
+                array.array.frombytes(holder, content)
+
+        return lambda: array.array.tobytes(holder), put_array
     if isinstance(holder, ContextVar):
         return lambda: holder.get(ABSENT), lambda content: None if content is ABSENT else holder.set(content) and None
     if isinstance(holder, np.ndarray):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import collections
+import threading
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -401,6 +402,8 @@ def _reader_of(value: Any) -> Callable[[], Any] | None:
         return value.tobytes
     if isinstance(value, ContextVar):
         return lambda: value.get(ABSENT)
+    if isinstance(value, threading.local):
+        return threading.get_ident  # its attributes are those of one thread
     return None
 
 

@@ -16,6 +16,7 @@ import collections.abc
 import functools
 import gc
 import sys
+import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT, INPUT
-from spmd.program.reads._places import PLAIN, CellPlace, Expected, Place, SlotPlace, items_in, like, shown_key
+from spmd.program.reads._places import PLAIN, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead
 from spmd.program.reads._replaced import Held, replaced
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying, with_fixed_keys
@@ -51,6 +52,7 @@ class Recording(PlacesRead):
     """What one trace reads and writes of Python. Made by `recorded`.
 
     Attributes:
+        has_own_context: whether context variables are set in a copy, so that none has to be unset.
         fixes_indices: what is read of a tensor at an index that varies is a view, and the index is guarded by its value.
     """
 
@@ -61,13 +63,14 @@ class Recording(PlacesRead):
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.is_busy = False
         self.choice: Choice | None = None
-        self.fixes_indices = False
+        self.fixes_indices = self.has_own_context = False
         self._seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
         self._gone: set[int] = set()  # ids of containers that the next call does not meet
         self._born: frozenset[int] = frozenset()
         self._known: set[int] = set()
+        self._given: Any = ()
 
     # reads
 
@@ -127,6 +130,8 @@ class Recording(PlacesRead):
         elif not hasattr(type(found), "__set__"):  # a property is Python: what it reads is recorded when it runs
             attributes = attributes_of(instance)
             if attributes is not None:
+                if isinstance(instance, threading.local):
+                    self._content(instance)
                 self._owners[id(attributes)] = instance
                 if isinstance(found, functools.cached_property):
                     self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
@@ -235,7 +240,7 @@ class Recording(PlacesRead):
         self.look_into(value)
         if isinstance(value, _calls.CONTAINERS) and id(value) not in self._owners and id(value) not in self._ignored:
             self.journal.content(value, self._title(value))
-        for part in _calls.parts_of(value, self):
+        for part in (*_calls.parts_of(value, self), *_calls.shown_by(value)):
             self.hand(part, depth + 1)
 
     def call(self, fn: Any, *args: Any) -> Any:
@@ -356,15 +361,16 @@ class Recording(PlacesRead):
             holder = self.parts(holder, holder.data)  # type: ignore[arg-type]
         if id(holder) in self._ignored or isinstance(holder, torch.Tensor):
             return
-        self.look_into(holder)
-        self.journal.content(holder, self._title(holder))
+        for each in (holder, *_calls.shown_by(holder)):
+            self.look_into(each)
+            self.journal.content(each, self._title(each))
 
     # the end
 
     def _find_born(self) -> None:
         """Which objects the trace made: those that exist now and did not before."""
         self._born = HEAP.made()
-        self._known = set()
+        self._known = set(map(id, _calls.nested(self._given)))
         for place in self.places.values():  # in the order of reading: what lies in a place of before is of before
             if self.is_before(place.holder):
                 self._known.update(map(id, _with_those_in_tuples(place.values())))
@@ -378,6 +384,18 @@ class Recording(PlacesRead):
             if (self.is_before(generator) or not gc.is_tracked(generator)) and _calls.state_of(generator) != state:
                 raise _calls.refused(f"a {type(generator).__name__} of before was drawn from: random numbers of the host")
 
+    def _refuse_unseen_writes(self) -> None:
+        """Where an array that was read holds something else now, and nothing was seen to write to it: put back and refused."""
+        for place in self.places.values():
+            array = place.holder
+            if not isinstance(array, np.ndarray) or not isinstance(place, ContentPlace) or self.journal.is_written(array, ABSENT):
+                continue
+            if self.is_before(array) and place.difference() is not None:
+                shape, dtype, values = place.content
+                if (array.shape, array.dtype.str) == (shape, dtype):
+                    array[...] = np.frombuffer(values, dtype).reshape(shape)
+                raise _calls.refused(f"{place.title} was written to by code that is not recorded")
+
     def is_before(self, holder: Any) -> bool:
         """Whether an object existed before the trace."""
         owner = self._owners.get(id(holder))  # Python makes an object's `__dict__` when it is first asked for
@@ -388,6 +406,7 @@ class Recording(PlacesRead):
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `fn`, and find out which objects it made."""
+        self._given = (args, kwargs)
         before = _hooks.start(self)
         try:
             result = self.call(fn, *args)(*args, **kwargs)
@@ -395,6 +414,7 @@ class Recording(PlacesRead):
             _hooks.stop(before)
             self._find_born()
         self._refuse_advanced()
+        self._refuse_unseen_writes()
         return result
 
     def read_places(self) -> list[Place]:

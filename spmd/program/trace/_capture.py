@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from operator import call as _call
 from typing import Any
 
 import jax
@@ -324,11 +326,12 @@ class _Trace:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
-                reads.fixes_indices = self.way.fixes_indices
+                reads.fixes_indices, reads.has_own_context = self.way.fixes_indices, self.way.has_own_context
                 args, kwargs = self.call
                 with nothing_swallowed(), Switches() as switches:
-                    result = reads.run(self.fn, *args, **kwargs)
-                self.effects = [*reads.effects(), *self.containers.effects()]
+                    run_in = copy_context().run if self.way.has_own_context else _call
+                    result = run_in(reads.run, self.fn, *args, **kwargs)
+                self.effects = [*run_in(reads.effects), *self.containers.effects()]
                 self.optim.note(recorder.newborn.__contains__)
                 self.memory.write_back()
             flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []

@@ -15,6 +15,7 @@ class Way:
         has_constant_numbers: no Python number is an input: one was needed where only its value will do.
         has_counts: integers that the host knows are Python's own where they are read: one was needed as a size, or for a `range`.
         fixes_indices: what is read of a tensor at a number that varies is written to, so the number is a constant.
+        has_own_context: the function runs in a copy of the context: it sets a context variable that had no value, and none can be unset.
         share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         unreached: modules and optimizers that a trace met and `reachable` does not find.
@@ -24,6 +25,7 @@ class Way:
     has_constant_numbers: bool = False
     has_counts: bool = False
     fixes_indices: bool = False
+    has_own_context: bool = False
     share_counters: bool = True
     unmarked: frozenset[int] = frozenset()
     unreached: tuple[Any, ...] = ()
