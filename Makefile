@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth layouts fuzz docs site faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod layouts fuzz docs site faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ presets: setup ## collectives of the presets of eight models beside the same lay
 
 depth: setup ## what each further layer costs, rolled, unrolled and as a scan by hand (half an hour)
 	@$(PY) benchmarks/depth.py
+
+pod: setup ## Llama-3-8B over 256 chips that are not here, compiled, beside JAX by hand (ten minutes)
+	@$(PY) benchmarks/llama_pod.py
 
 layouts: setup ## whether a layout ever changes a value: 3,000 random ones beside CPU torch (about an hour)
 	@$(PY) -m benchmarks.layouts

@@ -63,6 +63,28 @@ def test_a_branch_that_only_changes_names_is_a_choice_in_one_program(fn: Callabl
     assert step.num_traces == 1
 
 
+def rooted(h: torch.Tensor) -> torch.Tensor:
+    if h.sum() > 100:
+        h = torch.sqrt(h - 100)
+    return h
+
+
+def scaled(h: torch.Tensor) -> torch.Tensor:
+    large = h * float("inf")
+    if h.sum() > 100:
+        h = h * large
+    return h
+
+
+@pytest.mark.parametrize("fn", [rooted, scaled])
+def test_a_side_whose_slope_may_be_infinite_is_refused_where_gradients_are_kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Zero times infinity: the side that is not taken would make the gradient NaN."""
+    assert_same(spmd.compile(fn)(FINITE.to("jax")), fn(FINITE))
+    device = FINITE.to("jax").requires_grad_()
+    with pytest.raises(spmd.TraceError, match="a branch"):
+        spmd.compile(lambda x: fn(x).sum().backward(), keep_grads=True)(device)
+
+
 @pytest.mark.parametrize("fn", WORKS)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_gradients_are_those_of_the_side_that_is_taken(fn: Callable[[torch.Tensor], torch.Tensor], sign: int) -> None:

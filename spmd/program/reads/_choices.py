@@ -6,11 +6,14 @@
 Note [Choices]. A block of such a branch has no jump, no write but to local names, and uses each name that it changes first. Where
 the number that is asked for is known only to the program, the block runs, and each name gets `torch.where(condition, new, old)`,
 through which gradients flow as through the side that is taken. That is the same only if the block does nothing else: it may call
-torch's functions, and neither draw nor write in place.
+torch's functions, and neither draw nor write in place. And only if the gradient of the side that is not taken is zero: zero times an
+infinite slope is NaN (`torch.sqrt` of what is negative there). So where gradients are kept, only functions whose slope is a finite
+number may make it.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +37,14 @@ _ALLOWED = frozenset(
 )
 _LOOKS_AT_ALL = ("locals", "vars", "dir", "eval", "exec")
 _LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK")
+_SLOPES_OF_0_OR_1 = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("Clamp", "ClampMin", "ClampMax", "Add", "Sub", "Neg", "Where", "MaskedFill", "Minimum", "Maximum", "ToCopy", "Clone", "Alias"),
+        *("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Unsqueeze", "Squeeze", "Slice", "Select"),
+    )
+    for number in range(3)
+)
 _PLAIN_CALLS = frozenset(map(id, (torch.finfo, torch.iinfo, len, min, max, abs, float, int)))
 
 
@@ -113,6 +124,8 @@ class Choice:
         self.frame: types.FrameType | None = frame
         self._draws = default_stream.draws
         self._seen: list[tuple[torch.Tensor, int]] = []
+        with torch.enable_grad():
+            self._first_node = torch.zeros((), requires_grad=True).clone().grad_fn
 
     def require_pure(self, fn: Any, args: tuple[Any, ...]) -> None:
         """Raise for a call that could do more than compute."""
@@ -134,7 +147,33 @@ class Choice:
             return after
         if not (is_device_tensor(before) and is_device_tensor(after)) or (before.shape, before.dtype) != (after.shape, after.dtype):
             raise needs_value("bool (a branch)")
+        if after.grad_fn is not None and not self._has_plain_slopes(after.grad_fn):
+            raise needs_value("bool (a branch)")
         return torch.where(self.runs, after, before)
+
+    def _has_plain_slopes(self, last: Any) -> bool:
+        """Whether the gradient that goes into the block is zero, or comes out of it as it is."""
+        assert self._first_node is not None
+        start, waiting, seen = self._first_node._sequence_nr(), [last], set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node._sequence_nr() < start or node.name() == "torch::autograd::AccumulateGrad":
+                continue
+            if node.name() not in _SLOPES_OF_0_OR_1 and not _is_by_constant(node):
+                return False
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
+        return True
+
+
+def _is_by_constant(node: Any) -> bool:
+    """Whether it is the gradient of a product with a finite number of Python, or of a quotient by one."""
+    if node.name() not in ("MulBackward0", "DivBackward0"):
+        return False
+    other = getattr(node, "_saved_other", None)
+    if not isinstance(other, torch.Tensor) or other.device.type != "cpu" or other.dim():
+        return False
+    return 0 < abs(float(other)) < math.inf
 
 
 def entered(condition: Any, enters_if: bool, frame: types.FrameType) -> bool | Choice:
