@@ -43,11 +43,13 @@
         +-- UnequalCounters                            ... with counters lifted
         +-- NumbersNeeded                              ... with Python numbers as constants
         +-- CountsNeeded                               ... with integers that the host knows as Python's own
+        +-- ContextNeeded                              ... in a copy of the context
         +-- ViewNeeded                                 ... with indices of tensors as constants
         +-- Undiscovered                                  ... with a module or optimizer that was not found before
         +-- NewContainerTypes                                 ... with objects recognised as containers
     Exception                                          neither: always caught by ours
     +-- _StateComplete                                 an optimizer has all its state
+    +-- NotALoop                                       equations that repeat and cannot be one loop
     +-- Now                                            an operation that cannot wait for the end of its step
     +-- _LoweredText                                   a program was lowered to be read, and not to run
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+import mesh
 from spmd.train import RecipeError, Run, recipe_of
 from spmd.train._tokenizers import Bytes, tokenizer_of
 from tests.train.recipes import GPT2, SEQ, records, tables
@@ -22,7 +23,8 @@ def test_samples_are_those_of_the_cpu_and_change_no_loss(tmp_path: Path) -> None
     model = {"arguments": {**GPT2, "vocab_size": 257}}
     plain = Run(recipe_of(tables(tmp_path, steps=3, model=model, out=str(tmp_path / "plain"))))
     plain.train()
-    checkpoint, profile = {"every": 0, "export": True}, {"first": 2, "steps": 1}
+    is_traced = not mesh.has_topology()  # which other tests have compiled for in this process: then no trace can be taken in it
+    checkpoint, profile = {"every": 0, "export": True}, {"first": 2 * is_traced, "steps": 1}
     Run(recipe_of(tables(tmp_path, steps=3, model=model, samples=SAMPLES, checkpoint=checkpoint, profile=profile))).train()
     assert records(tmp_path / "run") == records(tmp_path / "plain")
     drawn = records(tmp_path / "run", "samples")
@@ -33,8 +35,9 @@ def test_samples_are_those_of_the_cpu_and_change_no_loss(tmp_path: Path) -> None
         for _ in range(SAMPLES["tokens"]):
             tokens.append(int(read(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert text == Bytes().decode(tokens)
-    (trace,) = (tmp_path / "run" / "profile" / "process-0").rglob("*.xplane.pb")
-    assert b"transformer/h/1/attn/c_proj" in trace.read_bytes()
+    if is_traced:
+        (trace,) = (tmp_path / "run" / "profile" / "process-0").rglob("*.xplane.pb")
+        assert b"transformer/h/1/attn/c_proj" in trace.read_bytes()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

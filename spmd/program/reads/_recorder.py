@@ -70,7 +70,7 @@ class Recording(PlacesRead):
         self._gone: set[int] = set()  # ids of containers that the next call does not meet
         self._born: frozenset[int] = frozenset()
         self._known: set[int] = set()
-        self._given: Any = ()
+        self._given: list[Any] = []
 
     # reads
 
@@ -370,7 +370,7 @@ class Recording(PlacesRead):
     def _find_born(self) -> None:
         """Which objects the trace made: those that exist now and did not before."""
         self._born = HEAP.made()
-        self._known = set(map(id, _calls.nested(self._given)))
+        self._known = set(map(id, self._given))
         for place in self.places.values():  # in the order of reading: what lies in a place of before is of before
             if self.is_before(place.holder):
                 self._known.update(map(id, _with_those_in_tuples(place.values())))
@@ -406,7 +406,7 @@ class Recording(PlacesRead):
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `fn`, and find out which objects it made."""
-        self._given = (args, kwargs)
+        self._given = list(_calls.nested((args, kwargs)))
         before = _hooks.start(self)
         try:
             result = self.call(fn, *args)(*args, **kwargs)
