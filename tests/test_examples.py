@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# tests/lightning and tests/torchtitan run theirs: those packages are in folders beside the environment.
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith(("lightning", "torchtitan")))
+# tests/lightning, tests/torchtitan and tests/huggingface/test_trl.py run theirs: those packages are in folders beside the environment.
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith(("lightning", "torchtitan", "trl")))
 
 
 SHOWN_ELSEWHERE = {
@@ -16,6 +16,7 @@ SHOWN_ELSEWHERE = {
     "huggingface_trainer": "tests/huggingface/test_trainer.py trains the same beside CPU torch",
     "peft_lora": "and tests/huggingface/test_peft.py",
     "accelerate_loop": "and tests/huggingface/test_accelerate.py",
+    "distributed_data_parallel": "tests/torch_distributed/test_data_parallel.py has its parts",
     "torch_distributed": "tests/torch_distributed has its parts",
 }
 CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SHOWN_ELSEWHERE else []) for path in EXAMPLES]

@@ -15,3 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (ROOT / FOLDER).exists(),
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 def test_what_is_logged_is_what_cpu_torch_logs(trainer: str, layout: str, tmp_path: Path) -> None:
     assert run_with(FOLDER, "tests/huggingface/compare_trl.py", trainer, layout, cwd=tmp_path).startswith("equal")
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    assert "programs, loss" in run_with(FOLDER, "examples/trl_sft.py", cwd=tmp_path)

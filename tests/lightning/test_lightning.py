@@ -16,5 +16,6 @@ def test_losses_and_checkpoints_are_those_of_the_cpu(what: str, tmp_path: Path) 
     assert "equal" in run_with(FOLDER, "tests/lightning/compare.py", what, cwd=tmp_path)
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
-    assert "loss" in run_with(FOLDER, "examples/lightning_trainer.py", cwd=tmp_path)
+@pytest.mark.parametrize("example", ["lightning_trainer", "lightning_fabric"])
+def test_the_example_runs(example: str, tmp_path: Path) -> None:
+    assert "loss" in run_with(FOLDER, f"examples/{example}.py", cwd=tmp_path)
