@@ -85,6 +85,64 @@ def test_a_side_whose_slope_may_be_infinite_is_refused_where_gradients_are_kept(
         spmd.compile(lambda x: fn(x).sum().backward(), keep_grads=True)(device)
 
 
+def biased(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if h.sum() > 100:
+        h = h + w
+    return h
+
+
+def replaced(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = torch.sqrt(h - 10)
+    if torch.isnan(h).any():
+        h = torch.zeros_like(h)
+    return h + w
+
+
+def taken_from(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if h.sum() < 100:
+        h = torch.where(h > 0, w, w)
+    return h
+
+
+@pytest.mark.parametrize("fn", [biased, replaced, taken_from])
+def test_a_side_that_reaches_other_tensors_is_refused_where_gradients_are_kept(fn: Callable[..., torch.Tensor]) -> None:
+    """The side that is not taken would give them zeros, where PyTorch leaves `.grad` None."""
+    x, w = FINITE.to("jax"), torch.ones(4, device="jax")
+    assert_same(spmd.compile(fn)(x, w), fn(FINITE, torch.ones(4)))
+    for tensor in (x, w):
+        tensor.requires_grad_()
+    with pytest.raises(spmd.TraceError, match="a branch"):
+        spmd.compile(lambda x, w: fn(x * 2, w).sum().backward(), keep_grads=True)(x, w)
+    assert x.grad is None and w.grad is None
+
+
+def shifted_leaf(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if h.sum() > 1:
+        w = w - 1
+    return h * w
+
+
+def clamped_part(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    first, second = h.split(2)
+    if second.sum() > 1:
+        second = torch.clamp(second, max=1.5)
+    return torch.cat([first + second, w])
+
+
+@pytest.mark.parametrize("fn", [shifted_leaf, clamped_part])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_side_that_reaches_what_the_other_reaches_keeps_its_gradients(fn: Callable[..., torch.Tensor], sign: int) -> None:
+    host, device = ((FINITE.clone().to(at).requires_grad_(), torch.full((4,), 2.0, device=at).requires_grad_()) for at in ("cpu", "jax"))
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> None:
+        fn(x * sign, w).sum().backward()
+
+    step(*host)
+    spmd.compile(step, keep_grads=True)(*device)
+    for ours, theirs in zip(device, host, strict=True):
+        assert_same(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("fn", WORKS)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_gradients_are_those_of_the_side_that_is_taken(fn: Callable[[torch.Tensor], torch.Tensor], sign: int) -> None:
@@ -128,6 +186,13 @@ class Counter(torch.nn.Module):
 
 
 COUNTER = Counter().to("jax")
+
+
+def hooks(h: torch.Tensor) -> Any:
+    if h.sum() > 1:
+        h = h * 2
+        _ = h.register_hook(print)
+    return h
 
 
 def told(h: torch.Tensor) -> torch.Tensor:
@@ -193,7 +258,7 @@ def adds_in_place(h: torch.Tensor) -> Any:
     return h
 
 
-REFUSED = [writes, writes_out, draws, calls, runs_a_module, reshapes, becomes_a_number, binds, adds_in_place]
+REFUSED = [hooks, writes, writes_out, draws, calls, runs_a_module, reshapes, becomes_a_number, binds, adds_in_place]
 
 
 @pytest.mark.parametrize("fn", REFUSED)

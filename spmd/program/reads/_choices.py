@@ -6,9 +6,12 @@
 Note [Choices]. A block of such a branch has no jump, no write but to local names, and uses each name that it changes first. Where
 the number that is asked for is known only to the program, the block runs, and each name gets `torch.where(condition, new, old)`,
 through which gradients flow as through the side that is taken. That is the same only if the block does nothing else: it may call
-torch's functions, and neither draw nor write in place. And only if the gradient of the side that is not taken is zero: zero times an
-infinite slope is NaN (`torch.sqrt` of what is negative there). So where gradients are kept, only functions whose slope is a finite
-number may make it.
+torch's functions, and neither draw nor write in place.
+
+Note [Gradients of choices]. The side that is not taken gets a gradient of zero, where PyTorch gives it none. Zero times an infinite slope
+is NaN (`torch.sqrt` of what is negative), and a zero in `.grad` is not None (weight decay moves that parameter). So where gradients are
+kept, each new value must come from the old one of its name and from nothing else that has a gradient, by functions whose slope is
+a finite number.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ _SLOPES_OF_0_OR_1 = frozenset(
     for number in range(3)
 )
 _PLAIN_CALLS = frozenset(map(id, (torch.finfo, torch.iinfo, len, min, max, abs, float, int)))
+_STARTS_OF_WRITES = ("set_", "register_", "retain_", "backward", "manual_seed", "seed", "save")
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class Choice:
         module = getattr(fn, "__module__", None) or getattr(owner, "__module__", None) or ""
         is_torchs = module.partition(".")[0] == "torch" or isinstance(owner, torch.Tensor)
         is_module = isinstance(fn, (type, torch.nn.Module)) or isinstance(owner, torch.nn.Module)
-        writes = name.endswith("_") and not name.endswith("__")
+        writes = name.startswith(_STARTS_OF_WRITES) or (name.endswith("_") and not name.endswith("__"))
         if id(fn) not in _PLAIN_CALLS and (not is_torchs or is_module or writes):
             raise needs_value("bool (a branch)")
         self._seen += [(arg, arg._version) for arg in args if isinstance(arg, torch.Tensor) and not arg.is_inference()]
@@ -147,23 +151,33 @@ class Choice:
             return after
         if not (is_device_tensor(before) and is_device_tensor(after)) or (before.shape, before.dtype) != (after.shape, after.dtype):
             raise needs_value("bool (a branch)")
-        if after.grad_fn is not None and not self._has_plain_slopes(after.grad_fn):
+        if not self._is_same_gradient(before, after):
             raise needs_value("bool (a branch)")
         return torch.where(self.runs, after, before)
 
-    def _has_plain_slopes(self, last: Any) -> bool:
-        """Whether the gradient that goes into the block is zero, or comes out of it as it is."""
+    def _is_same_gradient(self, before: torch.Tensor, after: torch.Tensor) -> bool:
+        """Whether gradients through both sides reach what they reach through the side that is taken. See Note [Gradients of choices]."""
+        if not torch.is_grad_enabled() or not (before.requires_grad or after.requires_grad):
+            return True
+        if after.grad_fn is None:
+            return False
         assert self._first_node is not None
-        start, waiting, seen = self._first_node._sequence_nr(), [last], set[Any]()
+        first = self._first_node._sequence_nr()
+        waiting: list[Any] = [(after.grad_fn, after.output_nr)]
+        seen, reached = set[Any](), set[Any]()
         while waiting:
-            node = waiting.pop()
-            if node in seen or node._sequence_nr() < start or node.name() == "torch::autograd::AccumulateGrad":
-                continue
-            if node.name() not in _SLOPES_OF_0_OR_1 and not _is_by_constant(node):
-                return False
-            seen.add(node)
-            waiting.extend(following for following, _ in node.next_functions if following is not None)
-        return True
+            node, output = waiting.pop()
+            if node.name() == "torch::autograd::AccumulateGrad":
+                reached.add((id(node.variable), 0))
+            elif node._sequence_nr() < first:
+                reached.add((node, output))
+            elif node not in seen:
+                if node.name() not in _SLOPES_OF_0_OR_1 and not _is_by_constant(node):
+                    return False
+                seen.add(node)
+                waiting.extend(following for following in node.next_functions if following[0] is not None)
+        own = (id(before), 0) if before.grad_fn is None else (before.grad_fn, before.output_nr)
+        return reached == {own}
 
 
 def _is_by_constant(node: Any) -> bool:
