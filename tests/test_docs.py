@@ -3,10 +3,14 @@
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mesh.launch._emit import emit
+from mesh.launch._launch_options import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
@@ -15,14 +19,15 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
 def snippets() -> list[Any]:
     """(preamble, code, what it prints) of each block, named after its page and the heading above it."""
     found: list[Any] = []
-    for page in ("sharding.md", "data.md"):
+    for page in ("sharding.md", "data.md", "quickstart.md"):
         text = (DOCS / page).read_text(encoding="utf-8")
         preamble = re.search(r"```python preamble\n(.*?)```", text, re.DOTALL)
         assert preamble, f"{page} has no preamble"
         for match in BLOCK.finditer(text):
             heading = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
             line = text.count("\n", 0, match.start()) + 1
-            found.append(pytest.param(preamble[1], match[1], match[2], id=f"{page}:{line} {heading}"))
+            marks = [pytest.mark.slow] if "topology=" in match[1] else []  # ten seconds of libtpu's compiler
+            found.append(pytest.param(preamble[1], match[1], match[2], id=f"{page}:{line} {heading}", marks=marks))
     return found
 
 
@@ -38,3 +43,17 @@ def test_a_snippet_runs_and_prints_what_the_page_shows(preamble: str, code: str,
         exec(compile(code, "snippet", "exec"), namespace)
     if printed is not None:
         assert out.getvalue().rstrip() == printed.rstrip()
+
+
+EMITTED = re.compile(r"```sh\nspmd launch (--emit [^\n]*)\n```\n\n`([^`]*)`:\n\n```\w+\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize(("line", "name", "text"), EMITTED.findall((DOCS / "quickstart.md").read_text(encoding="utf-8")))
+def test_a_file_for_a_scheduler_is_what_the_command_writes(line: str, name: str, text: str, tmp_path: Path) -> None:
+    (path,) = emit(parse(["--out", str(tmp_path), *shlex.split(line)], "spmd launch", ()))
+    assert path.name == name
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_every_kind_of_file_is_shown() -> None:
+    assert len(EMITTED.findall((DOCS / "quickstart.md").read_text(encoding="utf-8"))) == 4

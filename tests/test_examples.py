@@ -1,10 +1,14 @@
 """Every script under examples/ runs in a process of its own, as a reader would run it, and warns of nothing."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launched import launch
+from tests.ports import reserve_port
 
 ROOT = Path(__file__).resolve().parents[1]
 # tests/lightning, tests/torchtitan and tests/huggingface/test_trl.py run theirs: those packages are in folders beside the environment.
@@ -29,3 +33,25 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
+
+
+def losses(out: str) -> dict[int, str]:
+    found = re.findall(r"step (\d+): loss (\S+)$", out, re.MULTILINE)
+    return {int(step): loss for step, loss in found}
+
+
+@pytest.mark.slow
+def test_two_hosts_survive_a_crash_bit_for_bit(tmp_path: Path) -> None:
+    """With a stand-in for ssh that runs the command here."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$1"\n', encoding="utf-8")
+    ssh.chmod(0o755)
+    options = ("-n", 2, "--hosts", "one,two", "--ssh", ssh, "--restarts", 1, "--coordinator", f"127.0.0.1:{reserve_port()}")
+    program = ROOT / "examples" / "two_hosts.py"
+    broken = launch(*options, program=program, arguments=("--out", tmp_path / "broken", "--steps", 9, "--crash", 7))
+    assert broken.code == 0, broken.err
+    assert "host two failed first" in broken.err and "starts all 2 processes again" in broken.err
+    unbroken = launch("-n", 2, program=program, arguments=("--out", tmp_path / "unbroken", "--steps", 9))
+    assert unbroken.code == 0, unbroken.err
+    assert losses(broken.out) == losses(unbroken.out)
+    assert len(losses(broken.out)) == 9

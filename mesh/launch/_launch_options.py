@@ -7,14 +7,14 @@ import importlib.util
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from mesh._mesh_errors import nearest
 from mesh.job._timeouts import DEFAULT_PORT, FIRST_STEP_S, GANG_JOIN_S, WATCHDOG_S
-
-KINDS = ("slurm", "jobset", "tpu-vm", "skypilot")
+from mesh.launch._emit_options import KINDS, add_emit_options, setup_of
+from mesh.schedulers._scheduled_job import Setup
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Options:
         preload: modules imported once, before the processes are forked; empty: each process starts Python anew.
         emit: write the files for a scheduler of this kind instead of running; None: run.
         out: folder for these files.
+        setup: what these files say of the hosts.
         join: this process is one that a scheduler started: join its job and run the program here.
         node: of a launcher that was started over SSH: number of its first process; None otherwise.
         local: with `node`, how many processes to start here.
@@ -56,6 +57,7 @@ class Options:
     join: bool = False
     node: int | None = None
     local: int | None = None
+    setup: Setup = field(default_factory=Setup)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,6 +68,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             options = [option for option in self._option_string_actions if option.startswith("--")]
             message = f"no option {unknown[1]!r}{nearest(unknown[1], options)}"
+        chosen = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if chosen:
+            known = chosen[3].replace("'", "").split(", ")
+            message = f"{chosen[1]} is one of {', '.join(known)}, not {chosen[2]!r}{nearest(chosen[2], known)}"
         wrong = re.match(r"argument (\S+): invalid (int|float) value: (.*)", message)
         if wrong:
             kind = "a whole number" if wrong[2] == "int" else "a number"
@@ -89,7 +95,11 @@ def parse(argv: Sequence[str], prog: str, preload: Sequence[str]) -> Options:
             parser.error(f"--hostfile {given.hostfile} names no host")
     if not program or program == ("-m",):
         parser.error("say which program to run: a script with its arguments, or -m and a module")
-    processes: int = max(1, len(hosts)) if given.processes is None else given.processes
+    setup, wrong = setup_of(given)
+    if wrong:
+        parser.error(wrong)
+    least = setup.resources.tpu.num_hosts if setup.resources.tpu is not None else max(1, len(hosts))
+    processes: int = least if given.processes is None else given.processes
     fault = _fault_of_numbers(given, processes) or _fault_of_hosts(given, processes, hosts)
     if fault:
         parser.error(fault)
@@ -111,6 +121,7 @@ def parse(argv: Sequence[str], prog: str, preload: Sequence[str]) -> Options:
         given.join,
         given.node,
         given.local,
+        setup,
     )
 
 
@@ -191,6 +202,7 @@ def _parser(prog: str, preload: Sequence[str]) -> argparse.ArgumentParser:
     add("--preload", default=",".join(preload), metavar="MODULES", help="import once, then fork (empty: start Python in each process)")
     add("--emit", choices=KINDS, help="write the files for a scheduler instead of running")
     add("--out", type=Path, default=Path(), metavar="DIR", help="where --emit writes")
+    add_emit_options(parser)
     add("--join", action="store_true", help="a scheduler started this process: join its job and run the program here")
     add("--node", type=int, help=argparse.SUPPRESS)
     add("--local", type=int, help=argparse.SUPPRESS)

@@ -18,8 +18,7 @@ import pytest
 from mesh.job._place import PREEMPTED, STUCK
 from mesh.launch import main
 from mesh.launch._attempt import meaning
-from mesh.launch._emit import emit
-from mesh.launch._launch_options import KINDS, Options, parse
+from mesh.launch._launch_options import parse
 from tests.launched import LAUNCH_WITHOUT_TORCH, ROOT, command, environ, launch, steps
 from tests.ports import reserve_port
 
@@ -342,23 +341,6 @@ def test_options_that_make_no_sense_are_refused(arguments: list[str], text: str,
     with pytest.raises(SystemExit):
         parse(arguments, "x", ())
     assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_emitted_file_runs_the_program_once_per_process_and_knows_preemption(kind: str, tmp_path: Path) -> None:
-    options = Options(("train.py", "--text", "it's $HOME"), processes=4, restarts=2, emit=kind, out=tmp_path)
-    (path,) = emit(options)
-    text = path.read_text(encoding="utf-8")
-    assert "mesh.launch" in text and "--join" in text and "train.py" in text
-    if path.suffix in (".sh", ".sbatch"):
-        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-        assert "-eq 75" in text
-    if kind == "slurm":
-        assert "#SBATCH --nodes=4" in text and "'it'\"'\"'s $HOME'" in text
-    if kind == "jobset":
-        assert "completions: 4" in text and "maxRestarts: 2" in text and '"it\'s $HOME"' in text
-    if kind == "skypilot":
-        assert "num_nodes: 4" in text and "recover_on_exit_codes: [75]" in text
 
 
 def test_emit_writes_instead_of_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
