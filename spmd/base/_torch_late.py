@@ -5,7 +5,11 @@ The others are in `_torch`. One that is gone says so, with the versions that hav
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -49,6 +53,47 @@ def joint_graphs() -> Any:
     return _module("functorch.compile")
 
 
+class DeviceInterfaces(NamedTuple):
+    """Dynamo's table of devices."""
+
+    base: Any
+    registered: dict[str, type]
+    register: Callable[[str, type], None]
+
+
+def device_interfaces() -> DeviceInterfaces:
+    """What Dynamo knows of devices, by their names."""
+    module = "torch._dynamo.device_interface"
+    return DeviceInterfaces(*(_named(module, name) for name in ("DeviceInterface", "device_interfaces", "register_interface_for_device")))
+
+
+@contextmanager
+def without_dynamo() -> Generator[None]:
+    """While active, functions under torch.compile run as they are, and this thread's frames are not looked at. Imports nothing."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    eval_frame = _module("torch._C._dynamo.eval_frame")
+    before = eval_frame.set_eval_frame(None)  # first: a stance may not change in a function that Dynamo looks at
+    try:
+        with _named("torch._dynamo", "set_stance")("force_eager"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")  # ours, which a trace sets
+            yield
+    finally:
+        eval_frame.set_eval_frame(before)
+
+
+def skip_in_dynamo(package: str) -> None:
+    """From now on Dynamo does not look into functions of a package."""
+    _named("torch._dynamo.trace_rules", "add")(package)
+
+
+@functools.cache
+def activation_checkpoint() -> Any:
+    """The operator that stands for torch.utils.checkpoint in a graph of Dynamo's."""
+    return _named("torch._higher_order_ops.wrap", "tag_activation_checkpoint")
+
+
 def _module(name: str) -> Any:
     try:
         return import_module(name)
@@ -63,4 +108,15 @@ def _named(module: str, name: str) -> Any:
     return found
 
 
-__all__ = ["PlanParts", "dtensor_spec", "fsspec_filesystem", "joint_graphs", "plan_parts"]
+__all__ = [
+    "DeviceInterfaces",
+    "PlanParts",
+    "activation_checkpoint",
+    "device_interfaces",
+    "dtensor_spec",
+    "fsspec_filesystem",
+    "joint_graphs",
+    "plan_parts",
+    "skip_in_dynamo",
+    "without_dynamo",
+]

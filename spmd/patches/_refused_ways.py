@@ -49,7 +49,7 @@ def register() -> None:
             raise SpmdError(
                 message(
                     "torch.compile's default backend, inductor, writes code for CPUs and GPUs and not for device 'jax'",
-                    fix='spmd.compile(fn), or torch.compile(fn, backend="eager") for the graph alone',
+                    fix='torch.compile(fn, backend="spmd"), or spmd.compile(fn)',
                 )
             )
         return compile_fx(self, model_, inputs_, **options)

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
+from spmd.base._torch_late import without_dynamo
 from spmd.base._underway import underway
 from spmd.device._buffer_stack import take_apart
 from spmd.device._deferred import end_step
@@ -144,7 +145,7 @@ class Step(Compiled, Generic[P, R]):
         if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
         start = time.perf_counter()
-        with compiling(), _uncollected():
+        with compiling(), _uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, way)
             trace_s = time.perf_counter() - start - prepare_s

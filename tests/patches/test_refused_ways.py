@@ -18,7 +18,7 @@ jax_module: Any = torch.jax  # pyright: ignore[reportAttributeAccessIssue]
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of a module that inductor imports
 def test_inductor_says_what_to_use() -> None:
     model = nn.Linear(3, 3).to("jax")
-    with pytest.raises(Exception, match=r"inductor, writes code for CPUs and GPUs .*\n  fix: spmd.compile\(fn\)"):
+    with pytest.raises(Exception, match=r"inductor, writes code for CPUs and GPUs .*\n  fix: torch.compile\(fn, backend=\"spmd\"\)"):
         torch.compile(model)(torch.ones(2, 3, device="jax"))
     with pytest.raises(Exception, match="inductor, writes code for CPUs and GPUs"):
         torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(2, device="jax"))

@@ -1,0 +1,55 @@
+"""The backend itself: what `torch.compile(..., backend="spmd")` calls with each graph that Dynamo captured.
+
+Found by its entry point (`torch_dynamo_backends` in pyproject.toml). Importing this module imports Dynamo; importing spmd does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd.base._errors import SpmdError, message
+from spmd.dynamo import _device_interface, _skip_rules
+from spmd.dynamo._graph_program import GraphProgram
+
+_numbers = itertools.count()
+_made: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
+
+
+def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> GraphProgram:
+    """A callable that runs the graph as compiled programs; they are made when it is first called.
+
+    Args:
+        graph: torch's calls, as Dynamo captured them.
+        example_inputs: not looked at: the first call has tensors with values and layouts.
+        given: `mode` and `options` of torch.compile: there are none.
+
+    Raises:
+        SpmdError: a mode or an option.
+    """
+    if given:
+        raise SpmdError(
+            message(
+                f"backend='spmd' has no {' and no '.join(given)}",
+                f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}",
+                fix='torch.compile(fn, backend="spmd")',
+            )
+        )
+    program = GraphProgram(graph, f"graph_{next(_numbers)}")
+    _made.add(program)
+    return program
+
+
+def graphs() -> list[GraphProgram]:
+    """The graphs that are kept, in the order in which they were captured: how many programs each has, and why one has none."""
+    return sorted(_made, key=lambda program: int(program.name.rpartition("_")[2]))
+
+
+_device_interface.register()
+_skip_rules.register()
+
+__all__ = ["compile_graph", "graphs"]

@@ -1,0 +1,77 @@
+"""What a graph of Dynamo's consists of: its calls, the tensors that it holds, and how it is run while jax traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd.base._torch_late import activation_checkpoint
+from spmd.program.flow._remat import remat
+
+_TO_DEVICE = ("to", "jax")
+
+
+class Calls:
+    """A graph module, and what a program needs to know of it.
+
+    Attributes:
+        graph: as Dynamo made it.
+        held: tensors of the device that it has as attributes: inputs of its programs, after the arguments.
+        has_symbols: integers are among its inputs: sizes that vary.
+        makes_device_tensors: a node names the device.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        nodes = list(graph.graph.nodes)
+        self._names = list(dict.fromkeys(n.target for n in nodes if n.op == "get_attr"))
+        tensors = {name: value for name in self._names if isinstance(value := _attribute(graph, name), torch.Tensor)}
+        self._held = {name: value for name, value in tensors.items() if value.device.type == "jax"}
+        self.held = list(self._held.values())
+        self.has_symbols = any(_is_symbol(n.meta.get("example_value")) for n in nodes if n.op == "placeholder")
+        self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
+
+    def run(self, args: Sequence[Any], held: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Its results, call by call; `held`: tensors that stand for those it has as attributes."""
+        return _Run(self.graph, dict(zip(self._held, held, strict=True))).run(*args)
+
+
+class _Run(fx.Interpreter):
+    """The calls of a graph, one after the other."""
+
+    def __init__(self, graph: fx.GraphModule, held: dict[str, torch.Tensor]) -> None:
+        super().__init__(graph)
+        self._held = held
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = self._held.get(target)
+        return super().get_attr(target, args, kwargs) if found is None else found
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is activation_checkpoint():
+            body, *rest = args
+            return remat()(lambda *given: body(*given))(*rest)
+        return super().call_function(target, args, kwargs)
+
+
+def _attribute(graph: fx.GraphModule, name: str) -> Any:
+    value: Any = graph
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _is_symbol(example: Any) -> bool:
+    return isinstance(example, torch.SymInt)
+
+
+def _device(value: Any) -> str | None:
+    if isinstance(value, torch.device):
+        return value.type
+    return value.partition(":")[0] if isinstance(value, str) else None
+
+
+__all__ = ["Calls"]

@@ -1,0 +1,120 @@
+"""How each result of a graph is made after a call: computed, an input, a view of an input, a view of another result, or plain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from spmd.base._errors import TraceError, message
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, strided_alias, wrap
+from spmd.program.trace._window import Window, leaves_whole
+
+
+class Untraceable(TraceError):
+    """The graph does something that only PyTorch itself can do, operation by operation."""
+
+
+class Made(NamedTuple):
+    """A result that the program computes; `position` among the computed values."""
+
+    position: int
+
+
+class Shown(NamedTuple):
+    """A result that shows the storage of an input, or (`is_made`) of a computed value; `window` None: that tensor itself."""
+
+    position: int
+    is_made: bool
+    window: Window | None
+    has_gradient: bool
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result, of the tensor whose storage it shows."""
+        if self.window is None:
+            return tensor
+        if not self.has_gradient and tensor.requires_grad:
+            tensor = tensor.detach()
+        if is_whole(tensor, buffer_of(tensor)):
+            return tensor.as_strided(self.window.size, self.window.stride, self.window.offset)
+        return self.window.part_of(tensor)
+
+
+class Plain(NamedTuple):
+    """A result that is no tensor of the device."""
+
+    value: Any
+
+
+class Results:
+    """What the graph returned in a trace.
+
+    Attributes:
+        results: how each of its results is made.
+        made: the tensors whose values the program computes.
+        windows: how each of these shows its storage, which then leaves the program whole; None: it leaves contiguous.
+        flowing: positions of those that take a cotangent.
+    """
+
+    def __init__(self, returned: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+        """`inputs`: each over a storage of its own."""
+        self.made: list[torch.Tensor] = []
+        self.windows: list[Window | None] = []
+        self._positions: dict[Any, int] = {}
+        owners = {buffer_of(t): i for i, t in enumerate(inputs)}
+        sharing: dict[Buffer, list[torch.Tensor]] = {}
+        for value in filter(is_device_tensor, returned):
+            tensors = sharing.setdefault(buffer_of(value), [])
+            if all(value is not t for t in tensors):
+                tensors.append(value)
+        self.results: list[Made | Shown | Plain] = []
+        for value in returned:
+            if not is_device_tensor(value):
+                self.results.append(Plain(value))
+            elif (owner := owners.get(buffer_of(value))) is not None:
+                self.results.append(_of_input(value, owner, inputs[owner]))
+            else:
+                self.results.append(self._of_value(value, sharing[buffer_of(value)], buffer_of(value)))
+        self.flowing = [i for i, t in enumerate(self.made) if t.requires_grad]
+
+    def values(self) -> list[Any]:
+        """The arrays that leave the program."""
+        found = zip(map(torch.Tensor.detach, self.made), self.windows, strict=True)
+        return [load(t) if window is None else buffer_of(t).get() for t, window in found]
+
+    def _of_value(self, value: torch.Tensor, sharing: list[torch.Tensor], buffer: Buffer) -> Made | Shown:
+        """One of the results that show a storage which the graph made."""
+        if len(sharing) == 1 or not leaves_whole(sharing, buffer):
+            dense = value.numel() == math.prod(buffer.shape) and not value.is_conj() and not value.is_neg()
+            return Made(self._add(id(value), value, Window.of(value) if dense and leaves_whole([value], buffer) else None))
+        base = next((t for t in (*sharing, *(t._base for t in sharing)) if t is not None and is_whole(t, buffer)), None)
+        if base is None or any(t.dtype != base.dtype or t.is_conj() or t.is_neg() for t in sharing):
+            raise Untraceable(message("two results show one storage in ways that no view has", fix="return copies: y.clone()"))
+        position = self._add(buffer, base, None)
+        return Made(position) if value is base else Shown(position, True, Window.of(value), value.requires_grad)
+
+    def _add(self, key: Any, tensor: torch.Tensor, window: Window | None) -> int:
+        position = self._positions.setdefault(key, len(self.made))
+        if position == len(self.made):
+            self.made.append(tensor)
+            self.windows.append(window)
+        return position
+
+
+def _of_input(value: torch.Tensor, position: int, given: torch.Tensor) -> Shown:
+    if value.dtype != given.dtype or value.is_conj() or value.is_neg():
+        raise Untraceable(message("a result shows an input as another dtype", fix="return a copy: y.clone()"))
+    window = Window.of(value)
+    is_itself = window[:3] == Window.of(given)[:3] and value.requires_grad == given.requires_grad
+    return Shown(position, False, None if is_itself else window, value.requires_grad)
+
+
+def made_of(value: Any, window: Window | None) -> torch.Tensor:
+    """The tensor of a computed value."""
+    tensor = wrap(value)
+    return tensor if window is None else strided_alias(tensor, window.size, window.stride, window.offset)
+
+
+__all__ = ["Made", "Plain", "Results", "Shown", "Untraceable", "made_of"]

@@ -1,0 +1,201 @@
+"""One trace of a graph that Dynamo captured: flat lists of arrays in and out, forward and, where gradients flow, backward.
+
+torch's autograd writes the backward pass in the trace of the forward pass; what does not depend on a cotangent is the forward pass (as in
+`spmd.program.flow._joint`). What the graph does besides computing is found and told: which inputs it wrote to, which results are
+inputs, views of them, or views of each other, how many random numbers it drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import called_at, message
+from spmd.base._jax import eval_jaxpr, split_by_dependence, with_constants_as_inputs
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+from spmd.dynamo._graph_inputs import Given
+from spmd.dynamo._graph_results import Made, Plain, Results, Shown, Untraceable
+from spmd.program.flow._round import Round, one_round
+from spmd.program.trace._buffer_use import TraceRecorder
+from spmd.program.trace._window import Window
+
+Graph = Callable[..., Sequence[Any]]
+Recorded = Callable[[Sequence[Any], Any], TraceRecorder]
+
+
+@dataclass
+class Traced:
+    """What one trace found.
+
+    Attributes:
+        forward: jaxpr of (values from outside, inputs, random words) to (computed values, new values of written inputs, what is
+            kept for `backward`).
+        backward: (what it needs, cotangents) to gradients, of arrays; None where none flow.
+        outer: values from outside the graph: with the buffer to read in each call, or None where it never changes.
+        results: how each of the graph's results is made.
+        windows: of the computed values, as in `Results`.
+        flowing: which computed values take a cotangent.
+        written: positions of inputs whose new values follow.
+        kept_inputs: positions of inputs that `backward` takes, before what the forward pass computed for it.
+        gradients: positions of the inputs whose gradients `backward` gives.
+        draws: random numbers drawn.
+    """
+
+    forward: Any
+    backward: Callable[[Sequence[Any], Sequence[Any]], list[Any]] | None
+    outer: list[tuple[Any, Buffer | None]]
+    results: list[Made | Shown | Plain]
+    windows: list[Window | None]
+    flowing: list[int]
+    written: list[int]
+    kept_inputs: list[int]
+    gradients: list[int]
+    draws: int
+
+    def run_forward(self, outer: Sequence[Any], inputs: Sequence[Any], words: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """(computed values, new values of written inputs, what is kept for `backward`) of arrays."""
+        flat = eval_jaxpr(self.forward.jaxpr, self.forward.consts, *outer, *inputs, words)
+        first = len(self.windows)
+        second = first + len(self.written)
+        return flat[:first], flat[first:second], flat[second:]
+
+
+class _GraphRound(Round):
+    """A round that may write to what it is given, and to nothing around it."""
+
+    def will_write(self, buffer: Buffer) -> None:
+        if buffer not in self.newborn:
+            raise Untraceable(
+                message(
+                    "a graph writes in place to a tensor that is not among its inputs",
+                    *called_at(),
+                    f"the tensor has shape {buffer.shape}",
+                    fix="pass the tensor to the compiled function",
+                )
+            )
+        super().will_write(buffer)
+
+
+class GraphTrace:
+    """The trace of one graph, run twice where gradients flow: once for the shapes of the cotangents.
+
+    Args:
+        graph: a function of tensors of the device, each as `given` says.
+        layouts: per tensor, the sharding of the value that is written to it and of its gradient, or None.
+        recorded: the recorder of a trace in which CPU tensors have these values, and the random state these words.
+    """
+
+    def __init__(self, graph: Graph, given: Sequence[Given], layouts: Sequence[Any], recorded: Recorded) -> None:
+        self._graph, self._given, self._layouts, self._recorded = graph, given, layouts, recorded
+        self._wanted = [i for i, one in enumerate(given) if one.wants_gradient]
+        self._found: Results
+        self._written: list[int] = []
+        self._gradients: list[int] = []
+        self._reads: dict[int, Buffer] = {}
+        self._draws = 0
+
+    def traced(self, examples: Sequence[Any], hosts: Sequence[Any]) -> Traced:
+        """What it finds, given an array for each tensor and the values of CPU tensors.
+
+        Raises:
+            Untraceable: it writes to a tensor from outside, or a value with a gradient to an input; a result is a view that no view has.
+            TraceError: Python or the host needs a value.
+        """
+        with exact_dtypes():
+            known = [*map(jax.typeof, (*examples, *map(jnp.asarray, hosts))), jax.ShapeDtypeStruct((4,), jnp.uint32)]
+            cotangents: list[Any] = []
+            if self._wanted:
+                values = jax.eval_shape(lambda *arrays: self._run(arrays, None)[0], *known)
+                cotangents = [jax.ShapeDtypeStruct(values[i].shape, values[i].dtype) for i in self._found.flowing]
+            closed, consts = with_constants_as_inputs(jax.make_jaxpr(self._run)(known, cotangents))
+            return self._split(closed, [(value, self._reads.get(id(value))) for value in consts], len(cotangents))
+
+    def _run(self, arrays: Sequence[Any], cotangents: Sequence[Any] | None) -> tuple[list[Any], list[Any], list[Any]]:
+        """(computed values, new values of written inputs, gradients) of traced arrays: tensors, CPU tensors, random words."""
+        words, hosts = arrays[-1], arrays[len(self._given) : -1]
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace is this thread's
+        with _in(self._recorded(hosts, words)), one_round(words, _GraphRound) as part, one_thread:
+            inputs = [one.in_trace(array) for one, array in zip(self._given, arrays, strict=False)]
+            buffers = list(map(buffer_of, inputs))
+            start = [b.value for b in buffers]
+            found = self._found = Results(self._graph(*inputs), inputs)
+            self._written = [i for i, (b, was) in enumerate(zip(buffers, start, strict=True)) if b.value is not was]
+            if any(inputs[i].grad_fn is not None for i in self._written):
+                raise Untraceable(message("a graph writes a value with a gradient to an input", fix="return the new value instead"))
+            grads: Sequence[torch.Tensor | None] = ()
+            if cotangents:
+                flowing, sources = [found.made[i] for i in found.flowing], [inputs[i] for i in self._wanted]
+                try:
+                    grads = torch.autograd.grad(flowing, sources, list(map(wrap, cotangents)), allow_unused=True)
+                except RuntimeError as error:  # eagerly, it is raised where somebody asks for gradients
+                    raise Untraceable(message("the gradient of a graph cannot be computed", str(error), fix="see there")) from error
+            reached = [(i, g) for i, g in zip(self._wanted, grads, strict=False) if isinstance(g, torch.Tensor)]
+            self._gradients = [i for i, _ in reached]
+            self._draws = default_stream.draws - part.start_draws
+            self._reads = {id(value): buffer for buffer, value in part.seen.items()}
+            new = [self._laid(i, buffers[i].raw()) for i in self._written]
+            return found.values(), new, [self._laid(i, load(g)) for i, g in reached]
+
+    def _laid(self, position: int, value: Any) -> Any:
+        sharding = self._layouts[position]
+        return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+
+    def _split(self, closed: Any, outer: list[tuple[Any, Buffer | None]], num_cotangents: int) -> Traced:
+        """The two passes; what the second needs of the inputs is taken from there and not returned by the first."""
+        found, num_known = self._found, len(closed.in_avals) - num_cotangents
+        forward, rest, is_unknown = split_by_dependence(closed, [False] * num_known + [True] * num_cotangents)
+        num_own = len(found.made) + len(self._written)
+        assert not any(is_unknown[:num_own])
+        is_known = [not unknown for unknown in is_unknown[num_own:]]
+        kept_inputs, backward = list[int](), None
+        if num_cotangents:
+            forward, kept_inputs, places = self._without_inputs(forward, num_own, len(outer))
+            split = sum(is_known)  # gradients that no cotangent has part in are computed forwards
+
+            def run(kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+                values = [kept[i] for i in places]
+                known, news = iter(values[:split]), iter(eval_jaxpr(rest.jaxpr, rest.consts, *values[split:], *cotangents))
+                return [next(known) if of_forward else next(news) for of_forward in is_known]
+
+            backward = run
+        return Traced(
+            *(forward, backward, outer, found.results, found.windows, found.flowing if num_cotangents else [], self._written),
+            *(kept_inputs, self._gradients, self._draws),
+        )
+
+    def _without_inputs(self, forward: Any, num_own: int, num_outer: int) -> tuple[Any, list[int], list[int]]:
+        """The forward pass without what follows its own outputs and is an input, or there twice.
+
+        Returns:
+            (forward, kept_inputs, places); `places`: for each value that followed, which it is of these inputs and what is computed.
+        """
+        jaxpr = forward.jaxpr
+        given = jaxpr.invars[num_outer : num_outer + len(self._given)]
+        source = {id(v): i for i, v in enumerate(given) if i not in self._written}  # those have other values after the call
+        values = jaxpr.outvars[num_own:]
+        inputs = list(dict.fromkeys(source[id(v)] for v in values if id(v) in source))
+        computed = list({id(v): v for v in values if id(v) not in source}.values())
+        slot = {id(v): len(inputs) + i for i, v in enumerate(computed)}
+        places = [inputs.index(source[id(v)]) if id(v) in source else slot[id(v)] for v in values]
+        info = jaxpr.debug_info._replace(result_paths=None)
+        return forward.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars[:num_own], *computed], debug_info=info)), inputs, places
+
+
+@contextmanager
+def _in(recorder: TraceRecorder) -> Generator[None]:
+    token = recording.set(recorder)
+    try:
+        yield
+    finally:
+        recording.reset(token)
+
+
+__all__ = ["GraphTrace", "Traced"]
