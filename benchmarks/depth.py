@@ -98,6 +98,7 @@ def ours(layers: int, options: Options, roll: bool) -> dict[str, Any]:
 
     import spmd
 
+    spmd.configure(cache_dir=False)  # compilations are measured
     grid, config = grid_of(options), config_of(layers, options)
     torch.manual_seed(0)
     model = gpt2.build(config).to("jax")

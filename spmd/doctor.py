@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import mesh
+from spmd.base._program_files import default_folder
 
 # The lower bounds of pyproject.toml; tests/test_doctor.py holds the two together.
 SUPPORTED = {"python": ">=3.11", "torch": ">=2.11", "jax": ">=0.10", "libtpu": ">=0.0.42"}
@@ -99,6 +101,12 @@ def check_rival(name: str, found: str | None) -> Check:
 def check_host(num_cores: int, memory_bytes: int | None) -> Check:
     memory = "memory unknown" if memory_bytes is None else f"{memory_bytes / 2**30:.0f} GiB memory"
     return Check(name="host", found=f"{num_cores} core{'s' if num_cores != 1 else ''}, {memory}")
+
+
+def check_kept_programs(folder: Path) -> Check:
+    """Compiled programs of earlier processes: where, how many, how large."""
+    sizes = [file.stat().st_size for file in folder.glob("machine-*/*.program")]
+    return Check(name="kept programs", found=f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB")
 
 
 def group_devices(devices: Iterable[mesh.Device]) -> tuple[DeviceGroup, ...]:
@@ -192,5 +200,6 @@ def examine() -> Report:
         Check(name="spmd", found=installed_version("spmd-mesh") or "from a source tree, not installed"),
         *(check_rival(name, installed_version(name)) for name in RIVALS),
         check_host(num_usable_cores(), host_memory_bytes()),
+        check_kept_programs(default_folder()),
     ]
     return Report(checks=(*checks, failure) if failure else tuple(checks), devices=devices)

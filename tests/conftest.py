@@ -4,10 +4,15 @@
 """
 
 import gc
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 
 import mesh
@@ -28,7 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mesh.AcceleratorIdle)  # tests want virtual devices on every machine
         mesh.virtual_devices(config.getoption("--devices"))
+    # This process keeps no programs; those that tests start share a folder, which goes with the run.
+    jax.config.update("jax_enable_compilation_cache", False)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="spmd-tests-")
     gc.disable()  # while modules are imported, which leaves hardly any garbage and takes a quarter longer with it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]), ignore_errors=True)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

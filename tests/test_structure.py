@@ -16,7 +16,14 @@ NEVER: dict[str, tuple[str, ...]] = {"mesh": ("torch",), "spmd.lowering": ("mesh
 # dotted name -> the only files and folders that may say it
 ONLY_IN: dict[str, tuple[str, ...]] = {
     # the last two set what libtpu and glibc read
-    "os.environ": ("mesh/job/_join.py", "mesh/launch", "mesh/_topology.py", "mesh/platform/_allocator.py", "mesh/platform/_threads.py"),
+    "os.environ": (
+        "mesh/job/_join.py",
+        "mesh/launch",
+        "mesh/_topology.py",
+        "mesh/platform/_allocator.py",
+        "mesh/platform/_threads.py",
+        "spmd/base/_program_files.py",
+    ),
     "os.environb": ("mesh/job/_join.py", "mesh/launch"),
     "os.getenv": ("mesh/job/_join.py", "mesh/launch"),
     "os.putenv": ("mesh/job/_join.py", "mesh/launch"),

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -191,6 +192,11 @@ def report_saved(step: int) -> None:
     write_record(host.directory / "saved", str(step))
 
 
+def programs_of_job() -> Path | None:
+    """Where the programs of this job are kept for its restarts; None outside a job of several processes that has a directory."""
+    return None if _joined.job is None else _programs(_joined.job.host)
+
+
 @contextmanager
 def extended_timeout(what: str) -> Generator[None]:
     """While active, the watchdog allows as much time as for a first step: saving, evaluating, loading."""
@@ -263,6 +269,10 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
     atexit.register(_leave)
 
 
+def _programs(host: Host) -> Path | None:
+    return None if host.directory is None else host.directory / "programs"
+
+
 def _configure(host: Host, limits: Limits) -> None:
     """Flags of XLA and jax that a job needs; before jax starts."""
     flags = os.environ.get("XLA_FLAGS", "")
@@ -271,9 +281,9 @@ def _configure(host: Host, limits: Limits) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={int(max(limits.least_s, limits.first_s))}".strip()
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM; see mesh/job/_preemption.py
     jax.config.update("jax_check_proxy_envs", False)
-    if host.directory is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+    programs = _programs(host)
+    if programs is not None and jax.config.values["jax_compilation_cache_dir"] is None:
         # A restarted gang finds its programs compiled. The folder is the job's own: what lies in it is run.
-        programs = host.directory / "programs"
         programs.mkdir(mode=0o700, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(programs))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -2,24 +2,25 @@
 
 spmd.configure(progress=False)                    # what takes long is said through `logging` alone
 spmd.configure(check_indices=True)                # for eager operations too
-spmd.configure(cache_dir="~/.cache/spmd")         # compiled programs are found again by the next process
+spmd.configure(cache_dir="/scratch/programs")     # where the next process finds compiled programs; False: nowhere
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
+from mesh.job._join import programs_of_job
 from spmd.base._errors import SpmdError, message
+from spmd.base._program_files import default_folder, keep_no_programs, keep_programs
 
-_WORTH_KEEPING_S = 0.1  # seconds of compilation: below, reading a file is no quicker
+_log = logging.getLogger("spmd.compile")
 
 
 @dataclass
@@ -29,7 +30,8 @@ class Settings:
     progress: bool = True
     progress_after_s: float = 2.0
     check_indices: bool = False
-    cache_dir: Path | None = None
+    cache_dir: Path | Literal[False] | None = None
+    cache_max_bytes: int = 4 << 30
 
 
 in_force = Settings()
@@ -40,7 +42,8 @@ def configure(
     progress: bool | None = None,
     progress_after_s: float | None = None,
     check_indices: bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | Literal[False] | None = None,
+    cache_max_bytes: int | None = None,
 ) -> Settings:
     """Settings of this process; what is left out stays as it is.
 
@@ -49,7 +52,9 @@ def configure(
             set `logging` up. Logger "spmd.progress" has it in any case, level INFO.
         progress_after_s: how long something takes before anything is said of it, in seconds (2).
         check_indices: what `spmd.compile(check_indices=None)` means, and whether eager operations check indices that only the device knows.
-        cache_dir: a folder for compiled programs, which the next process finds there. What lies in it is run: let nobody else write there.
+        cache_dir: a folder for compiled programs, which the next process finds there; False: none. What lies in it is run: nobody else may
+            write there. If nobody says anything, neither here nor to jax: `spmd` in the user's cache directory, from the first program on.
+        cache_max_bytes: of all programs together (4 GiB); those that nobody used for longest are removed.
 
     Returns:
         What holds now.
@@ -65,8 +70,8 @@ def configure(
         raise SpmdError(
             message("progress_after_s is a number of seconds", f"got {progress_after_s!r}", fix="spmd.configure(progress_after_s=2.0)")
         )
-    if cache_dir is not None:
-        _keep_programs(Path(cache_dir).expanduser())
+    _require_cache(cache_dir, cache_max_bytes)
+    _set_cache(cache_dir, cache_max_bytes)
     if progress is not None:
         in_force.progress = progress
     if progress_after_s is not None:
@@ -76,35 +81,38 @@ def configure(
     return replace(in_force)
 
 
-def _keep_programs(folder: Path) -> None:
-    """Have jax write compiled programs there, and look for them there."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SpmdError(
-            message(f"cache_dir={str(folder)!r} is no folder to write to", str(error), fix='spmd.configure(cache_dir="~/.cache/spmd")')
-        ) from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # jax looks at the folder's name once
-    in_force.cache_dir = folder
+def _require_cache(folder: object, limit: object) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
+        raise SpmdError(message("cache_max_bytes is a number of bytes", f"got {limit!r}", fix="spmd.configure(cache_max_bytes=4 << 30)"))
+    if folder is not None and folder is not False and not isinstance(folder, (str, os.PathLike)):
+        raise SpmdError(message("cache_dir is a folder or False", f"got {folder!r}", fix="spmd.configure(cache_dir=False)"))
 
 
-@contextmanager
-def programs_not_kept() -> Generator[None]:
-    """While active, jax keeps no compiled programs: it cannot read those for chips that are not here, and warns of each."""
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    if folder is None:
-        yield
+def _set_cache(cache_dir: str | os.PathLike[str] | Literal[False] | None, max_bytes: int | None) -> None:
+    """Start, move, limit or end the keeping of compiled programs."""
+    if cache_dir is False:
+        keep_no_programs()
+        in_force.cache_dir = False
+    elif cache_dir is not None or in_force.cache_dir:
+        folder = Path(cache_dir or str(in_force.cache_dir)).expanduser()
+        keep_programs(folder, max_bytes or in_force.cache_max_bytes)
+        in_force.cache_dir = folder
+    if max_bytes is not None:
+        in_force.cache_max_bytes = max_bytes
+
+
+def keep_programs_by_default() -> None:
+    """Before the first program is compiled: keep programs in the job's directory or the user's, unless somebody has decided otherwise."""
+    if in_force.cache_dir is not None or not jax.config.values["jax_enable_compilation_cache"]:
         return
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    job, own = programs_of_job(), jax.config.values["jax_compilation_cache_dir"]
+    if own is not None and own != str(job):
+        return
     try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.reset_cache()
+        _set_cache(job or default_folder(), None)
+    except SpmdError as error:
+        in_force.cache_dir = False
+        _log.warning("compiled programs are not kept for the next process: %s", error)
 
 
-__all__ = ["Settings", "configure", "in_force", "programs_not_kept"]
+__all__ = ["Settings", "configure", "in_force", "keep_programs_by_default"]

@@ -24,7 +24,8 @@ from mesh import size_text, topology_options
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
-from spmd.base._settings import programs_not_kept
+from spmd.base._program_files import programs_not_kept
+from spmd.base._settings import keep_programs_by_default
 from spmd.base._underway import underway
 from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
@@ -192,6 +193,7 @@ class Program(Executable):
             middle = time.perf_counter()
             if self.watched is not None:
                 self.watched.require_same(name, program, self.mesh, [*self.written, *self.read], arg_buffers)
+            keep_programs_by_default()
             with underway(f"compiling {name}{target_text(self.mesh)}"), programs_not_kept() if self.is_ahead else nullcontext():
                 self.compiled = program.compile(topology_options() if self.is_ahead else None)
             if self.watched is not None and self.is_paced:

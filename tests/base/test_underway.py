@@ -8,17 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 import torch
-from jax.experimental.compilation_cache import compilation_cache
 
 import mesh
 import spmd
-from spmd.base import _progress_line, _settings, _underway
+from spmd.base import _progress_line, _underway
 from spmd.base._progress_line import clock
 from spmd.base._settings import in_force
 from spmd.base._underway import underway
@@ -236,26 +233,11 @@ def test_a_lazy_session_shows_what_it_compiled() -> None:
         ({"check_indices": 1}, "check_indices is True or False"),
         ({"progress_after_s": -1}, "progress_after_s is a number of seconds"),
         ({"progress_after_s": float("nan")}, "progress_after_s is a number of seconds"),
-        ({"cache_dir": "/dev/null/programs"}, "is no folder to write to"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given: dict[str, object], text: str) -> None:
     with pytest.raises(spmd.SpmdError, match=text):
         spmd.configure(**given)  # type: ignore[arg-type]
-
-
-def test_compiled_programs_are_kept_in_the_folder_that_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
-    before = {name: jax.config.values[name] for name in names}
-    monkeypatch.setattr(_settings, "_WORTH_KEEPING_S", 0.0)
-    try:
-        assert spmd.configure(cache_dir=tmp_path / "programs").cache_dir == tmp_path / "programs"
-        spmd.compile(lambda x: x.sin() * 7)(torch.ones(11, device="jax"))
-        assert list((tmp_path / "programs").glob("*lambda*"))
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 def test_index_checks_that_are_configured_hold_for_programs_that_are_there_too() -> None:

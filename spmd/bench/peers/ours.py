@@ -18,6 +18,7 @@ class Contender:
     """The PyTorch step through `spmd`. See `spmd.bench._peer` for what each method means."""
 
     def __init__(self, job: Any) -> None:
+        spmd.configure(cache_dir=False)  # compilations are measured
         self.job = job
         self.mesh = Mesh.from_string(job.mesh_text)
         self.device_kind = self.mesh.to_jax().devices.flat[0].device_kind

@@ -16,6 +16,7 @@ from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._exact import exactly
 from spmd.base._jax import inline_jaxpr
+from spmd.base._settings import keep_programs_by_default
 from spmd.base._underway import underway
 from spmd.device._arrays import laid_out, upload
 from spmd.device._checks import Check, note, stacked
@@ -113,6 +114,7 @@ class Region(Executable):
             if self.watched is not None:
                 buffers = [b for b in (ref() for ref in recorded.buffers) if b is not None and b.value is not None]
                 self.watched.require_same("lazy", program, self.mesh, buffers, [])
+            keep_programs_by_default()
             with underway(f"compiling {self.title}"):
                 self.compiled = program.compile()
             if self.watched is not None and self.platform == "cpu":

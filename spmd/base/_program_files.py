@@ -1,0 +1,163 @@
+"""Compiled programs as files, for the processes that come after.
+
+Note [Kept programs]. What lies in the folder is run. So it belongs to one user, and nobody else may write there; a folder that is open to
+others is not used. The name of a file is jax's key (the program, its options, versions, devices) under a folder per machine: a program
+for a CPU uses the instructions that this CPU has. A file says its checksum, is written under another name first, and is removed if it is
+broken. Where all files together are too large, those that nobody read for longest go. Nothing of this ever fails a compilation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd.base._errors import SpmdError, message
+from spmd.base._jax import CacheInterface, set_program_cache, without_program_cache
+
+WORTH_KEEPING_S = 0.1  # seconds of compilation: below, reading a file is no quicker
+_MAGIC = b"spmd program 1\n"
+_ENDING = ".program"
+_MACHINE = "machine-"
+_log = logging.getLogger("spmd.compile")
+
+
+def default_folder() -> Path:
+    """Where the programs of this user lie: `spmd` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd"
+
+
+class ProgramFiles(CacheInterface):
+    """The programs of a folder, as jax asks for them. See Note [Kept programs].
+
+    Args:
+        folder: is made where it is missing, with mode 0700.
+        max_bytes: of all files together.
+
+    Raises:
+        SpmdError: it cannot be made, or others can write there.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._path = folder / _machine()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            for own in (folder, self._path):
+                own.mkdir(mode=0o700, exist_ok=True)
+                _require_own(own)
+            with tempfile.TemporaryFile(dir=self._path):
+                pass
+        except OSError as error:
+            raise SpmdError(
+                message(f"cache_dir={str(folder)!r} is no folder to write to", str(error), fix='spmd.configure(cache_dir="~/.cache/spmd")')
+            ) from error
+
+    def get(self, key: str) -> Any:
+        """The bytes kept under a key; None if there are none, or not as they were written."""
+        file = self._path / (key + _ENDING)
+        try:
+            written = file.read_bytes()
+        except OSError:
+            return None
+        start = len(_MAGIC) + hashlib.sha256().digest_size
+        value = written[start:]
+        if written[:start] != _MAGIC + hashlib.sha256(value).digest():
+            _log.warning("the kept program %s is broken: it is compiled again", file)
+            with suppress(OSError):
+                file.unlink()
+            return None
+        with suppress(OSError):
+            os.utime(file)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep bytes under a key, whole or not at all."""
+        try:
+            handle, name = tempfile.mkstemp(dir=self._path)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(_MAGIC + hashlib.sha256(value).digest())
+                    file.write(value)
+                os.replace(name, self._path / (key + _ENDING))
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            _log.warning("a compiled program is not kept: %s", error)
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Remove what nobody read for longest until the rest is small enough, and what a killed process left half written."""
+        found: list[tuple[float, int, Path]] = []
+        for path in self.folder.glob(f"{_MACHINE}*/*"):
+            with suppress(OSError):  # another process removed it
+                seen = path.stat()
+                found.append((seen.st_mtime, seen.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes:
+                return
+            with suppress(OSError):
+                path.unlink()
+            total -= size
+
+
+def _require_own(folder: Path) -> None:
+    """Raise SpmdError if somebody else can write to a folder."""
+    if not hasattr(os, "geteuid"):
+        return
+    seen = folder.stat()
+    if seen.st_uid != os.geteuid() or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SpmdError(
+            message(
+                f"others can write to cache_dir={str(folder)!r}, and programs that lie there are run",
+                f"mode {stat.S_IMODE(seen.st_mode):04o}, owner {seen.st_uid}, this process {os.geteuid()}",
+                fix=f"chmod 700 {folder}; or spmd.configure(cache_dir=<a folder of your own>)",
+            )
+        )
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """A name for machines with this CPU's instructions."""
+    facts = [platform.machine(), platform.system()]
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return _MACHINE + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def keep_programs(folder: Path, max_bytes: int) -> None:
+    """Have jax write what it compiles from now on to a folder, and look for it there."""
+    files = ProgramFiles(folder, max_bytes)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    set_program_cache(files)
+
+
+def keep_no_programs() -> None:
+    """Have jax compile what this process has not compiled."""
+    jax.config.update("jax_compilation_cache_dir", None)
+    set_program_cache(None)
+
+
+@contextmanager
+def programs_not_kept() -> Generator[None]:
+    """While active, jax keeps no compiled programs: it cannot read those for chips that are not here, and warns of each."""
+    with without_program_cache():
+        yield
+
+
+__all__ = ["WORTH_KEEPING_S", "ProgramFiles", "default_folder", "keep_no_programs", "keep_programs", "programs_not_kept"]

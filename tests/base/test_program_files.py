@@ -1,0 +1,165 @@
+"""Compiled programs as files: found by the next process, whole or not at all, of one user, limited in size."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+
+import spmd
+from spmd.base import _program_files, _settings
+from spmd.base._jax import set_program_cache
+from spmd.base._program_files import ProgramFiles
+
+SCRIPT = """
+import jax, torch, spmd
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[-1]))
+layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to("jax")
+optimizer = torch.optim.AdamW(layers.parameters())
+
+@spmd.compile
+def step(x):
+    optimizer.zero_grad()
+    loss = layers(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+torch.manual_seed(0)
+step(torch.ones(8, 64, device="jax")).item()
+print(found.count("cache_hits"), found.count("cache_misses"))
+"""
+
+
+@pytest.fixture
+def kept() -> Generator[None]:
+    """Programs of this process are kept, however short their compilation."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    before = {name: jax.config.values[name] for name in names}
+    limit = _settings.in_force.cache_max_bytes
+    jax.config.update("jax_enable_compilation_cache", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_program_files, "WORTH_KEEPING_S", 0.0)
+        yield
+    _settings.in_force.cache_dir, _settings.in_force.cache_max_bytes = None, limit
+    jax.config.update("jax_enable_compilation_cache", False)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    set_program_cache(None)
+
+
+def run(home: Path, **environment: str) -> str:
+    """What a process of its own prints: programs found, programs compiled and kept."""
+    given = {**os.environ, "XDG_CACHE_HOME": str(home), "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_next_process_compiles_nothing_and_nobody_asked_for_it(tmp_path: Path) -> None:
+    assert run(tmp_path) == "0 1"
+    (program,) = (tmp_path / "spmd").glob("machine-*/*step*.program")
+    assert (tmp_path / "spmd").stat().st_mode & 0o777 == 0o700
+    assert program.stat().st_mode & 0o777 == 0o600
+    assert run(tmp_path) == "1 0"
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "jax's"])
+def test_a_broken_program_is_compiled_again_and_replaced(tmp_path: Path, damage: str) -> None:
+    files = ProgramFiles(tmp_path, 1 << 20)
+    files.put("key", b"program" * 100)
+    assert files.get("key") == b"program" * 100
+    (file,) = tmp_path.glob("machine-*/*")
+    whole = file.read_bytes()
+    broken = {"cut": whole[:-1], "changed": whole[:-1] + b"?", "empty": b"", "jax's": whole[60:]}
+    file.write_bytes(broken[damage])
+    assert files.get("key") is None
+    assert not file.exists()
+    files.put("key", b"anew")
+    assert files.get("key") == b"anew"
+
+
+def test_the_programs_that_nobody_used_for_longest_go_first(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("not a program")
+    files = ProgramFiles(tmp_path, 300)
+    for age, key in ((30, "first"), (20, "second"), (10, "third")):
+        files.put(key, b"x" * 40)
+        (file,) = tmp_path.glob(f"machine-*/{key}.program")
+        os.utime(file, (time.time() - age,) * 2)
+    assert files.get("first") is not None
+    files.put("fourth", b"x" * 40)
+    assert {path.stem for path in tmp_path.glob("machine-*/*")} == {"first", "third", "fourth"}
+    assert other.exists()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: None) -> None:
+    folder = tmp_path / "spmd"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(spmd.SpmdError, match="others can write to cache_dir") as raised:
+        spmd.configure(cache_dir=folder)
+    assert f"chmod 700 {folder}" in str(raised.value)
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", "spmd.compile"):
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        spmd.compile(lambda x: x.cos() * 7)(torch.ones(13, device="jax"))
+        spmd.compile(lambda x: x.cos() * 8)(torch.ones(13, device="jax"))
+    assert not list(folder.iterdir())
+    (record,) = caplog.records
+    assert record.message.startswith(f"compiled programs are not kept for the next process: others can write to cache_dir={str(folder)!r}")
+
+
+def test_programs_lie_in_the_folder_that_is_configured_until_none_are_kept(tmp_path: Path, kept: None) -> None:
+    assert spmd.configure(cache_dir=tmp_path / "programs").cache_dir == tmp_path / "programs"
+    spmd.compile(lambda x: x.sin() * 7)(torch.ones(11, device="jax"))
+    programs = list((tmp_path / "programs").glob("*/*lambda*.program"))
+    assert programs
+    assert spmd.configure(cache_max_bytes=1 << 20).cache_dir == tmp_path / "programs"
+    assert spmd.configure(cache_dir=False).cache_dir is False
+    spmd.compile(lambda x: x.sin() * 9)(torch.ones(11, device="jax"))
+    assert list((tmp_path / "programs").glob("*/*lambda*.program")) == programs
+
+
+def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
+    spmd.configure(cache_dir=tmp_path)
+    x, made = torch.linspace(0, 1, 12, device="jax"), []
+    for _ in range(2):
+        step = spmd.compile(lambda x: (x.exp() @ x, x.softmax(0)))
+        made.append(([y.cpu().tolist() for y in step(x)], step.hlo(), step.memory()))
+        jax.clear_caches()
+    assert made[0] == made[1]
+    assert len(list(tmp_path.glob("*/*lambda*.program"))) == 1
+
+
+def test_a_folder_that_the_program_gave_to_jax_is_left_to_jax(tmp_path: Path) -> None:
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0").startswith("0 ")
+    assert not (tmp_path / "spmd").exists()
+    assert list((tmp_path / "jax").glob("*step*-cache"))
+
+
+def test_programs_that_cannot_be_written_fail_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = ProgramFiles(tmp_path / "programs", 1 << 20)
+    (tmp_path / "programs").rename(tmp_path / "moved")
+    with caplog.at_level("WARNING", "spmd.compile"):
+        files.put("key", b"program")
+    assert files.get("key") is None
+    assert caplog.records[0].message.startswith("a compiled program is not kept: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"cache_dir": "/dev/null/programs"}, "is no folder to write to"),
+        ({"cache_dir": True}, "cache_dir is a folder or False"),
+        ({"cache_max_bytes": 0}, "cache_max_bytes is a number of bytes"),
+        ({"cache_max_bytes": 1.5}, "cache_max_bytes is a number of bytes"),
+    ],
+)
+def test_folders_and_limits_that_mean_nothing_are_refused(given: dict[str, object], text: str) -> None:
+    with pytest.raises(spmd.SpmdError, match=text):
+        spmd.configure(**given)  # type: ignore[arg-type]
