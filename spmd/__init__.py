@@ -29,6 +29,7 @@ from spmd.device._backend import accept_in_foreach as _accept_in_foreach
 from spmd.device._backend import register as _register
 from spmd.device._call_jax import call_jax as call_jax
 from spmd.fsdp import fully_shard as fully_shard
+from spmd.huggingface._generate import register as _register_generation
 from spmd.patches._module_apply import register as _register_moves
 from spmd.patches._parameter import register as _register_parameters
 from spmd.program._step import Step as Step
@@ -85,6 +86,7 @@ _register_in_graphs()
 _register_moves()
 _register_parameters()
 _register_distributed()
+_register_generation()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)
 
 __all__ = [

@@ -294,6 +294,12 @@ PATCHES: tuple[Patch, ...] = (
         "self, device_type, dtype, enabled, cache_enabled",
     ),
     Patch("torch.get_default_device", 'the device "xla" is the one that was set', _DEVICE_NAMES, _UNINSTALL, ""),
+    # transformers
+    Patch(
+        "transformers.generation.utils.GenerationMixin.generate",
+        "a model on the device generates by programs",
+        "spmd/huggingface/_generate.py",
+    ),
     # Accelerate and the Trainer, while `train_on` is on
     Patch("accelerate.state.PartialState.default_device", "it has no registry of devices", _ACCELERATE, _TRAIN_ON),
     Patch(

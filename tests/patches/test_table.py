@@ -89,6 +89,8 @@ def test_the_file_that_is_named_replaces_it_and_says_why(patch: Patch) -> None:
 @pytest.mark.parametrize("patch", LASTING, ids=lambda patch: patch.target)
 def test_what_is_replaced_for_good_is_ours(patch: Patch) -> None:
     spmd.compat.torch_distributed.install()  # the first mesh of type "jax" would
+    if patch.target.startswith("transformers."):
+        importlib.import_module("transformers.generation.utils")  # a program's own import would
     found = current(patch.target)
     code = getattr(found, "__code__", None)
     name: str = code.co_filename if code is not None else sys.modules[type(found).__module__].__file__ or ""

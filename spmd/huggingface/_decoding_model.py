@@ -1,0 +1,163 @@
+"""A model as transformers' loops see it while it generates: on the host, with programs where it would compute.
+
+`generate` and its loops run unedited on an object of the model's own class and attributes, in which the few methods that compute are
+replaced. Ids, masks, scores, processors, criteria and beams are the host's, so they are CPU torch's to the last token.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+
+from spmd.huggingface._generation_programs import Programs, bucket, programs_of
+from spmd.huggingface._kept_tokens import Kept
+
+
+class Held(Cache):
+    """What goes through transformers' loops as `past_key_values`."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(layers=[])
+        self.kept = kept
+        self.rows_B: Tensor | None = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Done by the next program."""
+        self.rows_B = beam_idx
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if not self.kept.layers else self.kept.num_tokens
+
+
+class _Decoding:
+    """Goes before the model's class among its bases."""
+
+    __slots__ = ("_spmd_is_on_host", "_spmd_programs")
+    _spmd_programs: Programs
+    _spmd_is_on_host: bool
+    device = torch.device("cpu")
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        self._spmd_programs.model._validate_model_kwargs(model_kwargs)  # it looks at the parameters of what is replaced here
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_logits_processor(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return found if self._spmd_is_on_host else type(found)([_ProcessorOnDevice(p) if _is_users(p) else p for p in found])
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_stopping_criteria(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return found if self._spmd_is_on_host else type(found)([_CriterionOnDevice(c) if _is_users(c) else c for c in found])
+
+    def _prepare_text_encoder_decoder_kwargs_for_generation(self, inputs_tensor: Tensor, model_kwargs: Any, **more: Any) -> Any:
+        """The encoder runs with the prompt: until then its tokens stand for its states."""
+        model_kwargs["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs_tensor)  # pyright: ignore[reportArgumentType]
+        if model_kwargs.get("attention_mask") is None:
+            model_kwargs["attention_mask"] = torch.ones_like(inputs_tensor)
+        return model_kwargs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+        max_length = max(max_cache_length + 1, generation_config.max_cache_len or 0)
+        sizes = self._spmd_programs.sizes(batch_size * copies, max_length, copies)
+        model_kwargs["past_key_values"] = Held(Kept(sizes, {}))
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, is_first_iteration: bool = True) -> Any:
+        held: Held = model_kwargs["past_key_values"]
+        kept = held.kept
+        kept.given = _given(kept, self._spmd_programs.model.config, model_kwargs)
+        encoder_tokens = model_kwargs["encoder_outputs"].last_hidden_state if "encoder_mask" in kept.given else None
+        kept.num_encoder_tokens = 0 if encoder_tokens is None else encoder_tokens.shape[1]
+        self._spmd_programs.take_in(kept, input_ids, encoder_tokens)
+        held.rows_B = torch.arange(kept.sizes.batch) if generation_config.num_beams > 1 else None
+        return self(**self.prepare_inputs_for_generation(input_ids, past_key_values=held))
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: Any = None, **more: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids[:, -1], "past_key_values": past_key_values}
+
+    def __call__(self, input_ids: Tensor, past_key_values: Held, return_dict: bool = True) -> Any:
+        rows_B, past_key_values.rows_B = past_key_values.rows_B, None
+        scores_BV = self._spmd_programs.next_scores(past_key_values.kept, input_ids, rows_B)
+        return CausalLMOutputWithPast(logits=scores_BV[:, None], past_key_values=past_key_values)  # pyright: ignore[reportArgumentType]
+
+
+def _given(kept: Kept, config: Any, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """`Kept.given` on the host, of what transformers prepared."""
+    mask: Any = model_kwargs.get("attention_mask")
+    positions: Any = model_kwargs.get("position_ids")
+    given: dict[str, Tensor] = {}
+    if config.is_encoder_decoder:
+        given["encoder_mask"] = torch.nn.functional.pad(mask, (0, bucket(mask.shape[1]) - mask.shape[1]))
+        return given
+    slots = kept.sizes.slots
+    if mask is not None:
+        given["mask"] = torch.nn.functional.pad(mask, (0, slots - mask.shape[1]), value=1)
+    if positions is not None:
+        later = positions[:, -1:] + 1 + torch.arange(slots - positions.shape[1])
+        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        given["positions"] = torch.cat([positions, later if limit is None else later.clamp(max=limit - 1)], 1)
+    return given
+
+
+class DrawsOnDevice(TorchFunctionMode):
+    """Tokens drawn on the host take the device's random numbers: those that the same call draws there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.multinomial:
+            probabilities, *more = args
+            return func(probabilities.to("jax"), *more, **kwargs or {}).cpu()
+        return func(*args, **kwargs or {})
+
+
+def _is_users(called: Any) -> bool:
+    return type(called).__module__.partition(".")[0] != "transformers"
+
+
+class _ProcessorOnDevice(LogitsProcessor):
+    """A processor of the user's sees tensors where the prompt was."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return self.theirs(input_ids.to("jax"), scores.to("jax")).cpu()
+
+
+class _CriterionOnDevice(StoppingCriteria):
+    """The same for a criterion."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["theirs"], name)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        shown = None if scores is None else tuple(score.to("jax") for score in scores)
+        return self.theirs(input_ids.to("jax"), shown, **kwargs).cpu()
+
+
+@functools.cache
+def _class_of(kind: type) -> type:
+    return type(kind.__name__, (_Decoding, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def decoding(model: Any, is_on_host: bool) -> Any:
+    """The model under a class that generates by programs; its attributes are the model's. `is_on_host`: where the prompt was."""
+    made = object.__new__(_class_of(type(model)))
+    object.__setattr__(made, "__dict__", vars(model))
+    object.__setattr__(made, "_spmd_programs", programs_of(model))
+    object.__setattr__(made, "_spmd_is_on_host", is_on_host)
+    return made
+
+
+__all__ = ["DrawsOnDevice", "Held", "decoding"]

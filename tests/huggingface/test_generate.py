@@ -1,0 +1,236 @@
+"""`model.generate` on device "jax" as users call it: tokens equal CPU torch's, few programs, and what is left to transformers."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from spmd.huggingface._generate import reason_against
+from tests.huggingface.generating import (
+    FAMILIES,
+    PAD,
+    compilations,
+    device_model,
+    fresh_model,
+    host_model,
+    padded_prompt,
+    programs,
+    prompt,
+)
+
+SLOW = pytest.mark.slow
+EVERY_FAMILY = ["llama", *(pytest.param(family, marks=SLOW) for family in FAMILIES[1:])]
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers", "ignore:.*:FutureWarning:transformers")
+
+
+def require_equal(family: str, given: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    """The same call on both; returns the tokens."""
+    torch.manual_seed(3)
+    wanted = host_model(family).generate(**given, **options)
+    torch.manual_seed(3)
+    got = device_model(family).generate(**given, **options)
+    assert torch.equal(got, wanted), f"{got}\n{wanted}"
+    return got
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_tokens_are_those_of_the_cpu_and_a_bucket_has_two_programs(family: str) -> None:
+    model, host = fresh_model(family), host_model(family)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    for length in (5, 8, 1):
+        ids = prompt(length)
+        got = model.generate(ids.to("jax"), **options)
+        assert got.device.type == "jax" and torch.equal(got.cpu(), host.generate(ids, **options))
+        assert programs(model).num_executables == 2
+    assert torch.equal(model.generate(prompt(9), **options), host.generate(prompt(9), **options))
+    assert programs(model).num_executables == (4 if host.config.is_encoder_decoder else 3)  # a token looks at the encoder's bucket too
+    with compilations() as found:
+        model.generate(prompt(6, seed=1).to("jax"), **options)
+        model.generate(prompt(12, seed=1).to("jax"), **options)
+    assert not found
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "t5"])
+@pytest.mark.parametrize("length", range(1, 34))
+def test_a_prompt_padded_to_its_bucket_goes_on_as_it_is(family: str, length: int) -> None:
+    require_equal(family, {"input_ids": prompt(length, seed=length)}, max_new_tokens=10, do_sample=False)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_prompts_of_several_lengths_go_on_as_each_alone(family: str) -> None:
+    side = "right" if host_model(family).config.is_encoder_decoder else "left"
+    require_equal(family, padded_prompt(3, 11, 7, on=side), max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_beams_are_those_of_the_cpu(family: str) -> None:
+    given = {"input_ids": prompt(6)}
+    require_equal(family, given, max_new_tokens=10, num_beams=3, do_sample=False)
+    for options in ({"early_stopping": True}, {"num_return_sequences": 2, "length_penalty": 0.3}, {"early_stopping": "never"}):
+        require_equal(family, given, max_new_tokens=10, num_beams=3, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 3, "top_p": 0.8, "temperature": 0.7}])
+def test_a_prompt_on_the_host_draws_the_cpus_numbers(options: dict[str, Any]) -> None:
+    require_equal("llama", {"input_ids": prompt(6)}, max_new_tokens=10, do_sample=True, **options)
+
+
+@SLOW
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_a_prompt_on_the_device_draws_what_transformers_own_loop_draws_there(options: dict[str, Any]) -> None:
+    found: list[list[list[int]]] = []
+    for more in ({}, {"disable_compile": True}, {}):
+        torch.manual_seed(5)
+        tokens = device_model("llama").generate(prompt(6).to("jax"), max_new_tokens=4, do_sample=True, **options, **more)
+        found.append(tokens.tolist())
+        found.append(torch.randn(3, device="jax").tolist())  # and the numbers after it
+    assert found[:2] == found[2:4] == found[4:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eos_token_id": list(range(3, 40))},
+        {"eos_token_id": list(range(3, 40)), "min_new_tokens": 6},
+        {"max_length": 9},
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [7, 8]], "suppress_tokens": [9, 10]},
+        {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.2)},
+        {"sequence_bias": {(11, 12): -20.0}, "renormalize_logits": True},
+    ],
+)
+def test_lengths_ends_and_penalties_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+    options = {"max_new_tokens": 12, **options} if "max_length" not in options else options
+    got = require_equal("llama", padded_prompt(4, 7, 6), do_sample=False, **options)
+    assert "min_new_tokens" in options or "eos_token_id" not in options or (got[:, -1] == PAD).any()
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=SLOW)])
+@pytest.mark.parametrize("beams", [1, pytest.param(2, marks=SLOW)])
+def test_scores_and_cache_are_those_of_the_cpu(family: str, beams: int) -> None:
+    options = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_scores": True, "output_logits": True}
+    got = device_model(family).generate(prompt(6).to("jax"), **options)
+    wanted = host_model(family).generate(prompt(6), **options)
+    assert type(got) is type(wanted) and list(got) == list(wanted)
+    assert torch.equal(got.sequences.cpu(), wanted.sequences)
+    for name in ("scores", "logits"):
+        for ours, theirs in zip(got[name], wanted[name], strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-3)  # of logits of a hundred
+    assert type(got.past_key_values) is type(wanted.past_key_values)
+    assert got.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
+    if family == "llama":
+        for ours, theirs in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+            assert ours.keys.device.type == "jax"
+            torch.testing.assert_close(ours.keys.cpu(), theirs.keys, rtol=1e-4, atol=1e-3)
+
+
+class Seen(LogitsProcessor):
+    """A user's processor: no token twice in a row, with a note of what it is given."""
+
+    def __init__(self) -> None:
+        self.devices: set[str] = set()
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.devices |= {input_ids.device.type, scores.device.type}
+        self.lengths.append(input_ids.shape[1])
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+class Until(StoppingCriteria):
+    """A user's criterion."""
+
+    def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 10, device=input_ids.device)
+
+
+class Words(BaseStreamer):
+    def __init__(self) -> None:
+        self.words: list[Any] = []
+
+    def put(self, value: Any) -> None:
+        self.words.append(value.tolist())
+
+    def end(self) -> None:
+        self.words.append("end")
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_a_users_processor_criterion_and_streamer_see_each_token(device: str) -> None:
+    found: list[Any] = []
+    for model, where in ((host_model("llama"), "cpu"), (device_model("llama"), device)):
+        processor, streamer = Seen(), Words()
+        tokens = model.generate(
+            prompt(6, 1).to(where),
+            max_new_tokens=9,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([processor]),
+            stopping_criteria=StoppingCriteriaList([Until()]),
+            streamer=streamer,
+        )
+        assert processor.devices == {where}
+        found.append((tokens.cpu().tolist(), processor.lengths, streamer.words))
+    assert found[0] == found[1] and len(found[0][0][0]) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"disable_compile": True}, "disable_compile"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"cache_implementation": "offloaded"}, "its cache"),
+        ({"prompt_lookup_num_tokens": 2}, "its way of generating"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"token_type_ids": prompt(4)}, "token_type_ids"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+    ],
+)
+def test_what_programs_do_not_do_is_left_to_transformers(options: dict[str, Any], reason: str) -> None:
+    assert reason_against(device_model("llama"), {"inputs": prompt(4), "kwargs": options}) == reason
+    assert reason_against(device_model("llama"), {"inputs": prompt(4), "kwargs": {"num_beams": 2}}) is None
+
+
+def test_a_model_that_is_no_program_says_so_and_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, host = fresh_model("gpt2"), host_model("gpt2")
+    forward = model.forward
+
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        return found if found.logits.max() > 0 else forward(*args, **kwargs)
+
+    model.forward = asking
+    ids = prompt(3, 1)
+    with pytest.warns(UserWarning, match="generates by transformers' own loop"):
+        got = model.generate(ids.to("jax"), max_new_tokens=2, do_sample=False)
+    assert torch.equal(got.cpu(), host.generate(ids, max_new_tokens=2, do_sample=False))
+
+
+def test_copies_and_files_of_a_model_have_no_programs() -> None:
+    model = device_model("llama")
+    model.generate(prompt(6, 1), max_new_tokens=3)
+    other = copy.deepcopy(model)
+    assert programs(other).num_executables == 0
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert programs(model).num_executables > 0 and pickle.dumps(programs(model))
+    assert torch.equal(other.generate(prompt(6, 1), max_new_tokens=3), model.generate(prompt(6, 1), max_new_tokens=3))
+
+
+def test_weights_that_change_are_used_by_the_same_programs() -> None:
+    model, host = fresh_model("llama"), copy.deepcopy(host_model("llama"))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    model.generate(prompt(6), **options)
+    for changed in (model, host):
+        with torch.no_grad():
+            changed.lm_head.weight.neg_()
+    assert torch.equal(model.generate(prompt(6), **options), host.generate(prompt(6), **options))
+    assert programs(model).num_executables == 2
