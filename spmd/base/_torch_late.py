@@ -83,6 +83,26 @@ def without_dynamo() -> Generator[None]:
         eval_frame.set_eval_frame(before)
 
 
+class Asked(NamedTuple):
+    """What torch.compile was given."""
+
+    backend: Any
+    options: dict[str, Any]
+    fullgraph: bool
+
+
+def asked_of(context: Any) -> Asked:
+    """What torch.compile was given; `context`: what it made to compile functions with."""
+    backend = _named("torch._dynamo.eval_frame", "innermost_backend")(context.callback)
+    options: dict[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
+    return Asked(getattr(backend, "compiler_fn", backend), options, getattr(context, "fullgraph", False))
+
+
+def stance() -> str:
+    """What torch.compiler.set_stance said last, in a process that has Dynamo."""
+    return _named("torch._dynamo.eval_frame", "_stance").stance
+
+
 def skip_in_dynamo(package: str) -> None:
     """From now on Dynamo does not look into functions of a package."""
     _named("torch._dynamo.trace_rules", "add")(package)
@@ -109,14 +129,17 @@ def _named(module: str, name: str) -> Any:
 
 
 __all__ = [
+    "Asked",
     "DeviceInterfaces",
     "PlanParts",
     "activation_checkpoint",
+    "asked_of",
     "device_interfaces",
     "dtensor_spec",
     "fsspec_filesystem",
     "joint_graphs",
     "plan_parts",
     "skip_in_dynamo",
+    "stance",
     "without_dynamo",
 ]

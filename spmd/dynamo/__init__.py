@@ -2,6 +2,7 @@
 
     model = GPT2().to("jax")
     fast = torch.compile(model, backend="spmd")         # found by its entry point
+    step = torch.compile(train_step, backend="spmd")    # with backward and optimizer: one program, see Note [Whole steps]
     spmd.dynamo.graphs()                                # what was compiled, and what was not and why
 
 Note [Graphs as Dynamo has them]
@@ -13,5 +14,6 @@ dims that lie over different axes. What it does besides is done here: writes to 
 from spmd.dynamo._compile_graph import compile_graph as compile_graph
 from spmd.dynamo._compile_graph import graphs as graphs
 from spmd.dynamo._graph_program import GraphProgram as GraphProgram
+from spmd.dynamo._whole_step import step_of as step_of
 
-__all__ = ["GraphProgram", "compile_graph", "graphs"]
+__all__ = ["GraphProgram", "compile_graph", "graphs", "step_of"]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from spmd.base._errors import SpmdError, message
-from spmd.dynamo import _device_interface, _skip_rules
+from spmd.dynamo import _device_interface, _skip_rules, _whole_step
 from spmd.dynamo._graph_program import GraphProgram
+from spmd.dynamo._whole_step import checked_options
 
 _numbers = itertools.count()
 _made: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
@@ -26,19 +27,14 @@ def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **
     Args:
         graph: torch's calls, as Dynamo captured them.
         example_inputs: not looked at: the first call has tensors with values and layouts.
-        given: `mode` and `options` of torch.compile: there are none.
+        given: `options` of torch.compile, which are for training steps, and `mode`: there is none.
 
     Raises:
-        SpmdError: a mode or an option.
+        SpmdError: a mode, or an option that means nothing.
     """
-    if given:
-        raise SpmdError(
-            message(
-                f"backend='spmd' has no {' and no '.join(given)}",
-                f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}",
-                fix='torch.compile(fn, backend="spmd")',
-            )
-        )
+    if given.get("mode") is not None:
+        raise SpmdError(message("backend='spmd' has no modes", f"mode={given['mode']!r}", fix='torch.compile(fn, backend="spmd")'))
+    checked_options(given.get("options") or {})
     program = GraphProgram(graph, f"graph_{next(_numbers)}")
     _made.add(program)
     return program
@@ -51,5 +47,6 @@ def graphs() -> list[GraphProgram]:
 
 _device_interface.register()
 _skip_rules.register()
+_whole_step.register(compile_graph)
 
 __all__ = ["compile_graph", "graphs"]

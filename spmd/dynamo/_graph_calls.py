@@ -20,6 +20,7 @@ class Calls:
     Attributes:
         graph: as Dynamo made it.
         held: tensors of the device that it has as attributes: inputs of its programs, after the arguments.
+        held_hosts: tensors elsewhere that it has.
         has_symbols: integers are among its inputs: sizes that vary.
         makes_device_tensors: a node names the device.
     """
@@ -27,16 +28,17 @@ class Calls:
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
         nodes = list(graph.graph.nodes)
-        self._names = list(dict.fromkeys(n.target for n in nodes if n.op == "get_attr"))
-        tensors = {name: value for name in self._names if isinstance(value := _attribute(graph, name), torch.Tensor)}
-        self._held = {name: value for name, value in tensors.items() if value.device.type == "jax"}
-        self.held = list(self._held.values())
+        names = dict.fromkeys(n.target for n in nodes if n.op == "get_attr")
+        tensors = {name: value for name in names if isinstance(value := _attribute(graph, name), torch.Tensor)}
+        self._names = sorted(tensors, key=lambda name: tensors[name].device.type != "jax")
+        self.held = [t for t in tensors.values() if t.device.type == "jax"]
+        self.held_hosts = [t for t in tensors.values() if t.device.type != "jax"]
         self.has_symbols = any(_is_symbol(n.meta.get("example_value")) for n in nodes if n.op == "placeholder")
         self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
 
     def run(self, args: Sequence[Any], held: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Its results, call by call; `held`: tensors that stand for those it has as attributes."""
-        return _Run(self.graph, dict(zip(self._held, held, strict=True))).run(*args)
+        """Its results, call by call; `held`: tensors that stand for `held` and then for `held_hosts`."""
+        return _Run(self.graph, dict(zip(self._names, held, strict=True))).run(*args)
 
 
 class _Run(fx.Interpreter):

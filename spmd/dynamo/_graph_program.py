@@ -35,7 +35,7 @@ from spmd.dynamo._graph_results import Made, Plain, Shown, made_of
 from spmd.dynamo._graph_trace import GraphTrace, Traced
 from spmd.program._job_checks import compiling
 from spmd.program.trace._buffer_use import TraceRecorder
-from spmd.program.trace._host_values import HostArgument, identity_of, no_host_random
+from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random
 from spmd.program.xla._target import common_mesh, lies_on, likely_platform
 
 logger = logging.getLogger("spmd.dynamo")
@@ -107,7 +107,7 @@ class Program:
     """
 
     def __init__(self, calls: Calls, args: tuple[Any, ...], name: str) -> None:
-        self._held = calls.held
+        self._held, self._held_hosts = calls.held, calls.held_hosts
         self._positions = [i for i, a in enumerate(args) if is_device_tensor(a)]
         self._hosts = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and not is_device_tensor(a)]
         tensors = self._tensors(args)
@@ -130,24 +130,33 @@ class Program:
         return jax.jit(run) if self.mesh is None else PartitionedJit(run)
 
     def _traced(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Traced:
-        """The trace, with CPU tensors as inputs after those of the device."""
-        bound, identities = list(args), [identity_of(args[i]) for i in self._hosts]
-        for i in self._hosts:
-            bound[i] = args[i].as_subclass(HostArgument)
+        """The trace, with CPU tensors as inputs after those of the device; it may not write to them."""
+        hosts = self._host_tensors(args)
+        copies = [t.detach().clone() for t in hosts]  # a trace is no call: what it writes is not written
+        stand_ins = [t.as_subclass(HostArgument) for t in copies]
+        bound, held_hosts = list(args), stand_ins[len(self._hosts) :]
+        for i, stand_in in zip(self._hosts, stand_ins, strict=False):
+            bound[i] = stand_in
         count, platform = len(self._positions), likely_platform(map(buffer_of, tensors))
+        identities = list(map(identity_of, copies))
 
         def run(*inputs: torch.Tensor) -> Any:
             filled = list(bound)
             for position, tensor in zip(self._positions, inputs, strict=False):
                 filled[position] = tensor
-            return calls.run(filled, inputs[count:])
+            return calls.run(filled, [*inputs[count:], *held_hosts])
 
         def recorded(values: Sequence[Any], words: Any) -> TraceRecorder:
             return TraceRecorder(words, dict(zip(identities, values, strict=True)), default_stream.draws, {}, platform=platform)
 
         examples = [example_of(t, self.mesh, self._replicated) for t in tensors]
-        hosts = [host_array(args[i]) for i in self._hosts]
-        return GraphTrace(run, self.given, [layout_of(t) for t in tensors], recorded).traced(examples, hosts)
+        traced = GraphTrace(run, self.given, [layout_of(t) for t in tensors], recorded).traced(examples, list(map(host_array, hosts)))
+        if any(t._version for t in copies):
+            raise computed_on_host("it writes to it")
+        return traced
+
+    def _host_tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        return [*(args[i] for i in self._hosts), *self._held_hosts]
 
     def _tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         return [*(args[i] for i in self._positions), *self._held]
@@ -180,8 +189,8 @@ class Program:
             outer = [value if buffer is None else buffer.get() for value, buffer in traced.outer]
         with exact_dtypes():
             inputs = self.arrays(tensors, self.given)
-            if self._hosts:
-                inputs += [host_array(args[i]) for i in self._hosts]
+            if self._hosts or self._held_hosts:
+                inputs += map(host_array, self._host_tensors(args))
             values, new, kept = self._forward(outer, inputs, words)
         if self.mesh is not None:
             note_operation(values or new)

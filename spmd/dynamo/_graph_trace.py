@@ -130,14 +130,14 @@ class GraphTrace:
             self._written = [i for i, (b, was) in enumerate(zip(buffers, start, strict=True)) if b.value is not was]
             if any(inputs[i].grad_fn is not None for i in self._written):
                 raise Untraceable(message("a graph writes a value with a gradient to an input", fix="return the new value instead"))
-            grads: Sequence[torch.Tensor | None] = ()
+            grads: Any = ()
             if cotangents:
                 flowing, sources = [found.made[i] for i in found.flowing], [inputs[i] for i in self._wanted]
                 try:
                     grads = torch.autograd.grad(flowing, sources, list(map(wrap, cotangents)), allow_unused=True)
                 except RuntimeError as error:  # eagerly, it is raised where somebody asks for gradients
                     raise Untraceable(message("the gradient of a graph cannot be computed", str(error), fix="see there")) from error
-            reached = [(i, g) for i, g in zip(self._wanted, grads, strict=False) if isinstance(g, torch.Tensor)]
+            reached = [(i, g) for i, g in zip(self._wanted, grads, strict=False) if g is not None]
             self._gradients = [i for i, _ in reached]
             self._draws = default_stream.draws - part.start_draws
             self._reads = {id(value): buffer for buffer, value in part.seen.items()}

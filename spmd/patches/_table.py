@@ -237,6 +237,12 @@ PATCHES: tuple[Patch, ...] = (
         "spmd/patches/_refused_ways.py",
     ),
     Patch(
+        "torch._dynamo.eval_frame.OptimizeContext.__call__",
+        "Dynamo makes several graphs of a training step: with our backend it is one program",
+        "spmd/dynamo/_whole_step.py",
+        parameters="self, fn",
+    ),
+    Patch(
         "torch.nn.parallel.DataParallel.__init__",
         "one device has nothing to split a batch over: it says what to use",
         "spmd/patches/_refused_ways.py",

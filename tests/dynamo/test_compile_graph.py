@@ -330,6 +330,17 @@ def test_what_only_pytorch_can_do_runs_operation_by_operation_and_is_logged(capl
     assert graphs()[0].refused is not None
 
 
+def test_a_write_to_a_cpu_tensor_is_made_once_in_each_call() -> None:
+    def fn(x: torch.Tensor, counts: list[torch.Tensor]) -> torch.Tensor:
+        torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+        return x * 2
+
+    fast, counts = compiled(fn), [torch.zeros(()), torch.zeros(100)]
+    for i in range(3):
+        assert_same(fast(batch(3).to("jax"), counts), batch(3) * 2)
+        assert [float(c.sum()) for c in counts] == [i + 1, 100 * (i + 1)]
+
+
 def test_on_the_host_it_is_pytorchs_own() -> None:
     model = MLP()
     fast = compiled(model)
@@ -338,7 +349,7 @@ def test_on_the_host_it_is_pytorchs_own() -> None:
 
 
 def test_options_are_refused() -> None:
-    with pytest.raises(Exception, match="backend='spmd' has no options"):
+    with pytest.raises(Exception, match="backend='spmd' has no option 'max_autotune'"):
         compiled(lambda x: x + 1, options={"max_autotune": True})(batch(3).to("jax"))
 
 

@@ -35,7 +35,7 @@ LOOK = """
 import importlib, importlib.util, inspect, json, sys, threading
 import torch, torch.amp.autocast_mode, torch.optim.swa_utils, torch.utils.checkpoint, torch.utils.dlpack, torch._higher_order_ops.utils
 import torch.optim._adafactor, torch.optim.optimizer, torch.utils._device, torch.utils._foreach_utils
-import torch._higher_order_ops.associative_scan, torch.distributed.tensor.parallel, torch.distributed.fsdp
+import torch._dynamo, torch._higher_order_ops.associative_scan, torch.distributed.tensor.parallel, torch.distributed.fsdp
 
 if importlib.util.find_spec("accelerate") and importlib.util.find_spec("transformers"):
     import transformers.trainer
@@ -91,6 +91,7 @@ def test_what_is_replaced_for_good_is_ours(patch: Patch) -> None:
     spmd.compat.torch_distributed.install()  # the first mesh of type "jax" would
     if patch.target.startswith("transformers."):
         importlib.import_module("transformers.generation.utils")  # a program's own import would
+    importlib.import_module("spmd.dynamo")  # the first torch.compile(backend="spmd") would
     found = current(patch.target)
     code = getattr(found, "__code__", None)
     name: str = code.co_filename if code is not None else sys.modules[type(found).__module__].__file__ or ""
