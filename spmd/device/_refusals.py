@@ -118,7 +118,7 @@ class MetaCheck:
         with warnings.catch_warnings(), torch.random.fork_rng((), enabled=draws, device_type="cpu"):
             warnings.simplefilter("ignore")
             try:
-                self._asked("cpu", shapes)
+                self._asked("cpu", shapes, self._cut_args())
             except (RuntimeError, TypeError, ValueError) as error:
                 said = str(error)
                 if _IS_OF_DTYPES.search(said) and not _LACKS_A_KERNEL.search(said):
@@ -128,13 +128,17 @@ class MetaCheck:
         with contextlib.suppress(NotImplementedError, Warning):
             self._asked("cpu", shapes)
 
-    def _asked(self, device: str, shapes: dict[int, tuple[int, ...]]) -> Any:
+    def _cut_args(self) -> list[Any]:
+        """The arguments with small sizes in place of those of a large result, which the CPU would write (`slice_backward`)."""
+        return [[min(size, _SMALL) for size in arg] if _is_sizes(arg) and math.prod(map(abs, arg)) > _FEW else arg for arg in self.args]
+
+    def _asked(self, device: str, shapes: dict[int, tuple[int, ...]], given: Sequence[Any] | None = None) -> Any:
         def made(arg: Any) -> Any:
             if isinstance(arg, TensorSlot):
                 return torch.zeros(shapes[arg.index], dtype=arg.dtype, device=device)  # the system gives no memory for unwritten zeros
             return [made(item) for item in arg] if isinstance(arg, list) else arg
 
-        args = [made(arg) for arg in self.args]
+        args = [made(arg) for arg in (self.args if given is None else given)]
         kwargs = {name: device if name == "device" else made(arg) for name, arg in self.kwargs.items()}
         if device == "cpu" and any(
             a.name == "generator" for a in self.op._schema.arguments[len(args) :]
@@ -142,6 +146,10 @@ class MetaCheck:
             kwargs["generator"] = torch.Generator()
         with DisableAutocast():
             return self.op(*args, **kwargs)
+
+
+def _is_sizes(arg: Any) -> bool:
+    return isinstance(arg, list) and all(type(item) is int for item in arg)
 
 
 def _has_fake(op: OpOverload) -> bool:

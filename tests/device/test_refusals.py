@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spmd
+from spmd.device._refusals import MetaCheck, TensorSlot
 
 REFUSED: dict[str, Callable[[str], object]] = {
     "shapes_of_gather": lambda d: torch.ones(1, 1, device=d).gather(1, torch.zeros(2, 2, dtype=torch.int64, device=d)),
@@ -142,3 +144,34 @@ def test_a_memory_format_is_refused_by_the_call_that_asks_for_it_and_by_no_other
         with pytest.raises(RuntimeError, match="required rank 5 tensor to use channels_last_3d format"):
             like(image, memory_format=torch.channels_last_3d)
         assert like(rows, memory_format=torch.preserve_format).shape == rows.shape
+
+
+class Sizes(TorchDispatchMode):
+    """Collects the number of elements of every result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen.append(out.numel())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (torch.ops.aten.slice_backward.default, ([256, 32, 4096, 128], 3, 64, 2**63 - 1, 1)),
+        (torch.ops.aten.select_backward.default, ([256, 32, 4096, 64, 2], 4, 0)),
+        (torch.ops.aten.new_zeros.default, ([256, 32, 4096, 128],)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, torch._ops.OpOverload) else "",
+)
+def test_the_cpu_is_asked_for_small_results(op: Any, args: tuple[Any, ...]) -> None:
+    """A trace for 256 chips would write 8 GiB of zeros."""
+    check, large = MetaCheck(op, (TensorSlot(0, torch.float32), *args), {}), torch.empty(256, 32, 4096, 64, device="meta")
+    with Sizes() as sizes:
+        check.check_dtypes([large], draws=False)
+    assert sizes.seen
+    assert max(sizes.seen) <= 8**5
