@@ -19,6 +19,12 @@ SHOWN_ELSEWHERE = {
     "train_gpt2": "tests/test_train_gpt2.py runs it seven times",
     "huggingface_trainer": "tests/huggingface/test_trainer.py trains the same beside CPU torch",
     "peft_lora": "and tests/huggingface/test_peft.py",
+    "finetune_safetensors": "tests/checkpoint/test_safetensors.py and tests/rules/test_presets.py have its parts",
+    "generate_with_cache": "tests/test_models.py fills a static cache beside CPU torch",
+    "llama_pod": "a minute of libtpu's compiler; tests/program/test_ahead_of_time.py compiles a smaller one",
+    "streamed_text": "tests/train/test_text_files.py reads a recipe's text, tests/test_data.py keeps a loader's place",
+    "two_hosts": "below, on two hosts, with a crash",
+    "vision_amp_ema": "tests/patches/test_running_averages.py and tests/device/test_autocast.py have its parts",
     "accelerate_loop": "and tests/huggingface/test_accelerate.py",
     "distributed_data_parallel": "tests/torch_distributed/test_data_parallel.py has its parts",
     "torch_distributed": "tests/torch_distributed has its parts",
@@ -30,7 +36,7 @@ CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem 
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     code = "import runpy, sys; root, *sys.argv = sys.argv[1:]; sys.path.insert(0, root); runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:virtual_devices", "-c", code, str(ROOT), str(example)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
 

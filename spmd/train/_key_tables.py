@@ -13,6 +13,7 @@ from spmd.train._recipe import choices, keys_of, tables
 USAGE = """Train a model as a recipe says; goes on where the run in its folder was.
 
     spmd train RECIPE.toml [--KEY VALUE] [--TABLE.KEY VALUE] ...
+    spmd train --debug RECIPE.toml ...                        # an error with its whole traceback, which OUT/error.txt has otherwise
     spmd train --init RECIPE.toml [--TABLE.KEY VALUE] ...     # writes one: asks at a terminal for what is not said
 
 Keys, with their defaults; those without a table stand at the top of the file."""

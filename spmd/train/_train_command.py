@@ -13,6 +13,7 @@ import mesh
 from mesh import launch
 from mesh.job import _join
 from spmd.base._errors import SpmdError, message
+from spmd.train._failed_run import line_of_failure, write_traceback
 from spmd.train._init_recipe import write_recipe
 from spmd.train._key_tables import markdown, show_help
 from spmd.train._recipe import Recipe, RecipeError
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
         prog: the command's name in its messages.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    is_debugging, told = "--debug" in words, list(words)
+    words = [word for word in words if word != "--debug"]
     if not words or words[0] in ("-h", "--help"):
         show_help(Console(markup=False, highlight=False, soft_wrap=True))
         return 0
@@ -41,15 +44,24 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
             raise RecipeError(message(f"{prog}: {words[0]!r} stands where the recipe belongs", fix=f"{prog} RECIPE.toml {' '.join(words)}"))
         recipe = read_recipe(words[0], words[1:])
     except RecipeError as error:
-        return failed(error)
+        return failed(str(error), 2)
     if recipe.launch.processes > 1 and _join.place().count == 1:
-        return launched(recipe, words, prog)
+        return launched(recipe, told, prog)
+    return Run(recipe).train() if is_debugging else run(recipe, prog)
+
+
+def run(recipe: Recipe, prog: str) -> int:
+    """Train; what ends the run too early is said in a line, and its traceback is in a file of the run's folder. The exit code."""
     try:
         return Run(recipe).train()
     except SpmdError as error:
-        if mesh.init().count > 1:  # the job ends as one, with the reason of the process that failed first
-            raise
-        return failed(error)
+        return failed(str(error), 2)
+    except KeyboardInterrupt:
+        return failed(f"{prog}: stopped by Ctrl-C; the same command goes on from the last checkpoint", 130)
+    except Exception as error:  # of a library, or of the user's own parts
+        index = mesh.init().index
+        log = write_traceback(error, Path(recipe.out) / (f"error-{index}.txt" if index else "error.txt"))
+        return failed(f"{prog}: {line_of_failure(error, log)}", 1)
 
 
 def initialise(words: Sequence[str], prog: str) -> int:
@@ -71,10 +83,13 @@ def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:
     return launch.main([*options, "--", "-m", "spmd.train", *words], prog=prog, preload=("spmd.train", "torch._dynamo"))
 
 
-def failed(error: SpmdError) -> int:
-    """Say it in the words of the error."""
-    Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(Text(str(error), style="red"))
-    return 2
+def failed(text: str, code: int) -> int:
+    """Say it, and return the exit code; in a job of several processes it ends all of them, with this as the reason."""
+    Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(Text(text, style="red"))
+    job = _join.job()
+    if job is not None:
+        job.alarm.failed(text, code)
+    return code
 
 
 __all__ = ["main"]
