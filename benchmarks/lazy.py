@@ -23,6 +23,7 @@ import torch
 
 import spmd
 from mesh import Mesh, virtual_devices
+from spmd.device._storage import load
 
 RESULTS = Path(__file__).resolve().parent / "results" / "lazy.json"
 
@@ -62,7 +63,7 @@ class Trained:
 
 
 def spmd_value(tensor: torch.Tensor) -> Any:
-    return tensor.jax  # pyright: ignore[reportAttributeAccessIssue]
+    return load(tensor)
 
 
 def spec_of(table: dict[str, Any], name: str, dims: int, mesh: Mesh) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import spmd
 from mesh import Mesh
 from spmd.bench._machine import machine
+from spmd.device._storage import load
 from spmd.train import Run, recipe_of
 from spmd.train._token_files import TokenFiles
 
@@ -128,7 +129,7 @@ def seconds_of(side: ByRecipe | ByHand, count: int) -> tuple[float, float]:
     """Of so many steps until all parameters are there, each: of the clock, and of all threads of this process."""
     start, start_cpu = time.perf_counter(), time.process_time()
     side.steps(count)
-    jax.block_until_ready([parameter.jax for parameter in side.model.parameters()])  # pyright: ignore[reportAttributeAccessIssue]
+    jax.block_until_ready([load(parameter) for parameter in side.model.parameters()])
     return (time.perf_counter() - start) / count, (time.process_time() - start_cpu) / count
 
 

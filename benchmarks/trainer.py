@@ -25,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import spmd
 import spmd.huggingface
 from mesh import Mesh, virtual_devices
+from spmd.device._storage import load
 
 RESULTS = Path(__file__).resolve().parent / "results" / "trainer.json"
 RATE = 1e-3
@@ -55,7 +56,7 @@ def model_of(options: Options) -> GPT2LMHeadModel:
 
 def wait(model: torch.nn.Module) -> None:
     """Until all parameters are there."""
-    jax.block_until_ready([parameter.jax for parameter in model.parameters()])  # pyright: ignore[reportAttributeAccessIssue]
+    jax.block_until_ready([load(parameter) for parameter in model.parameters()])
 
 
 class Compiled:

@@ -30,6 +30,10 @@ from spmd.device._backend import register as _register
 from spmd.device._call_jax import call_jax as call_jax
 from spmd.fsdp import fully_shard as fully_shard
 from spmd.huggingface._generate import register as _register_generation
+from spmd.interop._functionalize import Functionalized as Functionalized
+from spmd.interop._functionalize import functionalize as functionalize
+from spmd.interop._to_jax import from_jax as from_jax
+from spmd.interop._to_jax import to_jax as to_jax
 from spmd.patches._module_apply import register as _register_moves
 from spmd.patches._parameter import register as _register_parameters
 from spmd.program._step import Step as Step
@@ -146,6 +150,11 @@ __all__ = [
     "visualize_sharding",
     # operators
     "lowering",
+    # JAX
+    "Functionalized",
+    "from_jax",
+    "functionalize",
+    "to_jax",
     # data and checkpoints
     "MpDeviceLoader",
     "checkpoint",

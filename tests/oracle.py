@@ -12,6 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from spmd.device._storage import load
+
 # (rtol, atol) of two correct implementations of a few steps
 TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
@@ -52,6 +54,11 @@ def batch(*shape: int, seed: int = 1) -> torch.Tensor:
 def on_device(tree: Any) -> Any:
     """A container of CPU tensors as one of device tensors."""
     return pytree.tree_map(lambda t: t.to("jax") if isinstance(t, torch.Tensor) else t, tree)
+
+
+def array_of(tensor: torch.Tensor) -> jax.Array:
+    """The array that a device tensor shows, of any dtype. Not lent, as one of `spmd.to_jax` is: only to be looked at."""
+    return load(tensor.detach())
 
 
 def arrays_born() -> Callable[[], list[jax.Array]]:

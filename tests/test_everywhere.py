@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 import mesh
 import spmd
-from tests.oracle import arrays_born, assert_same, assert_same_model, batch, descend
+from tests.oracle import array_of, arrays_born, assert_same, assert_same_model, batch, descend
 
 pytestmark = pytest.mark.multidevice(num=8)
 SPEC = ("model", None)
@@ -79,7 +79,7 @@ def test_a_mark_is_the_same_before_and_after_the_move(place: str, which: str, me
         assert "spec=('model', None)" in repr(held)
         model = moved(model, place)
     held = tensor_of(model)
-    assert held.jax.sharding == mesh.ShardingSpec(mesh_4x2, SPEC).to_jax()
+    assert array_of(held).sharding == mesh.ShardingSpec(mesh_4x2, SPEC).to_jax()
     if which == "parameter":
         assert held is tensor
     x = batch(4, 16)
@@ -93,7 +93,7 @@ def test_an_activation_is_marked_where_it_is_made(place: str, mesh_4x2: mesh.Mes
     out = spmd.mark_sharding(model(x), mesh_4x2, ("data", None))
     assert tuple(out.partition_spec) == ("data", None)
     on_device = out.to("jax")
-    assert on_device.jax.sharding.shard_shape((8, 16)) == (2, 16)
+    assert array_of(on_device).sharding.shard_shape((8, 16)) == (2, 16)
     assert_same(on_device.detach(), made_on("cpu")(batch(8, 16)).detach())
 
 
@@ -115,7 +115,7 @@ def test_gradients_and_optimizer_state_follow_the_parameter(place: str, optimize
     state = [t for t in opt.state[weight].values() if isinstance(t, torch.Tensor) and t.dim()]
     assert state
     for tensor in (weight, weight.grad, *state):
-        assert tensor.as_subclass(spmd.XLAShardedTensor).jax.sharding.shard_shape((8, 16)) == (4, 16)
+        assert array_of(tensor.as_subclass(spmd.XLAShardedTensor)).sharding.shard_shape((8, 16)) == (4, 16)
 
 
 # Dynamo asks every tensor that enters a graph for .grad; of a subclass also when it is no leaf
@@ -133,7 +133,7 @@ def test_under_torch_compile_a_mark_is_what_it_is_without(mesh_4x2: mesh.Mesh) -
     compiled = torch.compile(run, backend="eager")
     out: Any = compiled(batch(8, 16).to("jax"))
     assert_same(out.detach(), expected.detach())
-    assert out.jax.sharding.shard_shape((8, 8)) == (2, 4)
+    assert array_of(out).sharding.shard_shape((8, 8)) == (2, 4)
     assert tuple(model.linear.weight.partition_spec) == SPEC
     stepped: Any = spmd.compile(compiled)(batch(8, 16).to("jax"))
     assert_same(stepped.detach(), expected.detach())
@@ -171,7 +171,7 @@ def test_a_pickle_remembers_the_layout_until_it_is_moved(place: str, mesh_4x2: m
     twin = pickle.loads(pickle.dumps(model))
     twin = moved(twin, "meta" if place == "meta" else "cpu")
     assert specs(twin) == LAID
-    assert twin.linear.weight.jax.sharding.shard_shape((8, 16)) == (4, 16)
+    assert array_of(twin.linear.weight).sharding.shard_shape((8, 16)) == (4, 16)
     if place != "meta":
         assert_same_model(twin, made_on("cpu"))
 
@@ -229,7 +229,7 @@ def test_what_is_uploaded_is_every_shard_once(place: str, mesh_4x2: mesh.Mesh) -
     model = moved(model, place)
     torch.jax.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.as_subclass(spmd.XLAShardedTensor).jax.block_until_ready()
+        array_of(tensor.as_subclass(spmd.XLAShardedTensor)).block_until_ready()
     uploaded = spmd.metrics.counters().get("upload_bytes", 0)
     assert uploaded == (8 * report.bytes_per_device if place == "cpu" else 0)
 
@@ -261,7 +261,7 @@ def test_no_device_holds_more_than_its_shard_while_a_tensor_is_initialised(init:
         INITS[init](model.weight)
     born = [a for a in newborn() if a.size > 64]
     assert born and {a.sharding.shard_shape(a.shape) for a in born} == {(8, 32)}
-    assert model.weight.jax.sharding == mesh.ShardingSpec(mesh_4x2, ("data", "model")).to_jax()
+    assert array_of(model.weight).sharding == mesh.ShardingSpec(mesh_4x2, ("data", "model")).to_jax()
     whole = torch.zeros(32, 64).to("jax")
     torch.manual_seed(0)
     INITS[init](whole)
@@ -274,6 +274,7 @@ import torch, mesh
 warnings.simplefilter("ignore")
 mesh.virtual_devices(8)
 import spmd
+from spmd.device._storage import load
 
 def peak():  # most resident bytes so far
     status = open("/proc/self/status").read()  # getrusage would begin with what the parent had
@@ -289,7 +290,7 @@ def build(rows):
     for parameter in model.parameters():
         with torch.no_grad():
             parameter.normal_() if fill == "normal" else parameter.fill_(0.5)
-        parameter.jax.block_until_ready()
+        load(parameter).block_until_ready()
     return model
 build(1024)                      # what jax, torch and the compiler need themselves
 before = peak()

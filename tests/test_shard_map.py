@@ -15,7 +15,7 @@ from torch._higher_order_ops.while_loop import while_loop
 import mesh
 import spmd
 from spmd.collectives import all_gather, all_reduce, all_to_all, axis_index, permute, reduce_scatter
-from tests.oracle import assert_same, batch
+from tests.oracle import array_of, assert_same, batch
 
 pytestmark = pytest.mark.multidevice(num=8)
 D, M = "data", "model"
@@ -68,7 +68,7 @@ def test_a_collective_is_that_of_lax(case: str, compiled: bool, mesh_4x2: mesh.M
     mapped = spmd.shard_map(ours, mesh_4x2, (in_spec,), out_spec)
     out = (spmd.compile(mapped) if compiled else mapped)(spmd.mark_sharding(x.to("jax"), mesh_4x2, (D, None)))
     assert_same(out, by_jax(theirs, mesh_4x2, (in_spec,), out_spec, x))
-    assert out.jax.sharding.is_equivalent_to(mesh.ShardingSpec(mesh_4x2, out_spec).to_jax(), 2)
+    assert array_of(out).sharding.is_equivalent_to(mesh.ShardingSpec(mesh_4x2, out_spec).to_jax(), 2)
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_several_results_and_specs_in_other_forms(mesh_4x2: mesh.Mesh) -> None:
     assert tuple(doubled.partition_spec) == (D, None)
     flat = spmd.shard_map(lambda x: x + 1, mesh_4x2, (((D, M),),), ((D, M),))(batch(8).to("jax"))
     assert_same(flat, batch(8) + 1)
-    assert flat.jax.sharding.shard_shape((8,)) == (1,)
+    assert array_of(flat).sharding.shard_shape((8,)) == (1,)
 
 
 def test_layers_with_parameters_passed_run_on_pieces(mesh_4x2: mesh.Mesh) -> None:

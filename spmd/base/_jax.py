@@ -84,6 +84,12 @@ def current_trace() -> Any:
     return _trace_ctx.trace
 
 
+def varying_axes(array: Any) -> frozenset[str]:
+    """The manual axes of a mesh (`jax.shard_map`) along which an array differs from device to device."""
+    kind: Any = jax.typeof(array)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # jax 0.10.0 has the second
+
+
 def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """`eval_jaxpr` inside a trace: its equations are recorded as they stand, no rule runs anew (a third of the time)."""
     trace, source = _trace_ctx.trace, _current_source()

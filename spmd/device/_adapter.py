@@ -32,7 +32,7 @@ from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, asked
 from spmd.device._storage import load, once, recording, store, trace_setting, wrap
-from spmd.device._turn import turn, was_taken
+from spmd.device._turn import own_turn, was_taken
 from spmd.lowering._registry import Lowering
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -170,7 +170,7 @@ class Adapter:
                 except (RuntimeError, ValueError) as error:  # see Note [Threads]
                     if not was_taken(error):
                         raise
-                    with turn:
+                    with own_turn():
                         out = plan.jitted(self.plan(args, kwargs)[1])[0]
                 note_operation(out)
             else:

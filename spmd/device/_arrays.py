@@ -26,6 +26,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer, is_tracing
 from spmd.device._checks import raise_failed
+from spmd.device._turn import memory_is_gone, was_taken
 from spmd.device._uploaded import note_sent, sent
 
 Shape = tuple[int, ...]
@@ -168,7 +169,12 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
             )
         )
     raise_failed()
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except RuntimeError as error:
+        if was_taken(error):
+            raise memory_is_gone() from error
+        raise
 
 
 __all__ = ["copied", "cropped", "digest_of", "fetched", "is_readable", "laid_out", "moved", "padded", "padded_shape", "upload"]

@@ -19,9 +19,10 @@ import torch
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
-from spmd.base._torch import pytree
+from spmd.base._torch import are_functorch_transforms_active, pytree
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import load, wrap
+from spmd.device._transformed_call import TransformedCall
 from spmd.device._whole import Call, differentiable
 
 _NO_TENSOR = object()
@@ -78,9 +79,17 @@ class _JaxCall:
         self._call = Call(run, name or getattr(fn, "__name__", "call_jax"))
         self._plain = PartitionedJit(lambda dynamic: run(dynamic, None)[0])
 
+        def transformable(*dynamic: Any) -> tuple[Any, ...]:
+            results = run(dynamic, None)[0]
+            return results if isinstance(results, tuple) else (results,)
+
+        self._transformable = transformable
+
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            made: Any = differentiable(self._call, tensors)
+        if are_functorch_transforms_active():
+            made: Any = TransformedCall.apply(self._transformable, *tensors)
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            made = differentiable(self._call, tensors)
         else:
             with exact_dtypes():
                 made = jax.tree.map(wrap, self._plain([load(t) for t in tensors]))

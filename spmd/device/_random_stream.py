@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from mesh.job import _join
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, TraceError, called_at, message
+from spmd.base._jax import is_tracing
 from spmd.device._storage import recording
 
 _WORDS = 4  # (seed high, seed low, count high, count low), 32 bits each
@@ -70,6 +71,14 @@ def next_key() -> Any:
     """Key data (uint32[2]) of the stream's next draw; advances the stream."""
     recorder = recording.get()
     if recorder is None:
+        if is_tracing():
+            raise TraceError(
+                message(
+                    "random numbers are drawn in a function that JAX traces: each call would have the same",
+                    *called_at(),
+                    fix="fn, params, buffers = spmd.functionalize(module_or_function), whose key is an argument",
+                )
+            )
         words: Any = default_stream.words()
         key = key_of_words(words)
     else:

@@ -30,7 +30,7 @@ from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._checks import Check
-from spmd.device._turn import is_of_another_thread, wait_for_trace
+from spmd.device._turn import is_of_another_thread, there, wait_for_trace
 from spmd.device._views import contiguous_stride, plan_window
 
 _create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -213,7 +213,7 @@ class Buffer:
         if recorder is not None:
             recorder.read(self)
         elif is_of_another_thread(self.value):
-            wait_for_trace()
+            wait_for_trace(self)
             return self.raw()
         return self.value
 
@@ -443,6 +443,7 @@ def _read_window(buffer: Buffer, root: Any, tensor: torch.Tensor) -> Any:
     key = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     value = buffer.reads.get(key)
     if value is None:
+        root = there(buffer) if type(root) is ArrayImpl and root.is_deleted() else root
         with exact_dtypes():
             flat = _bitcast_root(root, to_numpy_dtype(tensor.dtype))
             value = plan_window(flat.shape, key[0], key[1], key[2]).read(flat)

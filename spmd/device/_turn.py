@@ -11,10 +11,12 @@ and reads again.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
-from spmd.base._errors import TraceError, message
+from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing
 
 turn = RLock()
@@ -26,12 +28,16 @@ def is_of_another_thread(value: Any) -> bool:
     return is_tracer(value) and not is_tracing()
 
 
-def wait_for_trace() -> None:
+def wait_for_trace(holder: Any = None) -> None:
     """Wait until no other thread traces.
 
+    Args:
+        holder: a buffer that holds a tracer.
+
     Raises:
-        TraceError: it traces for too long, perhaps because it waits for this thread.
+        TraceError: it traces for too long, perhaps because it waits for this thread; or the buffer still holds the tracer afterwards.
     """
+    before: Any = None if holder is None else holder.value
     if not turn.acquire(timeout=_LIMIT_S):
         raise TraceError(
             message(
@@ -41,11 +47,61 @@ def wait_for_trace() -> None:
             )
         )
     turn.release()
+    if holder is not None and holder.value is before:
+        raise TraceError(
+            message(
+                f"a tensor of shape {before.shape} holds a value of a function that JAX has traced, and that is over",
+                *called_at(),
+                "it was written in a function under jax.jit, or left by one",
+                fix="fn, params, buffers = spmd.functionalize(module), whose buffers are arguments and results; or spmd.compile",
+            )
+        )
 
 
 def was_taken(error: Exception) -> bool:
-    """Whether an operation failed because a compiled call of another thread took the memory of an operand."""
+    """Whether an operation failed because a compiled call of another thread, or a function of JAX, took the memory of an operand."""
     return "has been deleted" in str(error)
 
 
-__all__ = ["is_of_another_thread", "turn", "wait_for_trace", "was_taken"]
+@contextmanager
+def own_turn() -> Generator[None]:
+    """Around an operation that is tried again: no compiled call of another thread runs meanwhile.
+
+    Raises:
+        SpmdError: memory of an operand is still gone.
+    """
+    with turn:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if not was_taken(error):
+                raise
+            raise memory_is_gone() from error
+
+
+def there(holder: Any) -> Any:
+    """The array of a buffer that was found deleted, after the compiled calls of other threads.
+
+    Raises:
+        SpmdError: it still is.
+    """
+    with turn:
+        value = holder.get()
+        if value.is_deleted():
+            raise memory_is_gone()
+        return value
+
+
+def memory_is_gone() -> SpmdError:
+    """The error for a tensor whose array JAX has deleted."""
+    return SpmdError(
+        message(
+            "the memory of a tensor is gone: a function of JAX that donates its arguments was given the array",
+            *called_at(),
+            "spmd.to_jax and spmd.from_jax copy nothing: tensor and array are one",
+            fix="give the function its own: fn(jnp.copy(array))",
+        )
+    )
+
+
+__all__ = ["is_of_another_thread", "memory_is_gone", "own_turn", "there", "turn", "wait_for_trace", "was_taken"]

@@ -24,7 +24,7 @@ from spmd.device._kept import reuse_or_save
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import load, wrap
-from spmd.device._turn import turn, was_taken
+from spmd.device._turn import own_turn, was_taken
 from spmd.lowering._registry import is_composite
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -111,7 +111,7 @@ class Call:
             except (RuntimeError, ValueError) as error:  # see Note [Threads]
                 if not was_taken(error):
                     raise
-                with turn:
+                with own_turn():
                     arrays = _arrays(tensors)
                     out, vjp, updated = self.forward_jit(arrays, key, wanted)
             note_operation(out)

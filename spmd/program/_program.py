@@ -30,9 +30,11 @@ from spmd.base._underway import underway
 from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
+from spmd.device._lent import own
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
+from spmd.device._turn import memory_is_gone, was_taken
 from spmd.program._job_checks import require_sound, watched
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
@@ -308,7 +310,7 @@ class Program(Executable):
         for i, buffer in enumerate(arg_buffers):
             if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
-        donated = state[: self.num_donated], [arg_buffers[i].value for i in self.written_args]
+        donated = own(state[: self.num_donated]), own([arg_buffers[i].value for i in self.written_args])
         if changed:
             self._refuse_shared(donated[0])
         host_arrays = [host_array(t) for t in hosts] if hosts else []
@@ -317,7 +319,12 @@ class Program(Executable):
         inputs = self._inputs([b.value for b in arg_buffers], host_arrays)
         if self.is_paced and self.watched is not None:  # the processes of a job run one program at a time: gloo has no order for two
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
-        new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
+        try:
+            new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
+        except (RuntimeError, ValueError) as error:
+            if was_taken(error):
+                raise memory_is_gone() from error
+            raise
         if self.is_paced:
             note_call((*outputs, *grads, *new_state[self.num_donated :]), new_state)
         if self.captured.finite:

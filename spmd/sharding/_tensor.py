@@ -126,12 +126,6 @@ class XLAShardedTensor(torch.Tensor):
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _GRAD.__delete__(self)
 
-    @property
-    def jax(self) -> Any:
-        """The value as a `jax.Array` (a tracer inside a traced function). A compiled step that updates this tensor donates
-        the array: keep a `jnp.copy` to use it afterwards."""
-        return load(self)
-
     def __copy__(self) -> XLAShardedTensor:
         return become_sharded(copy.copy(self.global_tensor))
 

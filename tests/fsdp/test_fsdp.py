@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mesh
 import spmd
 from spmd.device._storage import buffer_of
-from tests.oracle import assert_same, assert_same_model, batch, train
+from tests.oracle import array_of, assert_same, assert_same_model, batch, train
 
 pytestmark = pytest.mark.multidevice(num=8)
 WIDTH, DEPTH, ROWS = 256, 6, 8
@@ -92,7 +92,7 @@ def test_losses_and_parameters_are_those_of_the_unsharded_model(grid: str, stage
 
 
 def spmd_array(tensor: torch.Tensor) -> Any:
-    return tensor.as_subclass(spmd.XLAShardedTensor).jax
+    return array_of(tensor.as_subclass(spmd.XLAShardedTensor))
 
 
 BYTES = {  # stage -> share of (parameters, optimizer state) that a device of N holds
@@ -151,7 +151,7 @@ def test_eager_training_and_evaluation_work_too(fsdp_8: mesh.Mesh) -> None:
     with torch.no_grad():
         assert_same(device(at_mesh[0]), host(at_host[0]))
     weight = device.layers[0].linear.weight
-    assert isinstance(weight, nn.Parameter) and weight.jax.sharding.shard_shape((16, 16)) == (2, 16)
+    assert isinstance(weight, nn.Parameter) and array_of(weight).sharding.shard_shape((16, 16)) == (2, 16)
     assert {n for n, _ in device.named_parameters()} == {n for n, _ in host.named_parameters()}
 
 

@@ -15,7 +15,7 @@ import mesh
 import spmd
 from benchmarks import megatron
 from spmd.program.xla import _hlo
-from tests.oracle import assert_reordered, assert_same
+from tests.oracle import array_of, assert_reordered, assert_same
 
 WIDTH, HIDDEN, BATCH = 1024, 4096, 64
 
@@ -108,11 +108,11 @@ def test_collectives_and_flops_are_those_of_jax_by_hand(mesh_4x2: mesh.Mesh) -> 
     arrays = {"up": device.up.weight, "up_bias": device.up.bias, "down": device.down.weight, "down_bias": device.down.bias}
     whole = mesh.ShardingSpec(mesh_4x2, (None,)).to_jax()
     params = {
-        name: jax.device_put(p.detach().as_subclass(spmd.XLAShardedTensor).jax, whole if name == "down_bias" else None)
+        name: jax.device_put(array_of(p.detach().as_subclass(spmd.XLAShardedTensor)), whole if name == "down_bias" else None)
         for name, p in arrays.items()
     }
     placed = {name: value.sharding for name, value in params.items()}
-    hand = jax.jit(step_by_hand, out_shardings=(placed, None)).lower(params, *(t.jax for t in sharded)).compile().as_text()
+    hand = jax.jit(step_by_hand, out_shardings=(placed, None)).lower(params, *(array_of(t) for t in sharded)).compile().as_text()
     assert hand is not None
     theirs = _hlo.collectives(hand, tuple(mesh_4x2.axis_names), tuple(mesh_4x2.mesh_shape)).by_axis()
     assert step.collectives().by_axis() == theirs == {("all-reduce", ("data",)): 1, ("all-reduce", ("model",)): 1}

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import mesh
 import spmd
-from tests.oracle import MLP, assert_same, assert_same_model, batch, train, twins
+from tests.oracle import MLP, array_of, assert_same, assert_same_model, batch, train, twins
 
 pytestmark = pytest.mark.multidevice(num=8)
 
@@ -190,7 +190,7 @@ def test_a_sequence_parallel_plan_trains_as_the_unsharded_model_and_splits_activ
     assert tuple(device.embed.weight.partition_spec) == ("model", None)
     ids = torch.randint(0, 16, (8, 4), generator=torch.Generator().manual_seed(0))
     seen: list[Any] = []
-    handle = device.layers[0].norm.register_forward_hook(lambda m, a, out: seen.append(out.jax.sharding.shard_shape(out.shape)))
+    handle = device.layers[0].norm.register_forward_hook(lambda m, a, out: seen.append(array_of(out).sharding.shard_shape(out.shape)))
     device(spmd.mark_sharding(ids.to("jax"), mesh_4x2, ("data", None)))
     assert seen == [(2, 2, 8)]
     handle.remove()
@@ -224,14 +224,15 @@ def test_prepare_module_input_and_output_lay_out_values_by_position_and_keyword(
     }
     spmd.shard_module(block, mesh_4x2, plan)
     block.register_forward_pre_hook(
-        lambda m, args, kwargs: entered.extend(t.jax.sharding.shard_shape(t.shape) for t in (*args, *kwargs.values())), with_kwargs=True
+        lambda m, args, kwargs: entered.extend(array_of(t).sharding.shard_shape(t.shape) for t in (*args, *kwargs.values())),
+        with_kwargs=True,
     )
     x, scale = batch(4, 4, 8), batch(4, 4, 8, seed=2)
     out = block(x.to("jax"), scale=scale.to("jax"))
     assert entered == [(1, 2, 8), (1, 4, 4)]
     assert_same(out.detach(), host(x, scale=scale).detach())
     spmd.shard_module(block, mesh_4x2, {"": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(2))})
-    assert block(x.to("jax")).jax.sharding.shard_shape((4, 4, 8)) == (1, 4, 4)
+    assert array_of(block(x.to("jax"))).sharding.shard_shape((4, 4, 8)) == (1, 4, 4)
 
 
 REFUSED = [

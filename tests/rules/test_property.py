@@ -12,7 +12,7 @@ from torch import nn
 
 import mesh
 import spmd
-from tests.oracle import assert_same, assert_same_model
+from tests.oracle import array_of, assert_same, assert_same_model
 
 pytestmark = pytest.mark.multidevice(num=8)
 GRIDS = [((8,), ("a",)), ((4, 2), ("a", "b")), ((2, 2, 2), ("a", "b", "c"))]
@@ -86,4 +86,4 @@ def test_any_legal_sharding_gives_the_unsharded_step(layout: tuple[mesh.Mesh, di
         assert_same(on_mesh(marked).detach(), on_host(ids).detach())
     assert_same_model(device, host, (1e-4, 1e-5))
     for name, parameter in device.named_parameters():
-        assert parameter.jax.sharding == mesh.ShardingSpec(grid, specs[name]).to_jax()
+        assert array_of(parameter).sharding == mesh.ShardingSpec(grid, specs[name]).to_jax()

@@ -12,7 +12,7 @@ import mesh
 import spmd
 from spmd.base import _counters
 from spmd.sharding._annotate import as_mesh
-from tests.oracle import MLP, arrays_born, assert_same, batch, twins
+from tests.oracle import MLP, array_of, arrays_born, assert_same, batch, twins
 
 pytestmark = pytest.mark.multidevice(num=8)
 SPECS: list[tuple[Any, tuple[Any, ...], tuple[int, int]]] = [
@@ -41,7 +41,7 @@ def test_a_spec_in_any_form_splits_the_tensor(spec: Any, resolved: Any, shard: A
     assert marked is tensor
     assert isinstance(marked, spmd.XLAShardedTensor)
     assert tuple(marked.partition_spec) == resolved
-    assert {s.data.shape for s in marked.jax.addressable_shards} == {shard}
+    assert {s.data.shape for s in array_of(marked).addressable_shards} == {shard}
     assert torch.equal(marked.cpu(), host)
 
 
@@ -52,7 +52,7 @@ def test_each_shard_is_uploaded_to_its_own_device_and_nothing_else(spec: Any, me
     marked = spmd.mark_sharding(tensor, mesh_4x2, spec)
     shard = mesh.ShardingSpec(mesh_4x2, spec).shard_shape((64, 32))
     assert _counters.snapshot() == {"upload_bytes": 8 * shard[0] * shard[1] * 4, "uploads": 1}
-    shapes = [s.data.shape for s in marked.jax.addressable_shards]
+    shapes = [s.data.shape for s in array_of(marked).addressable_shards]
     assert shapes == [shard] * 8
     assert ((64, 32) in shapes) == (spec == (None, None))
 
@@ -71,7 +71,7 @@ def test_marking_anew_moves_between_devices_and_never_through_the_host(mesh_4x2:
     _counters.reset()
     for spec in ((None, "model"), ("model", "data"), (None, None)):
         spmd.mark_sharding(tensor, mesh_4x2, spec)
-        assert tensor.jax.sharding == mesh.ShardingSpec(mesh_4x2, spec).to_jax()
+        assert array_of(tensor).sharding == mesh.ShardingSpec(mesh_4x2, spec).to_jax()
     other = mesh.Mesh(list(reversed(range(8))), (2, 4), ("a", "b"))
     spmd.mark_sharding(tensor, other, ("a", "b"))
     assert _counters.snapshot() == {}
@@ -104,7 +104,7 @@ def test_a_buffer_and_an_integer_tensor_can_be_marked(mesh_4x2: mesh.Mesh) -> No
 def test_a_scalar_can_be_marked(mesh_4x2: mesh.Mesh) -> None:
     marked = spmd.mark_sharding(torch.tensor(3.0).to("jax"), mesh_4x2, ())
     assert (marked + 1).item() == 4.0
-    assert marked.jax.sharding.is_fully_replicated
+    assert array_of(marked).sharding.is_fully_replicated
 
 
 def test_operations_keep_the_layout(mesh_4x2: mesh.Mesh) -> None:
@@ -115,7 +115,7 @@ def test_operations_keep_the_layout(mesh_4x2: mesh.Mesh) -> None:
     x.mul_(2)
     x.copy_(batch(8, 16, seed=3))
     assert tuple(x.partition_spec) == ("data", "model")
-    assert x.jax.sharding == mesh.ShardingSpec(mesh_4x2, ("data", "model")).to_jax()
+    assert array_of(x).sharding == mesh.ShardingSpec(mesh_4x2, ("data", "model")).to_jax()
 
 
 def test_gradients_flow_through_a_marked_activation(mesh_4x2: mesh.Mesh) -> None:
@@ -147,7 +147,7 @@ def test_a_constraint_inside_a_compiled_function_shapes_the_program(mesh_4x2: me
         out = step(x, spec)
         assert_same(out, (torch.tanh(batch(8, 16)), torch.tanh(batch(8, 16)) * 2))
         for tensor in out:
-            assert tensor.jax.sharding.is_equivalent_to(mesh.ShardingSpec(mesh_4x2, spec).to_jax(), 2)
+            assert array_of(tensor).sharding.is_equivalent_to(mesh.ShardingSpec(mesh_4x2, spec).to_jax(), 2)
 
 
 def test_a_jax_mesh_is_taken_with_its_axes_made_auto() -> None:
@@ -155,7 +155,7 @@ def test_a_jax_mesh_is_taken_with_its_axes_made_auto() -> None:
     grid = jax.sharding.Mesh(np.array(mesh.devices()[:8]).reshape(4, 2), ("x", "y"), axis_types=explicit)
     marked = spmd.mark_sharding(batch(8, 2).to("jax"), grid, ("x", "y"))
     assert marked.mesh == mesh.Mesh(range(8), (4, 2), ("x", "y"))
-    assert set(marked.jax.sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert set(array_of(marked).sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert (marked @ torch.ones(2, 3).to("jax")).shape == (8, 3)
 
 

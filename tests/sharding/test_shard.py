@@ -9,7 +9,7 @@ import mesh
 import spmd
 from spmd.base import _counters
 from tests.grids import grid, line
-from tests.oracle import assert_same, batch
+from tests.oracle import array_of, assert_same, batch
 
 SPLIT = [
     (("data", "model"), grid),
@@ -31,10 +31,10 @@ def test_changed_shards_go_back_to_their_devices(spec: Any, where: Any) -> None:
     shards = tensor.local_shards
     for shard in shards:
         shard.data *= -2
-    before = tensor.jax.sharding
+    before = array_of(tensor).sharding
     tensor.load_local_shards_(list(reversed(shards)))
     assert_same(tensor, host * -2)
-    assert tensor.jax.sharding == before
+    assert array_of(tensor).sharding == before
     assert all(torch.equal(shard.unpadded_data, (host * -2)[shard.indices]) for shard in tensor.local_shards)
 
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 import mesh
 import spmd
 from spmd.base import _counters
-from tests.oracle import MLP, batch
+from tests.oracle import MLP, array_of, batch
 
 pytestmark = pytest.mark.multidevice(num=8)
 
@@ -32,8 +32,8 @@ def test_the_layout_is_told_by_its_properties(marked: spmd.XLAShardedTensor, mes
     assert marked.partition_spec == mesh.PartitionSpec("data", None)
     assert marked.sharding_spec == mesh.ShardingSpec(mesh_4x2, ("data", None))
     assert marked.sharding_type == mesh.ShardingType.PARTIAL
-    assert isinstance(marked.jax, jax.Array)
-    assert marked.jax.sharding == marked.sharding_spec.to_jax()
+    assert isinstance(array_of(marked), jax.Array)
+    assert array_of(marked).sharding == marked.sharding_spec.to_jax()
 
 
 KINDS = [((None, None), "REPLICATED"), (("data", "model"), "OTHER"), (("model", None), "PARTIAL")]

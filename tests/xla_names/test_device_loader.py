@@ -11,7 +11,7 @@ import mesh
 import spmd
 from spmd.base import _counters
 from tests.grids import grid, line
-from tests.oracle import assert_same, batch
+from tests.oracle import array_of, assert_same, batch
 
 
 def dataset(size: int = 32) -> TensorDataset:
@@ -69,7 +69,7 @@ def test_each_device_gets_its_rows_only() -> None:
     _counters.reset()
     (x,) = list(spmd.MpDeviceLoader([batch(8, 4)], input_sharding=spec("data", None)))
     assert _counters.snapshot() == {"uploads": 1, "upload_bytes": 8 * 4 * 4}
-    assert {s.data.shape for s in x.jax.addressable_shards} == {(8 // mesh.device_count(), 4)}
+    assert {s.data.shape for s in array_of(x).addressable_shards} == {(8 // mesh.device_count(), 4)}
 
 
 def test_a_minibatch_is_this_hosts_part() -> None:

@@ -10,7 +10,7 @@ import mesh
 import spmd
 from spmd.base import _counters
 from tests.grids import grid, line
-from tests.oracle import MLP, assert_same, batch
+from tests.oracle import MLP, array_of, assert_same, batch
 
 SPECS = [("data", "model"), ("model", "data"), ("data", None), (None, "model"), (("data", "model"), None), (None, None)]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -46,11 +46,11 @@ def test_a_view_gets_a_layout_of_its_own() -> None:
 def test_a_custom_annotation_leaves_where_the_tensor_lies(spec: Any) -> None:
     weight = nn.Parameter(batch(8, 16).to("jax"))
     spmd.mark_sharding(weight, grid(), ("data", None))
-    before = weight.jax.sharding
+    before = array_of(weight).sharding
     seen = spmd.annotate_custom_sharding(weight, grid(), spec)
     assert seen is not weight and isinstance(seen, spmd.XLAShardedTensor)
-    assert weight.jax.sharding == before and weight.partition_spec == ("data", None)
-    assert seen.jax.sharding == mesh.ShardingSpec(grid(), spec).to_jax()
+    assert array_of(weight).sharding == before and weight.partition_spec == ("data", None)
+    assert array_of(seen).sharding == mesh.ShardingSpec(grid(), spec).to_jax()
     (seen * 3).sum().backward()
     assert_same(weight.grad, torch.full((8, 16), 3.0))
 
@@ -76,7 +76,7 @@ def test_tensors_are_laid_out_as_each_other() -> None:
     assert none is None
     assert_same((x, y), (a, b.detach()))
     if mesh.device_count() > 1:
-        assert x.jax.sharding.is_equivalent_to(y.jax.sharding, 2) and not y.jax.sharding.is_fully_replicated
+        assert array_of(x).sharding.is_equivalent_to(array_of(y).sharding, 2) and not array_of(y).sharding.is_fully_replicated
     (y * 2).sum().backward()
     assert_same(b.grad, torch.full((8, 16), 2.0))
 
@@ -130,7 +130,7 @@ def test_a_tensor_like_a_marked_one_lies_like_it(make: Any, spec: Any) -> None:
     tensor = nn.Parameter(batch(8, 16).to("jax"))
     spmd.mark_sharding(tensor, grid(), spec)
     like = make(tensor)
-    value = spmd.XLAShardedTensor(like).jax
+    value = array_of(spmd.XLAShardedTensor(like))
     assert value.sharding == mesh.ShardingSpec(grid(), spec).to_jax()
     if make is not torch.empty_like:
         assert_same(like, make(batch(8, 16)))
@@ -156,11 +156,11 @@ def test_gradients_and_optimizer_state_lie_as_their_parameter_eagerly(make: Any)
             optimizer.step()
         for weight in (device.up.weight, device.down.weight):
             want = mesh.ShardingSpec(line(), spec).to_jax()
-            assert weight.grad.jax.sharding == want and weight.jax.sharding == want
+            assert array_of(weight.grad).sharding == want and array_of(weight).sharding == want
             for value in optimizers[1].state[weight].values():
                 if value.dim() == 2:
-                    assert spmd.wrap_if_sharded(value).jax.sharding.is_equivalent_to(want, 2)
-        assert all(spmd.XLAShardedTensor(bias).jax.sharding.is_fully_replicated for bias in biases)
+                    assert array_of(spmd.wrap_if_sharded(value)).sharding.is_equivalent_to(want, 2)
+        assert all(array_of(spmd.XLAShardedTensor(bias)).sharding.is_fully_replicated for bias in biases)
     assert_same(dict(device.state_dict()), dict(host.state_dict()))
 
 
@@ -181,7 +181,7 @@ def test_one_program_and_biases_that_stay_where_they_are() -> None:
     layouts = []
     for _ in range(3):
         step(spmd.mark_sharding(batch(8, 8).to("jax"), line(), ("data", None)))
-        layouts.append([spmd.XLAShardedTensor(p).jax.sharding for p in model.parameters()])
+        layouts.append([array_of(spmd.XLAShardedTensor(p)).sharding for p in model.parameters()])
     assert layouts[0] == layouts[1] == layouts[2]
     assert all(layout.is_fully_replicated for p, layout in zip(model.parameters(), layouts[0], strict=True) if p.dim() == 1)
     assert (step.num_traces, step.num_executables) == (1, 1)
@@ -195,10 +195,10 @@ def test_copying_into_a_marked_tensor_keeps_its_layout(spec: Any, source: str) -
     given = new if source == "host" else new.to("jax")
     if source == "sharded":
         spmd.mark_sharding(given, grid(), (None, "model"))
-    before = tensor.jax.sharding
+    before = array_of(tensor).sharding
     tensor.copy_(given)
     tensor.add_(1).mul_(given.to("jax"))
-    assert tensor.jax.sharding == before and tensor.partition_spec == mesh.ShardingSpec(grid(), spec).partition_spec
+    assert array_of(tensor).sharding == before and tensor.partition_spec == mesh.ShardingSpec(grid(), spec).partition_spec
     assert_same(tensor, (new + 1) * new)
 
 
@@ -226,7 +226,7 @@ def test_marking_anew_over_other_meshes_and_ranks() -> None:
     for where, spec in meshes:
         spmd.mark_sharding(tensor, where, spec)
         assert tensor.mesh == where
-        assert tensor.jax.sharding == mesh.ShardingSpec(where, spec).to_jax()
+        assert array_of(tensor).sharding == mesh.ShardingSpec(where, spec).to_jax()
     assert _counters.snapshot() == first
     assert_same(tensor, host)
 
@@ -235,7 +235,7 @@ def test_marking_anew_over_other_meshes_and_ranks() -> None:
 def test_part_of_the_devices_may_form_a_mesh_of_their_own() -> None:
     part = mesh.Mesh([mesh.device_count() - 1, 0], (2,), ("data",))
     tensor = spmd.mark_sharding(batch(8, 2).to("jax"), part, ("data", None))
-    assert [d.id for d in tensor.jax.sharding.mesh.devices.ravel()] == [mesh.device_count() - 1, 0]
+    assert [d.id for d in array_of(tensor).sharding.mesh.devices.ravel()] == [mesh.device_count() - 1, 0]
     assert_same(tensor * 2, batch(8, 2) * 2)
 
 

@@ -12,6 +12,7 @@ import torch
 
 import spmd
 from mesh import Mesh, virtual_devices
+from spmd.device._storage import load
 
 
 class Contender:
@@ -46,7 +47,7 @@ class Contender:
         self.count += 1
 
     def wait(self) -> None:
-        jax.block_until_ready([p.jax for p in self.model.parameters()])
+        jax.block_until_ready([load(p) for p in self.model.parameters()])
 
     def loss(self) -> float:
         return self.last.item()  # type: ignore[union-attr]

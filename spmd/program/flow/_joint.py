@@ -27,7 +27,7 @@ from spmd.program.flow._round import Round, one_round
 TensorFunction = Callable[..., Any]
 
 
-class _Pure(Round):
+class PureRound(Round):
     """A round that may not write to what lies around it."""
 
     def replace(self, tensor: torch.Tensor, value: Any) -> None:
@@ -118,7 +118,7 @@ def trace_joint(
         arrays: Sequence[Any], now: Any, cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> tuple[list[Any], list[Any]]:
         one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace is this thread's
-        with one_round(now, _Pure) as part, one_thread, torch.enable_grad():
+        with one_round(now, PureRound) as part, one_thread, torch.enable_grad():
             inputs = [wrap(a) for a in arrays[: len(args)]]
             for tensor, is_wanted in zip(inputs, wanted, strict=True):
                 tensor.requires_grad_(is_wanted)
@@ -140,14 +140,14 @@ def trace_joint(
     with exact_dtypes():
         examples = [jax.typeof(load(t)) for t in (*args, *captured)]
         state = jax.typeof(jnp.asarray(words))
-        first = lambda *a: call(a[:-1], a[-1], lambda outs: [torch.ones_like(o) for o in outs])[0]  # noqa: E731
-        shapes = jax.eval_shape(first, *examples, state) if gradient_of else []  # cotangents are inputs of the trace
+        first = lambda *a: call(a[:-1], a[-1], lambda outs: [wrap(load(o.detach())) for o in outs])[0]  # noqa: E731
+        shapes = jax.make_jaxpr(first)(*examples, state).out_avals if gradient_of else []  # cotangents are inputs of the trace
         flowing = [s for s, takes in zip(shapes, found.get("has_gradient", ()), strict=True) if takes]
 
         def joint(known: Any, cotangents: Any) -> Any:
             return call(known[:-1], known[-1], lambda outs: [wrap(c) for c in cotangents])
 
-        closed = jax.make_jaxpr(joint)([*examples, state], [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in flowing])
+        closed = jax.make_jaxpr(joint)([*examples, state], [s.update(weak_type=False) for s in flowing])
         closed, consts = with_constants_as_inputs(closed)
         num_known = len(closed.in_avals) - len(flowing)
         forward, backward, is_unknown = split_by_dependence(closed, [False] * num_known + [True] * len(flowing))

@@ -1,0 +1,264 @@
+"""`functionalize`: a module as a JAX function of its parameters, buffers and a random key.
+
+    fn, params, buffers = spmd.functionalize(model)
+    loss, grads = jax.value_and_grad(lambda p: fn(p, buffers, key, x).sum())(params)
+    out, buffers = fn.with_buffers(params, buffers, key, x)      # a module that writes to its buffers
+
+The function can be under `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan`, `shard_map`. What Python does in the module it does when
+JAX traces the function, as in any function under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+from spmd.base._convert import cast, exact_dtypes, to_numpy_dtype
+from spmd.base._errors import SpmdError, TraceError, called_at, message, nothing_swallowed
+from spmd.base._torch import pytree
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import is_device_tensor
+from spmd.device._turn import turn
+from spmd.interop._stand_ins import StandIns, held_by
+from spmd.interop._to_jax import as_jax_container, keeps_64_bits, to_jax
+from spmd.interop._torch_gradient import TensorFunction, Tensors
+from spmd.patches._constraints import without_branches
+from spmd.patches._running_averages import counting_on_device
+from spmd.program.trace._host_values import no_host_random
+from spmd.program.trace._watch import report_compiling
+
+Arrays = dict[str, Any]
+_NARROW = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def functionalize(module: nn.Module | Callable[..., Any]) -> tuple[Functionalized, Arrays, Arrays]:
+    """A module as (a JAX function, its parameters, its buffers).
+
+    Args:
+        module: on device 'jax'; or a function of tensors, which has no parameters and no buffers. It is not changed, now or by calls.
+
+    Returns:
+        `fn`, to be called as `fn(params, buffers, key, *args, **kwargs)`; `params`, a flat dict of what requires grad; `buffers`, of all
+        else that the module holds: buffers and frozen parameters. Names are those of `state_dict`; what is tied is there once, under its
+        first name. The arrays are the module's own, not copied. Where JAX has no 64-bit types, integers of 64 bits (counters) come as 32.
+
+    Raises:
+        SpmdError: the module is not on device 'jax', or has float64 values where JAX has no 64-bit types.
+    """
+    held = held_by(module) if isinstance(module, nn.Module) else {}
+    for name, (tensor, _) in held.items():
+        if tensor.device.type != "jax":
+            raise SpmdError(
+                message(f"functionalize was given a module whose {name!r} is on device '{tensor.device}'", fix="model = model.to('jax')")
+            )
+    params = {name: _given_out(name, tensor) for name, (tensor, _) in held.items() if tensor.requires_grad}
+    buffers = {name: _given_out(name, tensor) for name, (tensor, _) in held.items() if not tensor.requires_grad}
+    return Functionalized(module), params, buffers
+
+
+def _given_out(name: str, tensor: torch.Tensor) -> Any:
+    narrow = None if keeps_64_bits() else _NARROW.get(to_numpy_dtype(tensor.dtype))
+    if narrow is None:
+        return to_jax(tensor.detach())
+    with exact_dtypes():
+        array = to_jax(tensor.detach())
+        limits = jnp.iinfo(narrow)
+        if array.size and not bool(((array >= limits.min) & (array <= limits.max)).all()):
+            raise SpmdError(
+                message(
+                    f"{name!r} has integers that do not fit into 32 bits, and JAX has no 64-bit types as it is set now",
+                    fix='jax.config.update("jax_enable_x64", True)',
+                )
+            )
+        return array.astype(narrow)
+
+
+class Functionalized:
+    """A module, or a function of tensors, as a JAX function. Made by `spmd.functionalize`.
+
+    Attributes:
+        module: what it calls, as it is at that time: in training or in evaluation, with its hooks.
+    """
+
+    def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
+        self.module = module
+        self.__name__ = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "function")
+
+    def __repr__(self) -> str:
+        return f"<functionalized {self.__name__}>"
+
+    def __call__(self, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns, of arrays.
+
+        Args:
+            params, buffers: arrays by name, all that `functionalize` gave out; of other dtypes if you cast them, and frozen parameters
+                in either.
+            key: a key of `jax.random` that random numbers are drawn from, or None. `jax.random.key(s)` draws what follows
+                `torch.manual_seed(s)`.
+            args, kwargs: arrays in any container that JAX knows become tensors; the rest is handed on.
+
+        Returns:
+            The container that the module returns, its tensors as arrays.
+
+        Raises:
+            SpmdError: names or shapes are not the module's; an argument or a result is nothing that JAX knows.
+            TraceError: the module writes to a buffer, which this call would lose; it draws and `key` is None; it writes to what is no
+                buffer.
+        """
+        call = _Call(self.module, self.__name__, params, buffers, key, args, kwargs)
+        result, written = call.run()
+        if written:
+            raise TraceError(
+                message(
+                    f"{self.__name__} writes to buffer {next(iter(written))!r}, and this call would lose what it writes",
+                    f"buffers written: {len(written)}",
+                    fix="out, buffers = fn.with_buffers(params, buffers, key, ...), or module.eval()",
+                )
+            )
+        return result
+
+    def with_buffers(
+        self, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Arrays]:
+        """(what the module returns, all buffers, those that it wrote with their new values); the rest as for a call.
+
+        A new value has the dtype that the buffer came with.
+        """
+        call = _Call(self.module, self.__name__, params, buffers, key, args, kwargs)
+        result, written = call.run()
+        return result, {**buffers, **{name: value.astype(jnp.result_type(buffers[name])) for name, value in written.items()}}
+
+
+class _Call:
+    """One call: its arrays as one list, and what the module made of them as the same."""
+
+    def __init__(
+        self, module: Any, name: str, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, args: Any, kwargs: Any
+    ) -> None:
+        self.module, self.name, self.params, self.key = module, name, params, key
+        self.state = {**buffers, **params}
+        self.held = held_by(module) if isinstance(module, nn.Module) else {}
+        self._require_names()
+        leaves, self.tree = jax.tree.flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                what = f"{name} is a JAX function now, and was given a tensor of shape {tuple(leaf.shape)}"
+                raise SpmdError(message(what, *called_at(), fix="pass arrays: spmd.to_jax(x)"))
+        self.is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        self.static = [None if is_array else leaf for leaf, is_array in zip(leaves, self.is_array, strict=True)]
+        self.given = [leaf for leaf, is_array in zip(leaves, self.is_array, strict=True) if is_array]
+        self.written: list[str] = []
+        self.leaves: list[Any] = []
+        self.out_tree: Any = None
+
+    def _require_names(self) -> None:
+        missing, unknown = [n for n in self.held if n not in self.state], [n for n in self.state if n not in self.held]
+        if missing or unknown:
+            found = [f"missing: {', '.join(map(repr, missing[:3]))}"] if missing else []
+            found += [f"unknown: {', '.join(map(repr, unknown[:3]))}"] if unknown else []
+            fix = "pass the dicts that spmd.functionalize(module) returned, with new values"
+            raise SpmdError(message(f"params and buffers are not those of {self.name}", *found, *called_at(), fix=fix))
+        if jax.sharding.get_abstract_mesh().manual_axes:  # pieces, if the caller wants
+            return
+        for name, (tensor, _) in self.held.items():
+            shape = jnp.shape(self.state[name])
+            if shape != tuple(tensor.shape):
+                raise SpmdError(
+                    message(
+                        f"{name!r} of {self.name} has shape {tuple(tensor.shape)}, the array given for it has {shape}",
+                        *called_at(),
+                        fix="under jax.vmap, map over params too: in_axes=(0, ...)",
+                    )
+                )
+
+    def run(self) -> tuple[Any, dict[str, Any]]:
+        """(result, new values of the written buffers), of arrays."""
+        function = TensorFunction(self._on_tensors)
+        with turn:
+            found = function([*self.state.values(), *self.given], _words(self.key))
+        found = [as_wide_as_allowed(array) for array in found]
+        count = len(found) - len(self.written)
+        rest = iter(found[:count])
+        leaves = [next(rest) if leaf is None else leaf[0] for leaf in self.leaves]
+        result = as_jax_container(pytree.tree_unflatten(leaves, self.out_tree))
+        return result, dict(zip(self.written, found[count:], strict=True))
+
+    def _on_tensors(self, tensors: Tensors) -> Tensors:
+        """The module on tensors: those of its result, then the buffers that it wrote."""
+        num_state = len(self.state)
+        state = {name: self._widened(name, tensor) for name, tensor in zip(self.state, tensors, strict=False)}
+        # a copy: an argument that gets a gradient is a leaf, which torch lets nobody write to
+        rest = iter([t.clone() if t.requires_grad else t for t in tensors[num_state:]])
+        args, kwargs = jax.tree.unflatten(
+            self.tree, [next(rest) if is_array else leaf for leaf, is_array in zip(self.static, self.is_array, strict=True)]
+        )
+        draws = default_stream.draws
+        with ExitStack() as stack:
+            for context in (report_compiling(), no_host_random(), counting_on_device(), without_branches(), nothing_swallowed()):
+                stack.enter_context(context)
+            stand_ins = stack.enter_context(StandIns(self.module, state)) if self.held else None
+            result = self.module(*args, **kwargs)
+            written = {} if stand_ins is None else stand_ins.written()
+        if self.key is None and default_stream.draws != draws:
+            what = f"{self.name} draws random numbers and was given no key"
+            raise TraceError(message(what, fix="fn(params, buffers, jax.random.key(0), ...), or module.eval()"))
+        for name in written:
+            if name in self.params:
+                what = f"{self.name} writes to its parameter {name!r}; a JAX function changes no argument"
+                raise TraceError(message(what, *called_at(), fix="write to a buffer, or change params outside of the function"))
+        self.written = list(written)
+        leaves, self.out_tree = pytree.tree_flatten(result)
+        self.leaves = [None if is_device_tensor(leaf) else (leaf,) for leaf in leaves]
+        self._require_plain(leaves)
+        return [*(leaf for leaf in leaves if is_device_tensor(leaf)), *(t.detach() for t in written.values())]
+
+    def _widened(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """An integer that JAX narrowed, as wide as the module has it."""
+        wanted = self.held[name].tensor.dtype
+        is_narrowed = _NARROW.get(to_numpy_dtype(wanted)) == to_numpy_dtype(tensor.dtype)
+        return tensor.to(wanted) if is_narrowed else tensor
+
+    def _require_plain(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not is_device_tensor(leaf):
+                what = f"{self.name} returns a tensor of shape {tuple(leaf.shape)} on device '{leaf.device}', which would be a constant"
+                raise TraceError(message(what, fix="make it on the device of an argument: torch.zeros(..., device=x.device)"))
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                what = f"{self.name} returns a {type(leaf).__name__}, which is no container of tensors"
+                raise SpmdError(message(what, fix="return its tensors in a tuple or dict (transformers: use_cache=False)"))
+
+
+def _words(key: Any) -> Any:
+    """The random state that a key of `jax.random` stands for, uint32[4]; zeros for None, which nothing may be drawn from."""
+    if key is None:
+        return np.zeros(4, np.uint32)
+    if isinstance(key, torch.Tensor) or not hasattr(key, "dtype"):
+        what = f"key is a {type(key).__name__}: the third argument is a key of jax.random, or None"
+        raise SpmdError(message(what, *called_at(), fix="fn(params, buffers, jax.random.key(0), ...)"))
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(key) if is_typed else jnp.asarray(key)
+    if data.shape != (2,):
+        data = jax.random.bits(key, (2,), np.uint32)
+    return jnp.concatenate([data.astype(np.uint32), np.zeros(2, np.uint32)])
+
+
+def as_wide_as_allowed(array: Any) -> Any:
+    """The array with 64-bit elements as 32-bit ones where JAX has no others: what its own operations would return."""
+    if keeps_64_bits():
+        return array
+    narrow = jax.dtypes.canonicalize_dtype(array.dtype)
+    if narrow == array.dtype:
+        return array
+    with exact_dtypes():
+        return cast(array, narrow) if array.dtype.kind == "f" else array.astype(narrow)
+
+
+__all__ = ["Functionalized", "as_wide_as_allowed", "functionalize"]
