@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from spmd.huggingface._generation_programs import Programs, bucket, programs_of
 from spmd.huggingface._kept_tokens import Kept
+from spmd.huggingface._token_loop import token_loop
 
 
 class Held(Cache):
@@ -31,7 +33,7 @@ class Held(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Done by the next program."""
-        self.rows_B = beam_idx
+        self.rows_B = beam_idx.long()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if not self.kept.layers else self.kept.num_tokens
@@ -71,15 +73,36 @@ class _Decoding:
         sizes = self._spmd_programs.sizes(batch_size * copies, max_length, copies)
         model_kwargs["past_key_values"] = Held(Kept(sizes, {}))
 
+    def _sample(
+        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any = None, **more: Any
+    ) -> Any:
+        """Many tokens in one call, where nothing needs the host for each."""
+        config = generation_config
+        asks = streamer is not None or (config.return_dict_in_generate and (config.output_scores or config.output_logits))
+        loop = None if asks or (self._spmd_is_on_host and config.do_sample) else token_loop(logits_processor, stopping_criteria, config)
+        if loop is None:
+            chosen = (logits_processor, stopping_criteria, config)
+            return super()._sample(input_ids, *chosen, streamer=streamer, **more)  # pyright: ignore[reportAttributeAccessIssue]
+        held: Held = more["past_key_values"]
+        self._take_in(input_ids, more)
+        tokens = loop.run(self._spmd_programs, held.kept, input_ids)
+        if not config.return_dict_in_generate:
+            return tokens
+        kind = GenerateEncoderDecoderOutput if self._spmd_programs.model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+        return kind(sequences=tokens, past_key_values=held)  # pyright: ignore[reportArgumentType]
+
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, is_first_iteration: bool = True) -> Any:
         held: Held = model_kwargs["past_key_values"]
-        kept = held.kept
+        self._take_in(input_ids, model_kwargs)
+        held.rows_B = torch.arange(held.kept.sizes.batch) if generation_config.num_beams > 1 else None
+        return self(**self.prepare_inputs_for_generation(input_ids, past_key_values=held))
+
+    def _take_in(self, input_ids: Tensor, model_kwargs: Any) -> None:
+        kept: Kept = model_kwargs["past_key_values"].kept
         kept.given = _given(kept, self._spmd_programs.model.config, model_kwargs)
         encoder_tokens = model_kwargs["encoder_outputs"].last_hidden_state if "encoder_mask" in kept.given else None
         kept.num_encoder_tokens = 0 if encoder_tokens is None else encoder_tokens.shape[1]
         self._spmd_programs.take_in(kept, input_ids, encoder_tokens)
-        held.rows_B = torch.arange(kept.sizes.batch) if generation_config.num_beams > 1 else None
-        return self(**self.prepare_inputs_for_generation(input_ids, past_key_values=held))
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: Any = None, **more: Any) -> dict[str, Any]:
         return {"input_ids": input_ids[:, -1], "past_key_values": past_key_values}
@@ -112,7 +135,7 @@ class DrawsOnDevice(TorchFunctionMode):
     """Tokens drawn on the host take the device's random numbers: those that the same call draws there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.multinomial:
+        if func is torch.multinomial and args[0].device.type == "cpu":
             probabilities, *more = args
             return func(probabilities.to("jax"), *more, **kwargs or {}).cpu()
         return func(*args, **kwargs or {})

@@ -74,14 +74,14 @@ class Programs:
         inputs = [self.put(_padded(tokens_BT, padded))]
         if encoder_tokens_BS is not None:
             inputs.append(self.put(_padded(encoder_tokens_BS, kept.given["encoder_mask"].shape[1])))
-        key = ("prompt", kept.sizes, padded, *((name, tuple(t.shape)) for name, t in kept.given.items()))
+        key = ("prompt", kept.sizes, padded, kept.shapes)
         kept.layers, states = self.step(key, lambda: self._prompt(kept.sizes))(dict(kept.given), *inputs)
         kept.given |= states
         kept.num_tokens = length - 1
 
     def next_scores(self, kept: Kept, tokens_B: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """float32 [B, V] on the host: the logits after a token for each row; `rows_B`: the rows of before from which they go on."""
-        key = ("token", kept.sizes, rows_B is None, *((name, tuple(t.shape)) for name, t in kept.given.items()))
+        key = ("token", kept.sizes, rows_B is None, kept.shapes)
         rows = [] if rows_B is None else [self.put(rows_B)]
         slot = torch.tensor(kept.num_tokens)
         step = self.step(key, lambda: self._token())
@@ -141,6 +141,10 @@ class Programs:
         """Where the model lies."""
         found = (annotation_of(parameter) for parameter in self.model.parameters())
         return next((annotation.mesh for annotation in found if annotation is not None), None)
+
+    def put_whole(self, tensor: Tensor) -> Tensor:
+        """A host tensor on every device."""
+        return tensor.contiguous().to("jax")
 
     def put(self, tensor: Tensor) -> Tensor:
         """A host tensor on the devices, its rows over the axes of the batch."""

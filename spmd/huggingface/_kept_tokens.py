@@ -47,6 +47,11 @@ class Kept:
     num_tokens: int = 0
     num_encoder_tokens: int = 0
 
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Of what is given, for the key of a program."""
+        return tuple((name, tuple(tensor.shape)) for name, tensor in self.given.items())
+
 
 def empty_cache(model: Any, sizes: Sizes) -> Any:
     """A cache that the model fills."""

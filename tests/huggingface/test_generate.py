@@ -11,7 +11,9 @@ import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+import spmd
 from spmd.huggingface._generate import reason_against
+from spmd.program._step import Step
 from tests.huggingface.generating import (
     FAMILIES,
     PAD,
@@ -83,7 +85,16 @@ def test_a_prompt_on_the_host_draws_the_cpus_numbers(options: dict[str, Any]) ->
 
 
 @SLOW
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 2},
+        {"top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.3},
+        {"top_k": 7, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 0.001},
+        {"eta_cutoff": 0.01},
+    ],
+)
 def test_a_prompt_on_the_device_draws_what_transformers_own_loop_draws_there(options: dict[str, Any]) -> None:
     found: list[list[list[int]]] = []
     for more in ({}, {"disable_compile": True}, {}):
@@ -97,19 +108,26 @@ def test_a_prompt_on_the_device_draws_what_transformers_own_loop_draws_there(opt
 @pytest.mark.parametrize(
     "options",
     [
-        {"eos_token_id": list(range(3, 40))},
-        {"eos_token_id": list(range(3, 40)), "min_new_tokens": 6},
-        {"max_length": 9},
-        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+        {"eos_token_id": list(range(3, 40)), "min_new_tokens": 6, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
         {"bad_words_ids": [[5], [7, 8]], "suppress_tokens": [9, 10]},
-        {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.2)},
-        {"sequence_bias": {(11, 12): -20.0}, "renormalize_logits": True},
+        pytest.param({"max_length": 9}, marks=SLOW),
+        pytest.param({"no_repeat_ngram_size": 3}, marks=SLOW),
+        pytest.param({"no_repeat_ngram_size": 1}, marks=SLOW),
+        pytest.param({"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.2)}, marks=SLOW),
+        pytest.param({"sequence_bias": {(11, 12): -20.0}, "renormalize_logits": True}, marks=SLOW),
+        pytest.param({"forced_bos_token_id": 5, "begin_suppress_tokens": [7, 9], "remove_invalid_values": True}, marks=SLOW),
+        pytest.param({"forced_eos_token_id": [2, 5], "suppress_tokens": [9, 10]}, marks=SLOW),
+        pytest.param({"eos_token_id": [2, 5, 9], "min_length": 9}, marks=SLOW),
     ],
 )
 def test_lengths_ends_and_penalties_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     options = {"max_new_tokens": 12, **options} if "max_length" not in options else options
-    got = require_equal("llama", padded_prompt(4, 7, 6), do_sample=False, **options)
-    assert "min_new_tokens" in options or "eos_token_id" not in options or (got[:, -1] == PAD).any()
+    require_equal("llama", padded_prompt(4, 7, 6), do_sample=False, **options)
+
+
+def test_a_row_that_has_ended_is_padded_while_others_go_on() -> None:
+    got = require_equal("llama", padded_prompt(4, 7, 6), do_sample=False, max_new_tokens=12, eos_token_id=list(range(3, 40)))
+    assert (got[:, -1] == PAD).any() and (got[:, -1] != PAD).any()
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=SLOW)])
@@ -130,6 +148,45 @@ def test_scores_and_cache_are_those_of_the_cpu(family: str, beams: int) -> None:
         for ours, theirs in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
             assert ours.keys.device.type == "jax"
             torch.testing.assert_close(ours.keys.cpu(), theirs.keys, rtol=1e-4, atol=1e-3)
+
+
+def test_many_tokens_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, host, calls = device_model("llama"), host_model("llama"), list[str]()
+    run = Step.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Step, "__call__", counted)
+    ids = prompt(6)
+    assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False), host.generate(ids, max_new_tokens=40, do_sample=False))
+    assert calls == ["take_prompt", "take_tokens"]
+    calls.clear()
+    model.generate(ids, max_new_tokens=80, do_sample=False, eos_token_id=[])
+    assert calls == ["take_prompt", "take_tokens", "take_tokens"]
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(family, marks=SLOW) for family in ("gpt2", "mixtral", "qwen2", "t5"))])
+def test_a_model_over_a_mesh_generates_the_same_with_its_cache_divided(family: str) -> None:
+    model, host = fresh_model(family), host_model(family)
+    mesh = spmd.Mesh(range(8), (2, 4), ("data", "model"))
+    spmd.shard_module(model, mesh, "megatron")
+    side = "right" if host.config.is_encoder_decoder else "left"
+    given, options = padded_prompt(4, 7, 6, 5, on=side), {"max_new_tokens": 12, "do_sample": False}
+    wanted = host.generate(**given, **options)
+    for _ in range(2):
+        assert torch.equal(model.generate(**given, **options), wanted)
+    assert programs(model).num_executables == 2
+    for (what, *_), step in programs(model).steps.items():
+        assert step.mesh == mesh
+        gathered = [row for row in step.collectives() if row.kind == "all-gather" and row.num_bytes > 1024]
+        assert not gathered, f"{what} gathers what is cached: {gathered}"
+    held = model.generate(**given, **options, return_dict_in_generate=True)
+    assert held.past_key_values.get_seq_length() > 0
+    beams = {**options, "num_beams": 2}
+    assert torch.equal(model.generate(**given, **beams), host.generate(**given, **beams))
+    assert programs(model).num_executables == 4
 
 
 class Seen(LogitsProcessor):

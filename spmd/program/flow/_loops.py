@@ -164,8 +164,13 @@ class _Scan(torch.autograd.Function):
         return None, *(None if f is None else wrap(f) for f in found)
 
 
-def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any]) -> Any:
+def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any], counts_draws: bool = False) -> Any:
     """`while_loop` inside a trace; Python ints in `init` become numbers that only the program knows.
+
+    Args:
+        cond_fn, body_fn, init, more: torch's.
+        counts_draws: the body may draw random numbers, each round its own. A call of the program advances the stream by those of one
+            round: whoever learns how many there were adds the rest.
 
     Raises:
         TraceError: the body draws random numbers, a gradient would be needed, or the carry changes its shapes.
@@ -188,8 +193,8 @@ def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any]) -
             outcome = cond_fn(*tensors(arrays), *more)
             return as_predicate(outcome) if is_device_tensor(outcome) else array(outcome).astype(bool)
 
-    def body(arrays: Sequence[Any], written: Sequence[Buffer], values: Sequence[Any]) -> Any:
-        with one_round(words) as round_:
+    def body(arrays: Sequence[Any], written: Sequence[Buffer], values: Sequence[Any], now: Any) -> Any:
+        with one_round(now) as round_:
             round_.hold(dict(zip(written, values, strict=True)))
             operands = tensors(arrays)
             with torch.set_grad_enabled(needs_check), Closure(round_.newborn.__contains__) as closure:
@@ -203,13 +208,16 @@ def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any]) -
     with exact_dtypes():
         start = [jnp.asarray(v, jnp.int64) if number else load(v) for v, number in zip(init, is_number, strict=True)]
         needs_check = torch.is_grad_enabled()
-        shapes, _ = jax.eval_shape(lambda arrays: body(arrays, [], []), start)
+        shapes, _ = jax.eval_shape(lambda arrays: body(arrays, [], [], words), start)
         spec, written, draws, closure = tree[-1]
-        _refuse(draws, [t for t in (*init, *more, *closure) if is_device_tensor(t)])
+        _refuse(0 if counts_draws else draws, [t for t in (*init, *more, *closure) if is_device_tensor(t)])
         needs_check = False
         _require_carry(shapes, [wrap(a) for a in start])
-        state = (start, [buffer.get() for buffer in written])
-        final, new = jax.lax.while_loop(lambda s: test(s[0], written, s[1]), lambda s: body(s[0], written, s[1]), state)
+        state = (start, [buffer.get() for buffer in written], words)
+        final, new, _ = jax.lax.while_loop(
+            lambda s: test(s[0], written, s[1]), lambda s: (*body(s[0], written, s[1], s[2]), advanced(s[2], draws)), state
+        )
+        default_stream.draws += draws
         for buffer, value in zip(written, new, strict=True):
             buffer.set(value)
         return pytree.tree_unflatten(tensors(final), spec)
