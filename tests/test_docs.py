@@ -34,9 +34,12 @@ def snippets() -> list[Any]:
 @pytest.mark.multidevice(num=8)
 @pytest.mark.filterwarnings("ignore::mesh.AcceleratorIdle")
 @pytest.mark.parametrize(("preamble", "code", "printed"), snippets())
-def test_a_snippet_runs_and_prints_what_the_page_shows(preamble: str, code: str, printed: str | None, num_devices: int) -> None:
+def test_a_snippet_runs_and_prints_what_the_page_shows(
+    preamble: str, code: str, printed: str | None, num_devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if num_devices != 8:
         pytest.skip("the pages' meshes have 8 devices")
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
     exec(compile(preamble, "preamble", "exec"), namespace)
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -23,6 +23,7 @@ try:
     from jax._src.core import eval_context as _eval_context
     from jax._src.core import trace_ctx as _trace_ctx
     from jax._src.core import trace_state_clean as _trace_state_clean
+    from jax._src.export._export import _export_lowered
     from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
     from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
     from jax._src.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
@@ -306,3 +307,33 @@ def with_constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
 def lowered_by(traced: Any, rules: Mapping[Any, Callable[..., Any]]) -> jax.stages.Lowered:
     """A traced function lowered with rules of its own for some primitives."""
     return traced.lower(_private_parameters=_LoweringParameters(override_lowering_rules=tuple(rules.items())))  # pyright: ignore[reportArgumentType]  (says one pair, takes many)
+
+
+def exported_by(jitted: Any, args: Sequence[Any], platforms: Sequence[str], amend: Callable[[jax.stages.Lowered], object]) -> Any:
+    """`jax.export.export(jitted, platforms=platforms)(*args)` of the program as `amend` leaves it."""
+    traced = jitted.trace(*args)
+    parameters = _LoweringParameters(for_export=True, hoist_constants_as_args=False)
+    lowered = traced.lower(lowering_platforms=tuple(platforms), _private_parameters=parameters)
+    amend(lowered)
+    return _export_lowered(lowered, traced.jaxpr, traced.fun_name)
+
+
+def call_of(exported: Any) -> dict[str, Any]:
+    """What calls an exported program apart from its StableHLO, as JSON. `jax.export`'s own form needs a package that jax does not bring."""
+
+    def specs(shardings: Any) -> list[Any]:
+        return [None if s is None else [list(entry) if isinstance(entry, tuple) else entry for entry in s.spec] for s in shardings]
+
+    def kinds(avals: Any) -> list[Any]:
+        return [[list(aval.shape), str(aval.dtype)] for aval in avals]
+
+    return {
+        "in": kinds(exported.in_avals),
+        "out": kinds(exported.out_avals),
+        "in_specs": specs(exported._in_named_shardings),
+        "out_specs": specs(exported._out_named_shardings),
+        "num_devices": exported.nr_devices,
+        "version": exported.calling_convention_version,
+        "kept": list(exported.module_kept_var_idx),
+        "uses_global_constants": exported.uses_global_constants,
+    }

@@ -1,0 +1,272 @@
+"""`export`: a step or a model as one file that runs with JAX alone.
+
+    spmd.export(train_step, (x, y), "step.spmd")          # state in, state out
+    spmd.export(model.eval(), (x,), "model.spmd")         # inference
+
+The file is a zip archive: `program.bin` (StableHLO in its portable form, by `jax.export`), `manifest.json` (names, layouts, what the
+result looks like), the state's values as `.npy`, and the loader, `spmd_exported.py` (see `_exported_program`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+from mesh import ShardingSpec
+from spmd._version import __version__
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import SpmdError, message
+from spmd.base._jax import call_of, exported_by
+from spmd.base._torch import pytree
+from spmd.device._arrays import fetched
+from spmd.device._partitioner import avoid_faults
+from spmd.device._random_stream import advanced, default_stream
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.interop import _exported_program
+from spmd.interop._state_names import number_names, state_names
+from spmd.program._program import Program
+from spmd.program._step import Step, compile
+from spmd.program.find._discover import reachable
+from spmd.program.find._static import name_of
+from spmd.program.trace._remade import remade
+
+_PLAIN = (type(None), bool, int, float, str)
+_RANDOM = "random state"
+
+
+def export(
+    fn: Callable[..., Any] | nn.Module,
+    args: tuple[Any, ...],
+    path: str | Path,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    platforms: Sequence[str] | None = None,
+    weights: bool = True,
+) -> Path:
+    """Write what a call of `fn` with these arguments runs, as a file that JAX runs without torch.
+
+    Args:
+        fn: a function of `spmd.compile`, any function that it takes, or a module (run without gradients).
+        args, kwargs: examples; shapes, dtypes, layouts and Python values are the program's. CPU tensors are moved to the device.
+        path: of the file.
+        platforms: what it shall run on ("cpu", "cuda", "rocm", "tpu"), None: where the tensors are.
+        weights: the file has the state's values; else whoever loads it gives them. Tensors over a topology have none.
+
+    Returns:
+        The path.
+
+    Raises:
+        SpmdError: the function does what a program without Python cannot: writes to Python objects, updates an argument, returns what is no
+            container of tensors and plain values, or depends on values of the host.
+        TraceError: as `spmd.compile`.
+    """
+    source = fn._fn if isinstance(fn, Step) else fn
+    name = name_of(source)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad() if isinstance(source, nn.Module) else torch.enable_grad():
+            result = source(*args, **kwargs)
+        return pytree.tree_map(lambda leaf: leaf.detach().clone() if is_device_tensor(leaf) else leaf, result)
+
+    given: Any = pytree.tree_map(lambda leaf: leaf.to("jax") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs or {}))
+    program = compile(call).program(*given[0], **given[1])
+    writer = _Writer(name, program, source, *given)
+    chosen = tuple(platforms or (program.platform,))
+    chosen = tuple("cuda" if one == "gpu" else one for one in chosen)
+    exported = writer.exported(chosen)
+    with zipfile.ZipFile(path, "w") as archive:
+        manifest: dict[str, Any] = {**writer.manifest(weights and not program.is_ahead), "platforms": chosen, "call": call_of(exported)}
+        archive.writestr("manifest.json", json.dumps(manifest, indent=1))
+        archive.writestr("program.bin", exported.mlir_module_serialized)
+        code = Path(_exported_program.__file__).read_text(encoding="utf-8")
+        archive.writestr("spmd_exported.py", code)
+        archive.writestr("__main__.py", code)
+        for item, value in zip(manifest["state"], writer.values(), strict=True):
+            if item["file"]:
+                archive.writestr(item["file"], _npy(value))
+    return Path(path)
+
+
+def _npy(value: Any) -> bytes:
+    host = np.ascontiguousarray(value if isinstance(value, np.ndarray) else fetched(value))
+    file = io.BytesIO()
+    np.save(file, host.reshape(-1).view(np.uint8))
+    return file.getvalue()
+
+
+class _Writer:
+    """A program as a function of flat arrays (written state, other state, arguments, numbers), and what is to be known of it."""
+
+    def __init__(self, name: str, program: Program, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.program, self.captured = name, program, program.captured
+        self._require_no_python()
+        found = reachable(fn, args, kwargs)
+        names = state_names(found, [*program.written, *program.read])
+        self.written = {names[id(b)]: b for b in program.written}
+        self.read = {names[id(b)]: b for b in program.read}
+        self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=True))
+        self.arguments, self.constants = _paths(args, kwargs)
+
+    def _require_no_python(self) -> None:
+        captured = self.captured
+        changed = [e.title for e in captured.effects if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
+        if changed:
+            raise _refused(self.name, f"writes to {changed[0]} in every call", "keep what changes in tensors")
+        if self.program.written_args:
+            raise _refused(self.name, "writes in place to an argument", "let the function reach the tensor by itself: then it is state")
+        if captured.held:
+            raise _refused(self.name, "reads a tensor under a name to which it gives another", "write to the tensor in place: t.copy_(new)")
+        if captured.numbers.has_varying or captured.host_tensors:
+            raise _refused(self.name, "takes Python numbers that vary, or CPU tensors", "pass tensors on device 'jax'")
+        if captured.num_objects:
+            raise _refused(self.name, "takes an object that holds tensors", "let the function reach it by itself: then it is state")
+
+    def exported(self, platforms: tuple[str, ...]) -> Any:
+        """`jax.export`'s form of it."""
+        program, captured = self.program, self.captured
+        inner = program._function()
+        draws = captured.draws
+
+        num_written, num_read = len(self.written) + bool(draws), len(self.read)
+
+        def run(*flat: Any) -> list[Any]:
+            state, read = list(flat[: len(self.written)]), list(flat[num_written : num_written + num_read])
+            words = flat[num_written - 1] if draws else jnp.zeros(4, np.uint32)
+            donated = state[: program.num_donated], []
+            new, _, _, outputs = inner(
+                donated, state[program.num_donated :], read, list(flat[num_written + num_read : -1]), [], flat[-1], words
+            )
+            return [*new, *([advanced(words, draws)] if draws else []), *outputs]
+
+        run.__name__ = run.__qualname__ = self.name
+        written, random = self._shapes(self.written.values()), [self._whole((4,), np.uint32)] if draws else []
+        state = [*written, *random]
+        flat = [*state, *self._shapes(self.read.values()), *self._shapes(captured.arg_buffers)]
+        with exact_dtypes():
+            count = len(jax.eval_shape(run, *flat, self._whole((len(self.numbers),), np.float64))) - len(state)
+            pinned = None if program.mesh is None else [*(shape.sharding for shape in state), *[None] * count]
+            jitted = jax.jit(run, donate_argnums=range(num_written), out_shardings=pinned)
+            amend = (lambda lowered: None) if program.mesh is None else (lambda lowered: avoid_faults(lowered, program.platform))
+            return exported_by(jitted, (*flat, self._whole((len(self.numbers),), np.float64)), platforms, amend)
+
+    def _shapes(self, buffers: Any) -> list[Any]:
+        return [self._shape(buffer) for buffer in buffers]
+
+    def _shape(self, buffer: Buffer) -> Any:
+        sharding = self.program.replicated if buffer.annotation is None else buffer.annotation.to_jax()
+        return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.program.replicated)
+
+    def values(self) -> list[Any]:
+        """Of the state, in the manifest's order."""
+        state = [b.value for b in (*self.written.values(), *self.read.values())]
+        return [*state, default_stream.words()] if self.captured.draws else state
+
+    def manifest(self, has_values: bool) -> dict[str, Any]:
+        """What the loader needs to know."""
+        mesh, captured = self.program.mesh, self.captured
+        state = [
+            {**_described(name, buffer), "is_written": name in self.written, "file": f"state/{i}.npy" if has_values else None}
+            for i, (name, buffer) in enumerate((*self.written.items(), *self.read.items()))
+        ]
+        if captured.draws:
+            words = {"name": _RANDOM, "shape": [4], "stored": [4], "dtype": "uint32", "spec": None if mesh is None else [None]}
+            state.append({**words, "is_written": True, "file": "state/random.npy"})
+        arguments = [{**_described(item["name"], b), **item} for item, b in zip(self.arguments, captured.arg_buffers, strict=True)]
+        return {
+            "format": _exported_program.FORMAT,
+            "name": self.name,
+            "versions": {"spmd": __version__, "jax": jax.__version__},
+            "mesh": None if mesh is None else {"shape": list(mesh.mesh_shape), "axes": [str(axis) for axis in mesh.axis_names]},
+            "state": state,
+            "arguments": arguments,
+            "constants": self.constants,
+            "numbers": [{"name": name, "value": value} for name, value in self.numbers.items()],
+            "checks": [str(check) for check in captured.checks],
+            "result": self._result(),
+        }
+
+    def _result(self) -> Any:
+        flat: list[Any] = []
+        position = 0
+        for leaf in self.captured.leaves:
+            if leaf.kind in ("array", "number"):
+                flat.append(_Output(position))
+                position += 1
+            else:
+                flat.append(flat[leaf.value] if leaf.kind == "again" else leaf.value if leaf.kind == "static" else leaf)
+        (result, *_) = remade(self.captured.nodes, self.captured.refs, flat)
+        return self._described_result(result)
+
+    def _described_result(self, value: Any) -> Any:
+        if isinstance(value, _Output):
+            return "output", value.position
+        if isinstance(value, dict):
+            return "dict", [(str(key), self._described_result(item)) for key, item in value.items()]
+        if isinstance(value, (list, tuple)):
+            return ("list" if isinstance(value, list) else "tuple"), [self._described_result(item) for item in value]
+        if isinstance(value, _PLAIN):
+            return "value", value
+        raise _refused(
+            self.name, f"returns a {type(value).__name__}", "return tensors in tuples, lists and dicts (transformers: use_cache=False)"
+        )
+
+
+class _Output:
+    """Stands for an output of the program."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+def _refused(name: str, what: str, fix: str) -> SpmdError:
+    return SpmdError(message(f"{name} cannot be exported: it {what}", "a file has no Python", fix=fix))
+
+
+def _described(name: str, buffer: Buffer) -> dict[str, Any]:
+    spec: ShardingSpec | None = buffer.annotation
+    entries = None if spec is None else [list(e) if isinstance(e, tuple) else e for e in spec.partition_spec]
+    return {"name": name, "shape": list(buffer.shape), "stored": list(buffer.stored), "dtype": str(buffer.dtype), "spec": entries}
+
+
+def _paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Where the tensors among the arguments are, and the other values with theirs."""
+    tensors: list[dict[str, Any]] = []
+    constants: list[dict[str, Any]] = []
+    seen: set[int] = set()
+
+    def visit(value: Any, path: tuple[Any, ...], name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            if id(buffer_of(value)) in seen:
+                raise SpmdError(message(f"{name} is an argument twice", fix="pass a clone"))
+            seen.add(id(buffer_of(value)))
+            tensors.append({"name": name, "path": path})
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                visit(item, (*path, key), f"{name}[{key!r}]" if len(path) > 1 or path[:1] == (0,) else str(key))
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                visit(item, (*path, i), f"{name}[{i}]")
+        elif isinstance(value, _PLAIN):
+            constants.append({"name": name, "path": path, "value": value})
+        else:
+            raise SpmdError(message(f"{name} is a {type(value).__name__}: a file takes arrays and plain values", fix="pass its tensors"))
+
+    visit(args, (0,), "args")
+    visit(kwargs, (1,), "kwargs")
+    return tensors, constants
+
+
+__all__ = ["export"]

@@ -1,0 +1,277 @@
+"""A file that `spmd.export` wrote, loaded and run by JAX alone: no torch, no spmd. This module lies in every such file.
+
+    import sys
+    sys.path.insert(0, "step.spmd")               # the file is a zip archive with this module in it
+    import spmd_exported
+
+    program = spmd_exported.load("step.spmd")
+    state = program.state()                       # name -> jax.Array, laid out over the mesh
+    state, loss = program(state, x, y)            # what is updated of the state is donated
+    print(program)                                # also: python step.spmd
+
+It imports jax and numpy.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+FORMAT = 1
+
+
+class ExportedProgramError(ValueError):
+    """A file that cannot run here, or a call that does not fit it."""
+
+
+def _error(what: str, *details: str, fix: str) -> ExportedProgramError:
+    return ExportedProgramError("\n".join((what, *(f"  {detail}" for detail in details), f"  fix: {fix}")))
+
+
+def load(path: str, devices: Sequence[Any] | None = None) -> ExportedProgram:
+    """The program in a file.
+
+    Args:
+        path: what `spmd.export` wrote.
+        devices: those to run on, as many as the program's mesh has, in its order; None: the first of `jax.devices()`.
+
+    Raises:
+        ExportedProgramError: it is no such file, of a newer format or JAX, for another platform, or there are too few devices.
+    """
+    return ExportedProgram(path, devices)
+
+
+class ExportedProgram:
+    """One program.
+
+    Attributes:
+        manifest: what the file says of it: names, shapes, dtypes, layouts.
+        mesh: the mesh that it runs on, or None: one device.
+    """
+
+    def __init__(self, path: str, devices: Sequence[Any] | None) -> None:
+        try:
+            self._archive = zipfile.ZipFile(path)
+            self.manifest: dict[str, Any] = json.loads(self._archive.read("manifest.json"))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise _error(f"{path} is no exported program", fix="write one: spmd.export(step, (x, y), path)") from error
+        made_with = ", ".join(f"{name} {version}" for name, version in self.manifest["versions"].items())
+        if self.manifest["format"] > FORMAT:
+            raise _error(
+                f"{path} has format {self.manifest['format']}, this loader reads {FORMAT}",
+                f"written with {made_with}",
+                fix="use the loader that lies in the file: sys.path.insert(0, path)",
+            )
+        self._place(path, list(jax.devices()) if devices is None else list(devices))
+        try:
+            exported = self._exported(self._archive.read("program.bin"))
+            with jax.enable_x64(True):
+                num_written = sum(item["is_written"] for item in self.manifest["state"])
+                self._call = jax.jit(exported.call, donate_argnums=range(num_written))
+                self._call.lower(*(self._example(*item) for item in zip(exported.in_avals, self.manifest["call"]["in_specs"], strict=True)))
+        except Exception as error:
+            what = f"{path} cannot be read by jax {jax.__version__}"
+            raise _error(what, f"written with {made_with}: {error}", fix=f"pip install jax=={self.manifest['versions']['jax']}") from error
+
+    def _example(self, aval: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.sharding(spec))
+
+    def _exported(self, module: bytes) -> export.Exported:
+        """What `jax.export.deserialize` gives; its own form of a file needs a package that jax does not bring."""
+        call = self.manifest["call"]
+
+        def avals(kinds: Any) -> tuple[Any, ...]:
+            return tuple(jax.core.ShapedArray(tuple(shape), jax.numpy.dtype(dtype)) for shape, dtype in kinds)
+
+        def shardings(specs: Any) -> tuple[Any, ...]:
+            mesh = None if self.mesh is None else self.mesh.abstract_mesh
+            return tuple(None if mesh is None or spec is None else NamedSharding(mesh, _spec(spec)) for spec in specs)
+
+        with jax.enable_x64(True):
+            return export.Exported(
+                fun_name=self.manifest["name"],
+                in_tree=jax.tree.structure(((0,) * len(call["in"]), {})),
+                in_avals=avals(call["in"]),
+                out_tree=jax.tree.structure([0] * len(call["out"])),
+                out_avals=avals(call["out"]),
+                _has_named_shardings=True,
+                _in_named_shardings=shardings(call["in_specs"]),
+                _out_named_shardings=shardings(call["out_specs"]),
+                in_shardings_hlo=(None,) * len(call["in"]),
+                out_shardings_hlo=(None,) * len(call["out"]),
+                nr_devices=call["num_devices"],
+                platforms=tuple(self.manifest["platforms"]),
+                ordered_effects=(),
+                unordered_effects=(),
+                disabled_safety_checks=(),
+                mlir_module_serialized=module,
+                calling_convention_version=call["version"],
+                module_kept_var_idx=tuple(call["kept"]),
+                uses_global_constants=call["uses_global_constants"],
+                _get_vjp=None,
+            )
+
+    def _place(self, path: str, devices: list[Any]) -> None:
+        platforms, layout = self.manifest["platforms"], self.manifest["mesh"]
+        if devices[0].platform not in platforms and not (devices[0].platform == "gpu" and {"cuda", "rocm"} & set(platforms)):
+            raise _error(
+                f"{path} is a program for {' and '.join(platforms)}, these devices are {devices[0].platform}",
+                fix=f'spmd.export(..., platforms=("{devices[0].platform}",)), or load(path, jax.devices("{platforms[0]}"))',
+            )
+        count = 1 if layout is None else math.prod(layout["shape"])
+        if len(devices) < count:
+            raise _error(
+                f"{path} is a program for {count} devices, there are {len(devices)}",
+                f"its mesh: {dict(zip(layout['axes'], layout['shape'], strict=True)) if layout else None}",
+                fix=f"export it over a mesh of {len(devices)}, or for a try: XLA_FLAGS=--xla_force_host_platform_device_count={count}",
+            )
+        self.mesh: Mesh | None = None
+        self._device = devices[0]
+        if layout is not None:
+            grid = np.array(devices[:count], dtype=object).reshape(layout["shape"])
+            self.mesh = Mesh(grid, tuple(layout["axes"]), axis_types=(AxisType.Auto,) * grid.ndim)
+
+    def __str__(self) -> str:
+        mesh = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"
+        lines = [f"{self.manifest['name']} for {' and '.join(self.manifest['platforms'])}, {mesh}"]
+        for title in ("arguments", "state"):
+            lines.append(f"{title}:")
+            for item in self.manifest[title]:
+                written = " updated" if item.get("is_written") else ""
+                lines.append(f"  {item['name']}: {item['dtype']}{item['shape']} {_shown(item['spec'])}{written}")
+        lines.append("numbers: " + (", ".join(f"{n['name']}={n['value']:g}" for n in self.manifest["numbers"]) or "none"))
+        return "\n".join(lines)
+
+    def sharding(self, spec: Sequence[Any] | None) -> Any:
+        """How an array with this spec lies on the program's devices."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self._device)
+        return NamedSharding(self.mesh, _spec(spec or ()))
+
+    def state(self, values: Mapping[str, Any] | None = None) -> dict[str, jax.Array]:
+        """The state, laid out: as it was exported, or `values` by name where they are given.
+
+        Raises:
+            ExportedProgramError: the file has no values and some are not given; a name or a shape is not the program's.
+        """
+        given = dict(values or {})
+        found = {item["name"]: self._laid_out(item, given.pop(item["name"], None)) for item in self.manifest["state"]}
+        if given:
+            raise _error(f"the program has no state {next(iter(given))!r}", fix=f"names are {', '.join(list(found)[:5])}, ...")
+        return found
+
+    def _laid_out(self, item: dict[str, Any], value: Any) -> jax.Array:
+        if value is None:
+            if not item["file"]:
+                raise _error(f"the file has no value of {item['name']!r}", fix=f"program.state({{{item['name']!r}: array, ...}})")
+            value = np.load(io.BytesIO(self._archive.read(item["file"]))).view(_dtype(item)).reshape(item["stored"])
+        return self._given(item, value)
+
+    def _given(self, item: dict[str, Any], value: Any) -> jax.Array:
+        """A value where the program wants it, padded as it is stored there."""
+        with jax.enable_x64(True):
+            if not hasattr(value, "dtype"):
+                value = np.asarray(value, _dtype(item))
+            shape, wanted = tuple(value.shape), (tuple(item["shape"]), tuple(item["stored"]))
+            if shape not in wanted or not _fits(value.dtype, _dtype(item)):
+                raise _error(
+                    f"{item['name']} is {item['dtype']}{item['shape']} in this program, the value is {value.dtype}{list(shape)}",
+                    fix="export a program for this shape and dtype, or give it what it was made for",
+                )
+            if value.dtype != _dtype(item):
+                value = value.astype(_dtype(item))
+            if shape != wanted[1]:
+                value = np.pad(np.asarray(value), [(0, n - m) for m, n in zip(shape, wanted[1], strict=True)])
+            return jax.device_put(value, self.sharding(item["spec"]))
+
+    def __call__(
+        self, state: Mapping[str, Any], *args: Any, numbers: Mapping[str, float] | None = None, **kwargs: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """One call: (the state afterwards, what the function returned). Arrays of the state that are updated are donated.
+
+        Args:
+            state: from `state()`, or from an earlier call.
+            args, kwargs: as the function takes them, arrays (of jax or numpy) in place of tensors.
+            numbers: other values of Python numbers that the program takes, such as learning rates, by name; see `manifest["numbers"]`.
+
+        Raises:
+            ExportedProgramError: an argument does not fit.
+            RuntimeError: a check of values that the function makes failed.
+        """
+        arrays = [self._given(item, _at(args, kwargs, item)) for item in self.manifest["arguments"]]
+        for constant in self.manifest["constants"]:
+            if _at(args, kwargs, constant) != constant["value"]:
+                what = f"{constant['name']} is {constant['value']!r} in this program, the call has {_at(args, kwargs, constant)!r}"
+                raise _error(what, fix="export a program for this value")
+        values = {n["name"]: n["value"] for n in self.manifest["numbers"]}
+        for name, value in (numbers or {}).items():
+            if name not in values:
+                raise _error(f"the program takes no number {name!r}", fix=f"names are {', '.join(values) or 'none'}")
+            values[name] = value
+        order = sorted(self.manifest["state"], key=lambda item: not item["is_written"])
+        names = [item["name"] for item in order if item["is_written"]]
+        with jax.enable_x64(True):
+            vector = jax.device_put(np.array(list(values.values()), np.float64), self.sharding(()))
+            results = self._call(*(state[item["name"]] for item in order), *arrays, vector)
+        outputs = results[len(names) :]
+        failed = np.asarray(outputs[-1]) if self.manifest["checks"] else ()
+        for flag, text in zip(failed, self.manifest["checks"], strict=False):
+            if flag:
+                raise RuntimeError(text)
+        return {**state, **dict(zip(names, results, strict=False))}, _built(self.manifest["result"], outputs)
+
+
+def _spec(entries: Sequence[Any]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))
+
+
+def _dtype(item: dict[str, Any]) -> np.dtype[Any]:
+    return jax.numpy.dtype(item["dtype"])
+
+
+def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
+    """The same dtype, or one that JAX has in place of a 64-bit one."""
+    return given == wanted or (given.kind == wanted.kind and given.itemsize * 2 == wanted.itemsize == 8)
+
+
+def _shown(spec: Sequence[Any] | None) -> str:
+    return "" if spec is None else f"({', '.join('+'.join(e) if isinstance(e, list) else str(e) for e in spec)})"
+
+
+def _at(args: tuple[Any, ...], kwargs: dict[str, Any], item: dict[str, Any]) -> Any:
+    """The value at a path among the arguments."""
+    value: Any = (args, kwargs)
+    try:
+        for key in item["path"]:
+            value = value[key]
+        return value
+    except (KeyError, IndexError, TypeError) as error:
+        raise _error(f"the call has no {item['name']}", fix="call it with the arguments that it was exported for") from error
+
+
+def _built(tree: Any, outputs: Sequence[Any]) -> Any:
+    """The function's result: containers around outputs and constants."""
+    kind, content = tree
+    if kind == "output":
+        return outputs[content]
+    if kind == "value":
+        return content
+    if kind == "dict":
+        return {key: _built(item, outputs) for key, item in content}
+    made = [_built(item, outputs) for item in content]
+    return made if kind == "list" else tuple(made)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{load(sys.argv[1] if len(sys.argv) > 1 else sys.argv[0])}\n")
