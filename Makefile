@@ -88,11 +88,12 @@ MINUTES ?= 30
 fuzz: setup ## whether compiled functions ever do anything else than Python: random programs with state, MINUTES (30)
 	@$(PY) -m benchmarks.fuzz --minutes $(MINUTES)
 
-docs: setup ## write the generated pages
+docs: setup ## write the generated pages and pictures
 	@$(BIN)/spmd ops --markdown > docs/ops.md
+	@JAX_PLATFORMS=cpu $(PY) docs/site/gallery.py
 
 # In a folder beside the environment: pages need none of it to be read.
-site: setup ## docs/ as HTML that needs no network, with search and a reference of every public name, in build/site
+site: setup ## docs/ as HTML that needs no network: search, reference, gallery, index of errors, the notebook run; in build/site
 	@$(PY) -m pip install -qq --disable-pip-version-check --upgrade --target .venv-site sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 	@PYTHONPATH=.venv-site JAX_PLATFORMS=cpu $(PY) -m sphinx -q -W --keep-going -b html -c docs/site docs build/site
 	@echo "build/site/index.html"
@@ -129,5 +130,5 @@ endurance: setup ## loops that read nothing on many virtual devices, and 10,000 
 	@$(PY) benchmarks/days.py
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance .venv-lightning .venv-torchtitan .venv-trl .venv-site build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAX) .venv-timm .venv-versions .venv-conformance .venv-lightning .venv-torchtitan .venv-trl .venv-site docs/_generated build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

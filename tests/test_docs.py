@@ -19,7 +19,7 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
 def snippets() -> list[Any]:
     """(preamble, code, what it prints) of each block, named after its page and the heading above it."""
     found: list[Any] = []
-    for page in ("sharding.md", "data.md", "quickstart.md", "jax.md"):
+    for page in ("sharding.md", "data.md", "quickstart.md", "jax.md", "gallery.md"):
         text = (DOCS / page).read_text(encoding="utf-8")
         preamble = re.search(r"```python preamble\n(.*?)```", text, re.DOTALL)
         assert preamble, f"{page} has no preamble"
