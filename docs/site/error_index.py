@@ -34,6 +34,8 @@ PAGES = {
     "spmd/dynamo": "compile_backend",
     "spmd/fsdp": "sharding",
     "spmd/huggingface": "ecosystem",
+    "spmd/huggingface/_gener": "generation",
+    "spmd/interop": "jax",
     "spmd/lightning": "ecosystem",
     "spmd/lowering": "extending",
     "spmd/ops": "ops",
