@@ -31,6 +31,7 @@ from spmd.device._call_jax import call_jax as call_jax
 from spmd.fsdp import fully_shard as fully_shard
 from spmd.huggingface._generate import register as _register_generation
 from spmd.interop._export_program import export as export
+from spmd.interop._from_dlpack import from_dlpack as from_dlpack
 from spmd.interop._functionalize import Functionalized as Functionalized
 from spmd.interop._functionalize import functionalize as functionalize
 from spmd.interop._to_jax import from_jax as from_jax
@@ -154,6 +155,7 @@ __all__ = [
     # JAX
     "Functionalized",
     "export",
+    "from_dlpack",
     "from_jax",
     "functionalize",
     "to_jax",

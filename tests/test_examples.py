@@ -16,6 +16,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.
 
 
 SHOWN_ELSEWHERE = {
+    "jax_both_ways": "tests/interop has its parts",
     "train_gpt2": "tests/test_train_gpt2.py runs it seven times",
     "huggingface_trainer": "tests/huggingface/test_trainer.py trains the same beside CPU torch",
     "peft_lora": "and tests/huggingface/test_peft.py",
