@@ -7,10 +7,12 @@ model, rows over those of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from mesh import Mesh
 from spmd.device._layout import annotation_of
@@ -49,9 +51,9 @@ class Programs:
         return sum(step.num_executables for step in self.steps.values())
 
     def step(self, key: Any, make: Callable[[], Callable[..., Any]]) -> Step[Any, Any]:
-        """The compiled function under a key; `make` makes the function."""
+        """The compiled function under a key; `make` makes it as a method of the model, which runs without gradients as `generate` does."""
         if key not in self.steps:
-            self.steps[key] = compile_step(torch.no_grad()(make()))
+            self.steps[key] = compile_step(MethodType(make(), self.model))  # a trace finds the modules of its object
         return self.steps[key]
 
     def sizes(self, batch: int, max_length: int, copies: int) -> Sizes:
@@ -84,57 +86,35 @@ class Programs:
         key = ("token", kept.sizes, rows_B is None, kept.shapes)
         rows = [] if rows_B is None else [self.put(rows_B)]
         slot = torch.tensor(kept.num_tokens)
-        step = self.step(key, lambda: self._token())
+        step = self.step(key, self._token)
         scores_BV = step(dict(kept.given), kept.layers, self.put(tokens_B[:, None]), self.put(slot), *rows)
         kept.num_tokens += 1
         return scores_BV.cpu().as_subclass(Tensor)
 
     def _prompt(self, sizes: Sizes) -> Callable[..., Any]:
-        def take_prompt(given: dict[str, Tensor], tokens_BT: Tensor, encoder_tokens_BS: Tensor | None = None) -> Any:
+        def take_prompt(model: Any, given: dict[str, Tensor], tokens_BT: Tensor, encoder_tokens_BS: Tensor | None = None) -> Any:
             states: dict[str, Tensor] = {}
             if encoder_tokens_BS is not None:
                 mask_BS = given["encoder_mask"][:: sizes.copies]
-                found = self.model.get_encoder()(input_ids=encoder_tokens_BS[:: sizes.copies], attention_mask=mask_BS, return_dict=True)
+                found = model.get_encoder()(input_ids=encoder_tokens_BS[:: sizes.copies], attention_mask=mask_BS, return_dict=True)
                 states["encoder_states"] = found.last_hidden_state.repeat_interleave(sizes.copies, 0)
-            cache = empty_cache(self.model, sizes)
-            self.forward(given | states, cache, tokens_BT, slice(tokens_BT.shape[1]), is_first_iteration=True)
+            cache = empty_cache(model, sizes)
+            forward(model, given | states, cache, tokens_BT, slice(tokens_BT.shape[1]), is_first_iteration=True)
             return [self._laid_out(tensor) for tensor in tensors_of(cache)], states
 
         return take_prompt
 
     def _token(self) -> Callable[..., Any]:
         def take_token(
-            given: dict[str, Tensor], layers: list[Tensor], tokens_B1: Tensor, slot: Tensor, rows_B: Tensor | None = None
+            model: Any, given: dict[str, Tensor], layers: list[Tensor], tokens_B1: Tensor, slot: Tensor, rows_B: Tensor | None = None
         ) -> Tensor:
             if rows_B is not None:
                 for tensor in layers:
                     tensor.copy_(tensor.index_select(0, rows_B))
-            scores_BV, mesh = self.scores(given, layers, tokens_B1, slot), self.mesh
+            scores_BV, mesh = scores(model, given, layers, tokens_B1, slot), self.mesh
             return scores_BV if mesh is None else mark_sharding(scores_BV, mesh, (None, None))  # whole on every host
 
         return take_token
-
-    def scores(self, given: dict[str, Tensor], layers: list[Tensor], tokens_B1: Tensor, slot: Tensor) -> Tensor:
-        """float32 [B, V] after one token more, in a trace; `layers` are written in place."""
-        cache = filled_cache(self.model, layers, slot)
-        return self.forward(given, cache, tokens_B1, slot, next_sequence_length=1).logits[:, -1].float()
-
-    def forward(self, given: dict[str, Tensor], cache: Any, tokens_BT: Tensor, slots: Any, **how: Any) -> Any:
-        """The model over tokens that go to `slots`, which are a slice from 0 on or one slot."""
-        named: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        if not self.model._supports_logits_to_keep():
-            del named["logits_to_keep"]
-        if "mask" in given:
-            named["attention_mask"] = given["mask"][:, slots] if isinstance(slots, slice) else given["mask"]
-        if "positions" in given:
-            positions_BL = given["positions"]
-            named["position_ids"] = positions_BL[:, slots] if isinstance(slots, slice) else positions_BL.index_select(1, slots[None])
-        if "encoder_mask" in given:
-            from transformers.modeling_outputs import BaseModelOutput
-
-            named["attention_mask"] = given["encoder_mask"]
-            named["encoder_outputs"] = BaseModelOutput(last_hidden_state=given["encoder_states"])  # pyright: ignore[reportArgumentType]
-        return self.model(**self.model.prepare_inputs_for_generation(tokens_BT, **how, **named), return_dict=True)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -162,6 +142,28 @@ class Programs:
         return mark_sharding(tensor_BHLD, mesh, (_rows(mesh, batch), heads, None, None))
 
 
+def scores(model: Any, given: dict[str, Tensor], layers: list[Tensor], tokens_B1: Tensor, slot: Tensor) -> Tensor:
+    """float32 [B, V] after one token more, in a trace; `layers` are written in place."""
+    cache = filled_cache(model, layers, slot)
+    return forward(model, given, cache, tokens_B1, slot, next_sequence_length=1).logits[:, -1].float()
+
+
+def forward(model: Any, given: dict[str, Tensor], cache: Any, tokens_BT: Tensor, slots: Any, **how: Any) -> Any:
+    """The model over tokens that go to `slots`, which are a slice from 0 on or one slot."""
+    named: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    if not model._supports_logits_to_keep():
+        del named["logits_to_keep"]
+    if "mask" in given:
+        named["attention_mask"] = given["mask"][:, slots] if isinstance(slots, slice) else given["mask"]
+    if "positions" in given:
+        positions_BL = given["positions"]
+        named["position_ids"] = positions_BL[:, slots] if isinstance(slots, slice) else positions_BL.index_select(1, slots[None])
+    if "encoder_mask" in given:
+        named["attention_mask"] = given["encoder_mask"]
+        named["encoder_outputs"] = BaseModelOutput(last_hidden_state=given["encoder_states"])  # pyright: ignore[reportArgumentType]
+    return model(**model.prepare_inputs_for_generation(tokens_BT, **how, **named), return_dict=True)
+
+
 def _rows(mesh: Mesh, num_rows: int) -> tuple[str, ...] | None:
     """The axes of the batch, as many as divide the rows."""
     found: list[str] = []
@@ -184,4 +186,4 @@ def programs_of(model: nn.Module) -> Programs:
     return found
 
 
-__all__ = ["Programs", "bucket", "programs_of"]
+__all__ = ["Programs", "bucket", "programs_of", "scores"]

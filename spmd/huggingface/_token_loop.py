@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from spmd.device._random_stream import default_stream
 from spmd.huggingface._device_processors import OnDevice, Written, on_device
-from spmd.huggingface._generation_programs import Programs
+from spmd.huggingface._generation_programs import Programs, scores
 from spmd.huggingface._kept_tokens import Kept
 from spmd.program.flow._loops import looped
 
@@ -62,6 +62,7 @@ class TokenLoop:
 
     def _tokens(self, programs: Programs) -> Callable[..., Any]:
         def take_tokens(
+            model: Any,
             given: dict[str, Tensor],
             layers: list[Tensor],
             tokens_BL: Tensor,
@@ -77,7 +78,7 @@ class TokenLoop:
 
             def one(length: Tensor, tokens_BL: Tensor, open_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 slot = length - 1
-                scores_BV = programs.scores(given, layers, tokens_BL.index_select(1, slot[None]), slot)
+                scores_BV = scores(model, given, layers, tokens_BL.index_select(1, slot[None]), slot)
                 for processor, its in zip(self.processors, numbers, strict=True):
                     scores_BV = processor.apply(Written(tokens_BL, length), scores_BV, its)
                 chosen_B = self._chosen(scores_BV)

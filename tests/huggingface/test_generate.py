@@ -155,7 +155,7 @@ def test_many_tokens_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Step.__call__
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(self.__name__)
+        calls.append(self._name)
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(Step, "__call__", counted)
