@@ -62,3 +62,9 @@ def test_two_hosts_survive_a_crash_bit_for_bit(tmp_path: Path) -> None:
     assert unbroken.code == 0, unbroken.err
     assert losses(broken.out) == losses(unbroken.out)
     assert len(losses(broken.out)) == 9
+
+
+def test_the_quick_start_names_every_example() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    scripts = [path.name for path in (ROOT / "examples").iterdir() if not path.name.startswith("__")]
+    assert [name for name in scripts if f"](../examples/{name})" not in page] == []

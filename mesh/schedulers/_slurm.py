@@ -11,6 +11,8 @@ from mesh.schedulers._scheduled_job import ScheduledJob, fetched
 def slurm(job: ScheduledJob) -> tuple[str, str]:
     """Name and text of the file. The folder where it is submitted is taken to be shared by the hosts."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.exports.items()]
+    if job.setup.resources.cpus is not None:  # srun asks for none of them by itself, from SLURM 22.05 on
+        exports.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"')
     text = f"""#!/bin/bash
 # {_usage(job)}
 {_directives(job)}# SIGTERM reaches all processes two minutes before the time is up: they agree on a step, save, and leave with {PREEMPTED}.

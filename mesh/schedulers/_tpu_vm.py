@@ -54,7 +54,7 @@ def _copied(job: ScheduledJob) -> str:
     if job.setup.code.kind != "here":
         return ""
     lines = [
-        "archive=$(mktemp --suffix .tgz)",
+        "archive=$(mktemp)",
         "trap 'rm -f \"$archive\"' EXIT",
         "if git rev-parse --quiet --is-inside-work-tree > /dev/null 2>&1; then",  # what git ignores stays here
         '  git ls-files -z --cached --others --exclude-standard | tar czf "$archive" --null -T -',

@@ -105,7 +105,9 @@ def directives(path: Path) -> dict[str, str]:
 
 
 def test_slurm_is_asked_for_the_hosts(tmp_path: Path) -> None:
-    found = directives(emitted("slurm", LINES["slurm"][1], tmp_path))
+    path = emitted("slurm", LINES["slurm"][1], tmp_path)
+    found = directives(path)
+    assert "SRUN_CPUS_PER_TASK" in path.read_text(encoding="utf-8")
     wanted = {"nodes": "2", "ntasks-per-node": "2", "cpus-per-task": "8", "mem": "128G", "gpus-per-node": "h100:8", "partition": "gpu"}
     assert found.items() >= {**wanted, "time": "24:00:00", "exclusive": None, "signal": "TERM@120", "requeue": None}.items()
 
