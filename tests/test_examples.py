@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import launch
+from tests import fork_server
+from tests.launched import environ, launch
 from tests.ports import reserve_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +63,17 @@ def test_two_hosts_survive_a_crash_bit_for_bit(tmp_path: Path) -> None:
     assert unbroken.code == 0, unbroken.err
     assert losses(broken.out) == losses(unbroken.out)
     assert len(losses(broken.out)) == 9
+
+
+@pytest.mark.slow
+def test_the_quick_starts_command_line_survives_its_crash(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^spmd (launch -n 2 --restarts 3 examples/two_hosts.py[^#\n]*)", page, re.MULTILINE)
+    words = line.replace("examples/", f"{ROOT}/examples/").split()
+    code, out, err = fork_server.run(["spmd.cli", *words], environ(), tmp_path)
+    assert code == 0, err
+    assert "starts all 2 processes again from the checkpoint of step 10" in err
+    assert sorted(losses(out)) == [*range(1, 21)]
 
 
 def test_the_quick_start_names_every_example() -> None:
