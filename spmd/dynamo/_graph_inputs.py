@@ -20,6 +20,7 @@ class Given(NamedTuple):
         root: shape of the array.
         stride: of the tensor over that array; None: contiguous.
         dtype: of the array; None where the tensor may show it in another way (conjugated).
+        row_dim: along this dim the array has the tensor's rows and then others, where it is larger; None: it has the tensor's shape.
     """
 
     root: tuple[int, ...]
@@ -27,6 +28,7 @@ class Given(NamedTuple):
     stride: tuple[int, ...] | None
     dtype: Any
     wants_gradient: bool
+    row_dim: int | None = None
 
     def in_trace(self, array: Any) -> torch.Tensor:
         """The tensor that stands for it."""

@@ -16,7 +16,7 @@ from spmd.base._torch import top_saved_tensors_default_hooks
 from spmd.device._storage import load, wrap, wrap_unset
 
 if TYPE_CHECKING:
-    from spmd.dynamo._graph_program import Program
+    from spmd.dynamo._graph_executables import Program
 
 _BYTE = np.dtype(np.uint8)
 
@@ -29,7 +29,7 @@ class Node(torch.autograd.Function):
         """The computed values, as a tuple of tensors."""
         traced = program.traced
         made, computed = program.forward(tensors, args)
-        ctx.program = program
+        ctx.program, ctx.size = program, program.size_of(args)
         ctx.is_carried = top_saved_tensors_default_hooks(False) is None
         ctx.save_for_backward(
             *(tensors[i] for i in traced.kept_inputs), *([_carrying(computed)] if ctx.is_carried else map(wrap, computed))
@@ -48,7 +48,7 @@ class Node(torch.autograd.Function):
         count = len(traced.kept_inputs)
         inputs = program.arrays(saved[:count], [program.given[i] for i in traced.kept_inputs])
         computed = saved[count].untyped_storage().spmd_carried if ctx.is_carried else list(map(load, saved[count:]))
-        return None, None, None, *map(wrap, program.backward([*inputs, *computed], [load(grads[i]) for i in traced.flowing]))
+        return None, None, None, *program.backward([*inputs, *computed], [load(grads[i]) for i in traced.flowing], ctx.size)
 
 
 def _carrying(arrays: list[Any]) -> torch.Tensor:

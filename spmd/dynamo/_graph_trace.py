@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
 from spmd.dynamo._graph_inputs import Given
 from spmd.dynamo._graph_results import Made, Plain, Results, Shown, Untraceable
+from spmd.dynamo._size_buckets import NotByRows, Rows, by_rows
 from spmd.program.flow._round import Round, one_round
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._window import Window
@@ -36,9 +37,9 @@ class Traced:
     """What one trace found.
 
     Attributes:
-        forward: jaxpr of (values from outside, inputs, random words) to (computed values, new values of written inputs, what is
-            kept for `backward`).
-        backward: (what it needs, cotangents) to gradients, of arrays; None where none flow.
+        forward: jaxpr of values from outside, inputs, random words to computed values, new values of written inputs, what is kept for
+            `backward`; each flat.
+        backward: what it needs and cotangents to gradients, of arrays; None where none flow.
         outer: values from outside the graph: with the buffer to read in each call, or None where it never changes.
         results: how each of the graph's results is made.
         windows: of the computed values, as in `Results`.
@@ -47,10 +48,11 @@ class Traced:
         kept_inputs: positions of inputs that `backward` takes, before what the forward pass computed for it.
         gradients: positions of the inputs whose gradients `backward` gives.
         draws: random numbers drawn.
+        rows: of a program of rows, the dim of each computed value, then of each gradient, that holds them, or None.
     """
 
     forward: Any
-    backward: Callable[[Sequence[Any], Sequence[Any]], list[Any]] | None
+    backward: Callable[..., list[Any]] | None
     outer: list[tuple[Any, Buffer | None]]
     results: list[Made | Shown | Plain]
     windows: list[Window | None]
@@ -59,13 +61,11 @@ class Traced:
     kept_inputs: list[int]
     gradients: list[int]
     draws: int
+    rows: list[int | None] | None = None
 
-    def run_forward(self, outer: Sequence[Any], inputs: Sequence[Any], words: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """(computed values, new values of written inputs, what is kept for `backward`) of arrays."""
-        flat = eval_jaxpr(self.forward.jaxpr, self.forward.consts, *outer, *inputs, words)
-        first = len(self.windows)
-        second = first + len(self.written)
-        return flat[:first], flat[first:second], flat[second:]
+    def run_forward(self, *arrays: Any) -> list[Any]:
+        """`forward` of arrays."""
+        return eval_jaxpr(self.forward.jaxpr, self.forward.consts, *arrays)
 
 
 class _GraphRound(Round):
@@ -103,20 +103,52 @@ class GraphTrace:
         self._draws = 0
 
     def traced(self, examples: Sequence[Any], hosts: Sequence[Any]) -> Traced:
-        """What it finds, given an array for each tensor and the values of CPU tensors.
+        """What it finds, given an array (or its shape and dtype) for each tensor and the values of CPU tensors.
 
         Raises:
             Untraceable: it writes to a tensor from outside, or a value with a gradient to an input; a result is a view that no view has.
             TraceError: Python or the host needs a value.
         """
         with exact_dtypes():
-            known = [*map(jax.typeof, (*examples, *map(jnp.asarray, hosts))), jax.ShapeDtypeStruct((4,), jnp.uint32)]
-            cotangents: list[Any] = []
-            if self._wanted:
-                values = jax.eval_shape(lambda *arrays: self._run(arrays, None)[0], *known)
-                cotangents = [jax.ShapeDtypeStruct(values[i].shape, values[i].dtype) for i in self._found.flowing]
-            closed, consts = with_constants_as_inputs(jax.make_jaxpr(self._run)(known, cotangents))
-            return self._split(closed, [(value, self._reads.get(id(value))) for value in consts], len(cotangents))
+            closed, consts, num_cotangents = self._closed(examples, hosts)
+            return self._split(closed, [(value, self._reads.get(id(value))) for value in consts], num_cotangents)
+
+    def traced_by_rows(self, other: GraphTrace, examples: Sequence[Sequence[Any]], hosts: Sequence[Any], sizes: tuple[int, int]) -> Traced:
+        """What this trace and the same at another size find: a program of rows, whose last host value is how many are real.
+
+        Args:
+            examples: for each of the two, the shapes of the arrays.
+
+        Raises:
+            NotByRows: it is not proved to be exact with rows that are padding.
+        """
+        with exact_dtypes():
+            first, consts, num_cotangents = self._closed(examples[0], hosts)
+            second, others, _ = other._closed(examples[1], hosts)
+            if len(consts) != len(others) or any(a is not b for a, b in zip(consts, others, strict=True)):
+                raise NotByRows("values that the trace made")
+            if self._draws or self._written:
+                raise NotByRows("random numbers, or a write to an input")
+            found, again = self._found, other._found
+            if [r for r in found.results if not isinstance(r, Made)] or any(found.windows) or found.results != again.results:
+                raise NotByRows("a result that is a view, or no tensor")
+            closed = by_rows(first, second, sizes, len(consts) + len(self._given) + len(hosts) - 1)
+            traced = self._split(closed, [(value, self._reads.get(id(value))) for value in consts], num_cotangents)
+            rows = Rows(sizes, None)
+            outs = [rows.rows_of(a, b) for a, b in zip(first.out_avals, second.out_avals, strict=True)]
+        if any(row is not None and row[1] != 1 for row in outs):
+            raise NotByRows("a result whose rows lie beside others")
+        return replace(traced, rows=[None if row is None else row[0] for row in outs])
+
+    def _closed(self, examples: Sequence[Any], hosts: Sequence[Any]) -> tuple[Any, list[Any], int]:
+        """The jaxpr of both passes, values from outside first, these values, and how many cotangents come last."""
+        known = [*map(jax.typeof, (*examples, *map(jnp.asarray, hosts))), jax.ShapeDtypeStruct((4,), jnp.uint32)]
+        cotangents: list[Any] = []
+        if self._wanted:
+            values = jax.eval_shape(lambda *arrays: self._run(arrays, None)[0], *known)
+            cotangents = [jax.ShapeDtypeStruct(values[i].shape, values[i].dtype) for i in self._found.flowing]
+        closed, consts = with_constants_as_inputs(jax.make_jaxpr(self._run)(known, cotangents))
+        return closed, consts, len(cotangents)
 
     def _run(self, arrays: Sequence[Any], cotangents: Sequence[Any] | None) -> tuple[list[Any], list[Any], list[Any]]:
         """(computed values, new values of written inputs, gradients) of traced arrays: tensors, CPU tensors, random words."""
@@ -160,8 +192,8 @@ class GraphTrace:
             forward, kept_inputs, places = self._without_inputs(forward, num_own, len(outer))
             split = sum(is_known)  # gradients that no cotangent has part in are computed forwards
 
-            def run(kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-                values = [kept[i] for i in places]
+            def run(*arrays: Any) -> list[Any]:
+                values, cotangents = [arrays[i] for i in places], arrays[len(arrays) - num_cotangents :]
                 known, news = iter(values[:split]), iter(eval_jaxpr(rest.jaxpr, rest.consts, *values[split:], *cotangents))
                 return [next(known) if of_forward else next(news) for of_forward in is_known]
 

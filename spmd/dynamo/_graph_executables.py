@@ -1,0 +1,208 @@
+"""The executables of one graph for one signature, and a call of them: arrays in by a flat list, results wrapped once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._jax import ArrayImpl
+from spmd.base._torch_late import without_dynamo
+from spmd.base._underway import underway
+from spmd.device._pacing import note_operation
+from spmd.device._partitioner import PartitionedJit
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
+from spmd.dynamo._graph_calls import Calls
+from spmd.dynamo._graph_inputs import Given, example_of, given_as, layout_of, write_back
+from spmd.dynamo._graph_node import Node
+from spmd.dynamo._graph_results import Made, Plain, Shown, made_of
+from spmd.dynamo._graph_trace import GraphTrace, Traced
+from spmd.program._job_checks import compiling
+from spmd.program.trace._buffer_use import TraceRecorder
+from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random
+from spmd.program.xla._executable import on_all_devices
+from spmd.program.xla._target import common_mesh, lies_on, likely_platform
+
+
+def is_host_tensor(value: Any) -> bool:
+    """Whether it is a tensor that is not on the device."""
+    return isinstance(value, torch.Tensor) and not is_device_tensor(value)
+
+
+class Program:
+    """The executables for one signature.
+
+    Attributes:
+        traced: the trace they were made from.
+        given: how each tensor of the device is given to them.
+        mesh: the mesh that the tensors lie on, or None (one device).
+    """
+
+    def __init__(self, calls: Calls, args: tuple[Any, ...], name: str) -> None:
+        self._held, self._held_hosts = calls.held, calls.held_hosts
+        self._positions = [i for i, a in enumerate(args) if is_device_tensor(a)]
+        self._hosts = [i for i, a in enumerate(args) if is_host_tensor(a) and i not in calls.numbers]
+        self._has_all = len(self._positions) == len(args)
+        tensors = self._tensors(args)
+        self.mesh = common_mesh(buffer_of(t).annotation for t in tensors)
+        self._replicated = None if self.mesh is None else jax.NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
+        with_gradient = torch.is_grad_enabled()
+        self.given = [self._given_as(t, i, with_gradient) for i, t in enumerate(tensors)]
+        with compiling(), without_dynamo(), underway(f"tracing {name}"), no_host_random():
+            self.traced = traced = self._traced(calls, args, tensors)
+        self._outer = [value for value, _ in traced.outer]
+        self._no_words: Any = on_all_devices(np.zeros(4, np.uint32), self._replicated)  # an array: the host's would be sent in each call
+        self._forward = self._jitted(traced.run_forward, name)
+        self._backward = None if traced.backward is None else self._jitted(traced.backward, f"{name}_backward")
+        self._is_plain = all(isinstance(r, Made) and r.position == i for i, r in enumerate(traced.results))
+
+    def _given_as(self, tensor: torch.Tensor, position: int, with_gradient: bool) -> Given:
+        return given_as(tensor, with_gradient and tensor.requires_grad)
+
+    def _jitted(self, fn: Any, name: str) -> Any:
+        def run(*args: Any) -> Any:
+            return fn(*args)
+
+        run.__name__ = run.__qualname__ = name
+        return jax.jit(run) if self.mesh is None else PartitionedJit(run)
+
+    def _traced(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Traced:
+        """The trace, with CPU tensors as inputs after those of the device; it may not write to them."""
+        hosts = self._host_tensors(args)
+        copies = [t.detach().clone() for t in hosts]  # a trace is no call: what it writes is not written
+        examples = [example_of(t, self.mesh, self._replicated) for t in tensors]
+        traced = self._trace(calls, args, copies, self.given).traced(examples, list(map(host_array, hosts)))
+        if any(t._version for t in copies):
+            raise computed_on_host("it writes to it")
+        return traced
+
+    def _trace(self, calls: Calls, args: tuple[Any, ...], copies: list[torch.Tensor], given: Sequence[Given]) -> GraphTrace:
+        """The graph on tensors that are given so; `copies` of its CPU tensors."""
+        stand_ins = [t.as_subclass(HostArgument) for t in copies]
+        bound, held_hosts = list(args), stand_ins[len(self._hosts) :]
+        for i, stand_in in zip(self._hosts, stand_ins, strict=False):
+            bound[i] = stand_in
+        tensors = self._tensors(args)
+        count, platform = len(self._positions), likely_platform(map(buffer_of, tensors))
+        identities = list(map(identity_of, copies))
+
+        def run(*inputs: torch.Tensor) -> Any:
+            filled = list(bound)
+            for position, tensor in zip(self._positions, inputs, strict=False):
+                filled[position] = tensor
+            return calls.run(filled, [*inputs[count:], *held_hosts])
+
+        def recorded(values: Sequence[Any], words: Any) -> TraceRecorder:
+            return TraceRecorder(words, dict(zip(identities, values, strict=False)), default_stream.draws, {}, platform=platform)
+
+        return GraphTrace(run, given, [layout_of(t) for t in tensors], recorded)
+
+    def _host_tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        return [*(args[i] for i in self._hosts), *self._held_hosts]
+
+    def _host_arrays(self, args: tuple[Any, ...]) -> Sequence[Any]:
+        return list(map(host_array, self._host_tensors(args))) if self._hosts or self._held_hosts else ()
+
+    def size_of(self, args: tuple[Any, ...]) -> int | None:
+        """How many rows a call has, of a program that may have more."""
+        return None
+
+    def _tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        return [*args, *self._held] if self._has_all else [*(args[i] for i in self._positions), *self._held]
+
+    def is_shared(self, args: tuple[Any, ...]) -> bool:
+        """Whether the graph writes to a tensor whose storage another one shows too: PyTorch knows what the other sees then."""
+        if not self.traced.written:
+            return False
+        buffers = list(map(buffer_of, self._tensors(args)))
+        return any(buffers.count(buffers[i]) > 1 for i in self.traced.written)
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """What the graph returns for these inputs."""
+        tensors = self._tensors(args)
+        if self._backward is None:
+            made: Sequence[torch.Tensor] = self.forward(tensors, args)[0]
+        else:
+            made = Node.apply(self, tensors, args, *[tensors[i] for i in self.traced.gradients])
+        if self._is_plain:
+            return made
+        return [self._result(result, made, tensors) for result in self.traced.results]
+
+    def forward(self, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[Any]]:
+        """The computed values as tensors, and what is kept for the backward pass, as arrays; inputs that the graph writes are written."""
+        traced, words, outer = self.traced, self._no_words, self._outer
+        if traced.draws:
+            words = default_stream.words()
+            default_stream.draws += traced.draws
+        if outer:
+            outer = [value if buffer is None else buffer.get() for value, buffer in traced.outer]
+        with exact_dtypes():
+            inputs = self.arrays(tensors, self.given)
+            inputs += self._host_arrays(args)
+            flat = self._forward(*outer, *inputs, words)
+        if self.mesh is not None:
+            note_operation(flat)
+        values, kept = flat[: len(traced.windows)], flat[len(traced.windows) + len(traced.written) :]
+        for i, value in zip(traced.written, flat[len(values) :], strict=False):
+            write_back(tensors[i], self.given[i].stride, value)
+        return list(map(made_of, values, traced.windows)), kept
+
+    def bare(self, args: tuple[Any, ...]) -> Callable[[], Any]:
+        """A call of the forward executable alone, with today's arrays, to measure what is around it."""
+        inputs = self.arrays(self._tensors(args), self.given)
+
+        def call() -> Any:
+            with exact_dtypes():
+                return self._forward(*self._outer, *inputs, self._no_words)
+
+        return call
+
+    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], size: int | None) -> list[torch.Tensor]:
+        """Gradients of the inputs at `traced.gradients`."""
+        assert self._backward is not None
+        with exact_dtypes():
+            grads = self._backward(*kept, *cotangents)
+        if self.mesh is not None:
+            note_operation(grads)
+        return list(map(wrap, grads))
+
+    def arrays(self, tensors: Sequence[torch.Tensor], given: Sequence[Given]) -> list[Any]:
+        """What the executable takes for today's tensors."""
+        found: list[Any] = []
+        mesh, add = self.mesh, found.append
+        for tensor, how in zip(tensors, given, strict=True):
+            buffer: Buffer = tensor.untyped_storage().spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+            value: Any = buffer.value
+            root = buffer.shape
+            is_array = type(value) is ArrayImpl and buffer.stored is root and root == how.root and value.aval.dtype is how.dtype
+            if is_array and (mesh is None or lies_on(value, mesh)):
+                add(value)
+            else:
+                add(self._fitted(tensor, how))
+        return found
+
+    def _fitted(self, tensor: torch.Tensor, how: Given) -> Any:
+        value = example_of(tensor, self.mesh, self._replicated)
+        if value.shape == how.root:
+            return value
+        stride = how.stride
+        if stride is None:
+            return load(tensor)
+        # a part of a storage, as dense as the storage that there was
+        order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
+        return load(tensor).transpose(order).reshape(how.root)
+
+    def _result(self, result: Made | Shown | Plain, made: Sequence[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        if isinstance(result, Plain):
+            return result.value
+        if isinstance(result, Made):
+            return made[result.position]
+        return result.shown(made[result.position] if result.is_made else tensors[result.position])
+
+
+__all__ = ["Program"]
