@@ -15,9 +15,10 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import message
 from spmd.base._torch import pytree
 from spmd.device._storage import recording
 from spmd.patches._table import current, replace
@@ -79,13 +80,38 @@ def _model_against(model: Any) -> str | None:
         return "a model without a static cache"
     if hasattr(model, "_reorder_cache"):
         return "a cache of its own order"
+    if model.training and (model.is_gradient_checkpointing or _drops(model)):
+        return "a model in training"
     layers = StaticCache(config=model.config, max_cache_len=1).layers
     config = model.config.get_text_config(decoder=True)
     if len(layers) != config.num_hidden_layers or {type(layer) for layer in layers} - {StaticLayer, StaticSlidingWindowLayer}:
         return "layers that keep something else than keys and values"
     if getattr(config, "attention_chunk_size", None) is not None or config._attn_implementation not in ("sdpa", "eager"):
         return "its attention"
-    return None
+    rotary: Any = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rotary, *rotary.values()) if isinstance(part, dict)}
+    return "rotary embeddings that depend on the length" if kinds & {"dynamic", "longrope"} else None
+
+
+def _drops(model: Any) -> bool:
+    """Whether dropout does anything."""
+    numbers = [value for name, value in model.config.to_dict().items() if "drop" in name]
+    return any(isinstance(value, float) and value > 0 for value in numbers) or any(
+        isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()
+    )
+
+
+class _AfterPrompt:
+    """A streamer that has the prompt already."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.end = streamer.end
+        self._streamer, self._has_prompt = streamer, False
+
+    def put(self, value: Any) -> None:
+        if self._has_prompt:
+            self._streamer.put(value)
+        self._has_prompt = True
 
 
 def _config_against(model: Any, config: Any) -> str | None:
@@ -112,6 +138,7 @@ def _config_against(model: Any, config: Any) -> str | None:
 
 def _by_programs(theirs: Any, model: Any, called: inspect.BoundArguments) -> Any:
     from spmd.huggingface._decoding_model import DrawsOnDevice, decoding
+    from spmd.huggingface._generation_programs import Left
 
     given = dict(called.arguments)
     given.pop("self")
@@ -121,8 +148,11 @@ def _by_programs(theirs: Any, model: Any, called: inspect.BoundArguments) -> Any
     try:
         with nullcontext() if is_on_host else DrawsOnDevice():
             result = theirs(decoding(model, is_on_host), **_on_host(given), **_on_host(more))
-    except (SpmdError, NotImplementedError) as error:
-        _leave(model, error)
+    except Left as left:
+        if left.is_lasting:
+            _leave(model, left)
+        if called.arguments.get("streamer") is not None:
+            called.arguments["streamer"] = _AfterPrompt(called.arguments["streamer"])
         return theirs(*called.args, **called.kwargs)
     return _finished(model, result, is_on_host)
 
@@ -153,7 +183,7 @@ def _leave(model: Any, error: Exception) -> None:
     warnings.warn(
         message(
             f"{type(model).__name__} generates by transformers' own loop, an operation at a time: it is no program",
-            str(error).splitlines()[0],
+            str(error),
             fix="model.generate(..., disable_compile=True) asks for that loop",
         ),
         stacklevel=4,

@@ -32,6 +32,18 @@ def bucket(length: int, smallest: int = _SMALLEST_BUCKET, limit: int | None = No
     return size if limit is None or limit < length else min(size, limit)
 
 
+class Left(Exception):
+    """This generation is transformers' own: caught where it began.
+
+    Attributes:
+        is_lasting: the model is no program; otherwise it is this call.
+    """
+
+    def __init__(self, reason: str, is_lasting: bool) -> None:
+        super().__init__(reason)
+        self.is_lasting = is_lasting
+
+
 class Programs:
     """Those of one model.
 
@@ -50,14 +62,31 @@ class Programs:
     def num_executables(self) -> int:
         return sum(step.num_executables for step in self.steps.values())
 
-    def step(self, key: Any, make: Callable[[], Callable[..., Any]]) -> Step[Any, Any]:
-        """The compiled function under a key; `make` makes it as a method of the model, which runs without gradients as `generate` does."""
+    def run(self, key: Any, make: Callable[[], Callable[..., Any]], *args: Any) -> Any:
+        """Call the program under a key; `make` makes it as a method of the model, which runs without gradients as `generate` does.
+
+        Raises:
+            Left: it is no program.
+        """
         if key not in self.steps:
             self.steps[key] = compile_step(MethodType(make(), self.model))  # a trace finds the modules of its object
-        return self.steps[key]
+        step = self.steps[key]
+        if step.num_traces:
+            return step(*args)
+        try:
+            return step(*args)
+        except Exception as error:  # also what the model's own code says of tensors that have no values yet
+            del self.steps[key]
+            raise Left(str(error).partition("\n")[0], is_lasting=True) from error
 
     def sizes(self, batch: int, max_length: int, copies: int) -> Sizes:
-        """Room for `max_length` tokens; programs for these rows that have it already are taken."""
+        """Room for `max_length` tokens; programs for these rows that have it already are taken.
+
+        Raises:
+            Left: the model has no such positions; what it makes of them is for it to say.
+        """
+        if self.positions is not None and max_length > self.positions:
+            raise Left(f"{max_length} tokens, of a model of {self.positions}", is_lasting=False)
         made = [sizes.slots for _, sizes, *_ in self.steps if (sizes.batch, sizes.copies) == (batch, copies) and sizes.slots >= max_length]
         return Sizes(batch, min(made, default=bucket(max_length, _SMALLEST_ROOM)), copies)
 
@@ -70,14 +99,13 @@ class Programs:
             encoder_tokens_BS: what an encoder reads.
         """
         length = tokens_BT.shape[1]
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        padded = min(bucket(length, limit=limit), kept.sizes.slots)
+        padded = min(bucket(length, limit=self.positions), kept.sizes.slots)
         kept.given = {name: self.put(tensor) for name, tensor in kept.given.items()}
         inputs = [self.put(_padded(tokens_BT, padded))]
         if encoder_tokens_BS is not None:
             inputs.append(self.put(_padded(encoder_tokens_BS, kept.given["encoder_mask"].shape[1])))
         key = ("prompt", kept.sizes, padded, kept.shapes)
-        kept.layers, states = self.step(key, lambda: self._prompt(kept.sizes))(dict(kept.given), *inputs)
+        kept.layers, states = self.run(key, lambda: self._prompt(kept.sizes), dict(kept.given), *inputs)
         kept.given |= states
         kept.num_tokens = length - 1
 
@@ -86,8 +114,7 @@ class Programs:
         key = ("token", kept.sizes, rows_B is None, kept.shapes)
         rows = [] if rows_B is None else [self.put(rows_B)]
         slot = torch.tensor(kept.num_tokens)
-        step = self.step(key, self._token)
-        scores_BV = step(dict(kept.given), kept.layers, self.put(tokens_B[:, None]), self.put(slot), *rows)
+        scores_BV = self.run(key, self._token, dict(kept.given), kept.layers, self.put(tokens_B[:, None]), self.put(slot), *rows)
         kept.num_tokens += 1
         return scores_BV.cpu().as_subclass(Tensor)
 
@@ -115,6 +142,11 @@ class Programs:
             return scores_BV if mesh is None else mark_sharding(scores_BV, mesh, (None, None))  # whole on every host
 
         return take_token
+
+    @property
+    def positions(self) -> int | None:
+        """How many the model has."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -186,4 +218,4 @@ def programs_of(model: nn.Module) -> Programs:
     return found
 
 
-__all__ = ["Programs", "bucket", "programs_of", "scores"]
+__all__ = ["Left", "Programs", "bucket", "programs_of", "scores"]

@@ -47,12 +47,12 @@ class TokenLoop:
         numbers = [[programs.put_whole(number) for number in processor.numbers] for processor in self.processors]
         ends = [programs.put_whole(tensor) for tensor in self.ends]
         key = ("tokens", kept.sizes, self.draws, tuple(p.key for p in self.processors), *(tuple(t.shape) for t in ends), kept.shapes)
-        step = programs.step(key, lambda: self._tokens(programs))
         is_open = True
         while is_open and length < self.max_length:
             last = min(self.max_length, length + _TOKENS_PER_CALL)
             bounds = [programs.put_whole(torch.tensor(bound)) for bound in (length, last)]
-            result = step(dict(kept.given), kept.layers, tokens, open_B, bounds, numbers, ends)
+            args = (dict(kept.given), kept.layers, tokens, open_B, bounds, numbers, ends)
+            result = programs.run(key, self._tokens, *args)
             now, is_open = (int(value) for value in result.cpu())
             if self.draws:
                 default_stream.draws += now - length - 1  # the call itself has counted one
@@ -60,7 +60,7 @@ class TokenLoop:
         kept.num_tokens = length - 1
         return tokens.cpu().as_subclass(Tensor)[:, :length].contiguous()
 
-    def _tokens(self, programs: Programs) -> Callable[..., Any]:
+    def _tokens(self) -> Callable[..., Any]:
         def take_tokens(
             model: Any,
             given: dict[str, Tensor],

@@ -265,10 +265,28 @@ def test_a_model_that_is_no_program_says_so_and_generates(monkeypatch: pytest.Mo
         return found if found.logits.max() > 0 else forward(*args, **kwargs)
 
     model.forward = asking
-    ids = prompt(3, 1)
+    ids, streamer, wanted = prompt(3, 1), Words(), Words()
     with pytest.warns(UserWarning, match="generates by transformers' own loop"):
-        got = model.generate(ids.to("jax"), max_new_tokens=2, do_sample=False)
+        got = model.generate(ids.to("jax"), max_new_tokens=2, do_sample=False, streamer=streamer)
+    host.generate(ids, max_new_tokens=2, do_sample=False, streamer=wanted)
+    assert streamer.words == wanted.words
     assert torch.equal(got.cpu(), host.generate(ids, max_new_tokens=2, do_sample=False))
+
+
+def test_more_tokens_than_a_model_has_positions_are_left_to_transformers() -> None:
+    ids = prompt(90, 1)
+    got = device_model("llama").generate(ids.to("jax"), max_new_tokens=8, do_sample=False)
+    assert torch.equal(got.cpu(), host_model("llama").generate(ids, max_new_tokens=8, do_sample=False))  # of 96 positions
+    with pytest.raises(IndexError):
+        host_model("gpt2").generate(prompt(46, 1), max_new_tokens=8, do_sample=False)
+    with pytest.raises(IndexError):
+        device_model("gpt2").generate(prompt(46, 1), max_new_tokens=8, do_sample=False)
+
+
+def test_a_model_in_training_drops_as_transformers_does() -> None:
+    model = fresh_model("gpt2").train()
+    assert reason_against(model, {"inputs": prompt(4)}) == "a model in training"
+    assert reason_against(fresh_model("llama").train(), {"inputs": prompt(4)}) is None
 
 
 def test_copies_and_files_of_a_model_have_no_programs() -> None:
