@@ -99,7 +99,7 @@ class _Decoding:
 
     def _take_in(self, input_ids: Tensor, model_kwargs: Any) -> None:
         kept: Kept = model_kwargs["past_key_values"].kept
-        kept.given = _given(kept, self._spmd_programs.model.config, model_kwargs)
+        kept.given = _given(kept, self._spmd_programs, model_kwargs)
         encoder_tokens = model_kwargs["encoder_outputs"].last_hidden_state if "encoder_mask" in kept.given else None
         kept.num_encoder_tokens = 0 if encoder_tokens is None else encoder_tokens.shape[1]
         self._spmd_programs.take_in(kept, input_ids, encoder_tokens)
@@ -113,20 +113,20 @@ class _Decoding:
         return CausalLMOutputWithPast(logits=scores_BV[:, None], past_key_values=past_key_values)  # pyright: ignore[reportArgumentType]
 
 
-def _given(kept: Kept, config: Any, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def _given(kept: Kept, programs: Programs, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """`Kept.given` on the host, of what transformers prepared."""
     mask: Any = model_kwargs.get("attention_mask")
     positions: Any = model_kwargs.get("position_ids")
     given: dict[str, Tensor] = {}
-    if config.is_encoder_decoder:
-        given["encoder_mask"] = torch.nn.functional.pad(mask, (0, bucket(mask.shape[1]) - mask.shape[1]))
+    limit = programs.positions
+    if programs.model.config.is_encoder_decoder:
+        given["encoder_mask"] = torch.nn.functional.pad(mask, (0, bucket(mask.shape[1], limit=limit) - mask.shape[1]))
         return given
     slots = kept.sizes.slots
     if mask is not None:
         given["mask"] = torch.nn.functional.pad(mask, (0, slots - mask.shape[1]), value=1)
     if positions is not None:
         later = positions[:, -1:] + 1 + torch.arange(slots - positions.shape[1])
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         given["positions"] = torch.cat([positions, later if limit is None else later.clamp(max=limit - 1)], 1)
     return given
 

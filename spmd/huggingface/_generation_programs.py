@@ -114,7 +114,9 @@ class Programs:
         key = ("token", kept.sizes, rows_B is None, kept.shapes)
         rows = [] if rows_B is None else [self.put(rows_B)]
         slot = torch.tensor(kept.num_tokens)
-        scores_BV = self.run(key, self._token, dict(kept.given), kept.layers, self.put(tokens_B[:, None]), self.put(slot), *rows)
+        scores_BV = self.run(
+            key, lambda: self._token(kept.sizes), dict(kept.given), kept.layers, self.put(tokens_B[:, None]), self.put(slot), *rows
+        )
         kept.num_tokens += 1
         return scores_BV.cpu().as_subclass(Tensor)
 
@@ -131,17 +133,30 @@ class Programs:
 
         return take_prompt
 
-    def _token(self) -> Callable[..., Any]:
+    def _token(self, sizes: Sizes) -> Callable[..., Any]:
         def take_token(
             model: Any, given: dict[str, Tensor], layers: list[Tensor], tokens_B1: Tensor, slot: Tensor, rows_B: Tensor | None = None
         ) -> Tensor:
             if rows_B is not None:
                 for tensor in layers:
-                    tensor.copy_(tensor.index_select(0, rows_B))
+                    tensor.copy_(self._reordered(tensor, rows_B, sizes))
             scores_BV, mesh = scores(model, given, layers, tokens_B1, slot), self.mesh
             return scores_BV if mesh is None else mark_sharding(scores_BV, mesh, (None, None))  # whole on every host
 
         return take_token
+
+    def _reordered(self, tensor_BHLD: Tensor, rows_B: Tensor, sizes: Sizes) -> Tensor:
+        """Each row is that of another beam of the same prompt."""
+        mesh, num_prompts = self.mesh, sizes.batch // sizes.copies
+        if mesh is None or _rows(mesh, num_prompts) != _rows(mesh, sizes.batch):
+            return tensor_BHLD.index_select(0, rows_B)
+        # The beams of a prompt lie on one device, but the partitioner gathers all rows for an index.
+        beams = tensor_BHLD.unflatten(0, (num_prompts, sizes.copies))
+        chosen = (rows_B % sizes.copies).view(num_prompts, sizes.copies, 1, 1, 1)
+        found = beams[:, :1].expand_as(beams)
+        for i in range(1, sizes.copies):
+            found = torch.where(chosen == i, beams[:, i : i + 1], found)
+        return found.flatten(0, 1)
 
     @property
     def positions(self) -> int | None:
