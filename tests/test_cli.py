@@ -94,6 +94,7 @@ WRONG = {
     "launch --tpu v5e:4x4 x.py": "spmd launch: --tpu means nothing without --emit jobset or tpu-vm or skypilot",
     "launch --emit tpu-vm --tpu v5e:4 x.py": "spmd launch: --tpu 'v5e:4' is no slice of TPUs: write the chips and their grid, as in",
     "launch --emit tpu-vm --tpu v5e:4x4 -n 2 x.py": "spmd launch: -n 2 does not fit --tpu v5e:4x4, which has 4 hosts: leave -n out",
+    "launch --emit slurm --name A_b x.py": "spmd launch: --name is up to 40 lower case letters, digits and dashes, a letter first, not",
     "launch --emit slurm --gpus 8 x.py": "spmd launch: --gpus is a kind and how many of it each host has, as in H100:8, not '8'",
     "launch --emit slurm --cpus 0 x.py": "spmd launch: --cpus is 1 or more, not 0",
     "launch --emit slurm --code svn x.py": "spmd launch: --code is here, image or git+URL@REF, not 'svn'",

@@ -40,7 +40,7 @@ def scheduled(options: Options) -> ScheduledJob:
     if options.directory is not None:
         exports["SPMD_JOB_DIR"] = str(options.directory)
     return ScheduledJob(
-        name=_job_name(options),
+        name=options.setup.name or _job_name(options),
         command=("python", "-m", "mesh.launch", "--join", "--timeout", timeout, "--", *options.program),
         num_hosts=len(options.hosts) or options.processes,
         processes=options.processes,
@@ -52,4 +52,5 @@ def scheduled(options: Options) -> ScheduledJob:
 
 def _job_name(options: Options) -> str:
     program = options.program[1] if options.program[0] == "-m" else Path(options.program[0]).stem
-    return re.sub(r"[^a-z0-9]+", "-", program.lower()).strip("-") or "job"
+    name = re.sub(r"[^a-z0-9]+", "-", program.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"job-{name}")[:40].strip("-")  # a label of DNS, with room for pods' numbers

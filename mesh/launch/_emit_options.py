@@ -13,6 +13,7 @@ KINDS = ("slurm", "jobset", "tpu-vm", "skypilot")
 
 # option -> the kinds of files that it means something in
 _MEANS: dict[str, tuple[str, ...]] = {
+    "name": KINDS,
     "image": ("jobset", "skypilot"),
     "code": KINDS,
     "install": KINDS,
@@ -36,6 +37,7 @@ _INSTALL = "pip install -r requirements.txt"
 def add_emit_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what --emit writes into the file")
     add = group.add_argument
+    add("--name", help="of the job and the file (default: the program's)")
     add("--image", metavar="NAME", help="the container that the program runs in (jobset, skypilot)")
     add("--code", metavar="HOW", help="how the program gets there: here (this folder), image (it holds it) or git+URL@REF")
     add("--install", metavar="LINE", help=f"run on each host before the program (tpu-vm, skypilot without an image: {_INSTALL})")
@@ -76,6 +78,7 @@ def setup_of(given: argparse.Namespace) -> tuple[Setup, str | None]:
         volumes,
         Resources(TpuSlice.parse(given.tpu) if given.tpu else None, _gpus(given.gpus), given.cpus, given.memory),
         tuple(given.sbatch or ()),
+        given.name,
     ), None
 
 
@@ -94,6 +97,8 @@ def _gpus(text: str | None) -> tuple[str, int] | None:
 
 
 def _fault_of_words(given: argparse.Namespace) -> str | None:
+    if given.name is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", given.name):
+        return f"--name is up to 40 lower case letters, digits and dashes, a letter first, not {given.name!r}"
     for name in given.secret or ():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             return f"--secret is the name of a variable without its value, not {name.partition('=')[0]!r} and more"

@@ -74,6 +74,7 @@ class Setup:
         volumes: storage that outlives the hosts.
         resources: what each host has.
         directives: of SLURM, as "partition=tpu".
+        name: the job's; None: the program's.
     """
 
     image: str | None = None
@@ -83,6 +84,7 @@ class Setup:
     volumes: tuple[Volume, ...] = ()
     resources: Resources = Resources()
     directives: tuple[str, ...] = ()
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ScheduledJob:
     """What a file is written of.
 
     Attributes:
-        name: lower case letters, digits and dashes.
+        name: up to 40 lower case letters, digits and dashes, a letter first.
         command: what each process runs.
         num_hosts, processes: in all; processes are spread evenly.
         restarts: how often it may fail and be started again.

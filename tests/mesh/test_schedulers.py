@@ -90,6 +90,23 @@ def test_a_file_is_what_its_scheduler_takes(kind: str, line: str, tmp_path: Path
     assert "mesh.launch" in text and "--join" in text and "train.py" in text and "75" in text
 
 
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (("train.py",), "train"),
+        (("My_Folder/Train_2.py",), "train-2"),
+        (("-m", "spmd.train", "gpt2.toml"), "spmd-train"),
+        (("01.py",), "job-01"),
+        ((f"{'long' * 20}.py",), "long" * 10),
+        (("--name", "llama-3", "train.py"), "llama-3"),
+    ],
+)
+def test_a_job_has_a_name_that_every_scheduler_takes(program: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    path = emitted("jobset", "--image i", tmp_path, program)
+    assert path.name == f"{name}.jobset.yaml"
+    assert f"{name}-host-0-0.{name}:8476" in path.read_text(encoding="utf-8")
+
+
 def directives(path: Path) -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines()
     heads = [line for line in lines if line.startswith("#SBATCH ")]
