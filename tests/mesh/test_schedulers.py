@@ -294,7 +294,6 @@ def pod_environment(container: dict[str, Any], index: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", ["image", "git"])
 def test_pods_of_a_jobset_find_each_other(code: str, folder: Path) -> None:
     subprocess.run(["git", "-C", folder, "init", "-q", "-b", "main"], check=True)
@@ -315,7 +314,6 @@ def test_pods_of_a_jobset_find_each_other(code: str, folder: Path) -> None:
     assert (folder / "code-1" / "train.py").exists() == (code == "git")
 
 
-@pytest.mark.slow
 def test_nodes_of_skypilot_find_each_other(folder: Path) -> None:
     path = emitted("skypilot", "-n 2 --secret HF_TOKEN", folder, ("train.py", str(folder / "out"), "0"))
     activate = folder / "env" / "bin" / "activate"
@@ -332,7 +330,6 @@ def test_nodes_of_skypilot_find_each_other(folder: Path) -> None:
     assert what_they_said(folder) == [["2 launcher a secret"]] * 2
 
 
-@pytest.mark.slow
 def test_a_tpu_vm_is_made_and_its_hosts_find_each_other(folder: Path) -> None:
     path = emitted("tpu-vm", "--tpu v5e:4x4 --secret HF_TOKEN --install true", folder, ("train.py", str(folder / "out"), "0"))
     text = path.read_text(encoding="utf-8").replace("command -v uv", "true").replace("uv venv --quiet --seed --python 3.12 ~/env", "fake")
