@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mesh
+from mesh.platform._allocator import give_back_freed_memory
 from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _files, _inventory, _owner, _save
 from spmd.checkpoint._collect import RANDOM, parameter_names
@@ -75,6 +76,7 @@ def restore(
     gang = current_gang() if gang is None else gang
     with mesh.extended_timeout("restoring"):
         restored = _restored(root, state, step, cast, random, gang)
+    give_back_freed_memory()
     _owner.forget(root)
     return restored
 

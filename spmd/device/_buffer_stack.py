@@ -20,6 +20,7 @@ import numpy as np
 
 from mesh import PartitionSpec, ShardingSpec
 from spmd.base._convert import exact_dtypes
+from spmd.device._left_values import forget
 from spmd.device._storage import Buffer
 
 _queue = attrgetter("queue")
@@ -65,12 +66,18 @@ class BufferStack:
         """Every member that waits has its value again."""
         value, spec = self.whole.value, self.members[0].annotation
         self.whole.value = None
+        forget(self.whole.left_by)
         sharding = None if spec is None else spec.to_jax()
         with exact_dtypes(), jax.ensure_compile_time_eval():
             parts = jax.jit(_parts, out_shardings=sharding)(value)
         for buffer, part in zip(self.members, parts, strict=True):
             if buffer.queue is self:
                 buffer.value, buffer.queue = part, None
+
+    def leave(self, buffer: Buffer) -> None:
+        """A member is given another value: from now on each has its own, so that what is replaced is gone."""
+        if self.whole.value is not None:
+            self.run()
 
     def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
         """The members' dtype."""

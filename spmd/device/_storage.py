@@ -14,6 +14,7 @@ operator and no program.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
@@ -30,6 +31,8 @@ from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._checks import Check
+from spmd.device._left_values import LeftValues, forget
+from spmd.device._queue import Queue
 from spmd.device._turn import is_of_another_thread, there, wait_for_trace
 from spmd.device._views import contiguous_stride, plan_window
 
@@ -115,22 +118,6 @@ class Recorder(Protocol):
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 
 
-class Queue(Protocol):
-    """Holds operations that run later (see `_deferred`); a buffer that is to get its value from them knows it."""
-
-    def run(self) -> None:
-        """Run them: every buffer that waits for this queue has its value then."""
-        ...
-
-    def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
-        """The element type that a waiting buffer will have."""
-        ...
-
-    def annotate(self, buffer: Buffer, spec: mesh.ShardingSpec) -> None:
-        """Lay out the value that a waiting buffer will have."""
-        ...
-
-
 class Buffer:
     """The value of one storage: the root array whose row-major flattening is the storage's content.
 
@@ -147,13 +134,14 @@ class Buffer:
         dropped: why the value is gone, for values that a compiled program computed and did not keep.
         queue: what this buffer takes part in of operations that run later; where it has neither `value` nor `host`, it waits for them.
         place_in_queue: which of the queue's buffers this is.
+        left_by: programs that hold the value which they left here. See Note [Values that are left].
         marks: how often the annotation of any buffer changed; while it stands still, none did.
     """
 
     marks: ClassVar[int] = 0
 
     __slots__ = (
-        *("__weakref__", "_annotation", "digest", "dropped", "host", "place_in_queue", "queue"),
+        *("__weakref__", "_annotation", "digest", "dropped", "host", "left_by", "place_in_queue", "queue"),
         *("reads", "shape", "state_annotation", "stored", "value"),
     )
 
@@ -174,6 +162,7 @@ class Buffer:
         self.digest: int | None = None
         self.queue: Queue | None = None
         self.place_in_queue = 0
+        self.left_by: list[tuple[weakref.ref[LeftValues], int]] = []
         self.reads: dict[Any, Any] = {}
         recorder = recording.get()
         if recorder is not None:
@@ -232,7 +221,11 @@ class Buffer:
         self.host = None
         self.dropped = None
         self.digest = None
-        self.queue = None
+        queue, self.queue = self.queue, None
+        if queue is not None:
+            queue.leave(self)
+        if self.left_by:
+            forget(self.left_by)
         if self.reads:
             self.reads.clear()
 
@@ -257,6 +250,8 @@ class Buffer:
             self.value, self.host = upload(self.host, sharding), None
         elif sharding is not None:
             self.value = laid_out(self.raw(), self.shape, sharding)
+        if self.left_by:
+            forget(self.left_by)
         self.reads.clear()
 
     @property

@@ -30,6 +30,7 @@ from spmd.base._underway import underway
 from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
+from spmd.device._left_values import NOTHING, LeftValues
 from spmd.device._lent import own
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
@@ -126,8 +127,7 @@ class Program(Executable):
         self.platform = platform_of(self.mesh)
         self.is_on_cpu = self.platform == "cpu"
         self.is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
-        self.last: list[Any] = [_EMPTY] * len(written)  # which no value is
-        self.last_read: list[Any] = [_EMPTY] * len(read)
+        self.last, self.last_read = LeftValues(written), LeftValues(read)
         self.rebound = [(i, buffers, k) for buffers in (written, read) for i, k in touched_by(captured.held, buffers)]
         left = [(owner, grad) for owner, grad in captured.gradients if isinstance(owner, torch.Tensor)]
         is_left = not options.keep_grads and len(left) == len(captured.gradients)
@@ -141,8 +141,8 @@ class Program(Executable):
         self.slots = [(captured.slots[b], state, i) for state in (written, read) for i, b in enumerate(state) if b in captured.slots]
         captured.numbers.refresh({})  # with those that the trace was found to use
         self._lower(arg_buffers, name, spent)
-        if self.slots and not self.is_ahead:
-            captured.forget_gradients()
+        if not self.is_ahead:
+            captured.let_go()
             self._forget_gradients()
 
     def __str__(self) -> str:
@@ -304,9 +304,9 @@ class Program(Executable):
             self._take_gradients(given)
         if self.rolled is not None:
             self.rolled.gather()
-        state = self._values(self.written, self.last, self.shardings, changed)
-        read = self._values(self.read, self.last_read, self.read_shardings, changed)
-        self.last_read = read
+        state = self._values(self.written, self.last.values, self.shardings, changed)
+        read = self._values(self.read, self.last_read.values, self.read_shardings, changed)
+        self.last_read.values = read
         for i, buffer in enumerate(arg_buffers):
             if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
                 buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
@@ -333,7 +333,7 @@ class Program(Executable):
             note(outputs[-1 - len(self.captured.finite)], self.captured.checks)
         for buffer, value in zip(self.written, new_state, strict=True):
             buffer.value = value  # its host value is gone: `_settle` has uploaded it
-        self.last = new_state
+        self.last.values = new_state
         for follower, leader in self.captured.copies.items():
             follower.value = leader.value
             follower.host = None
@@ -359,7 +359,7 @@ class Program(Executable):
         """Hold none of them until the next call, which may have others."""
         for _, state, i in self.slots:
             state[i] = _EMPTY
-            (self.last if state is self.written else self.last_read)[i] = _EMPTY  # no value is this
+            (self.last if state is self.written else self.last_read).values[i] = NOTHING
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
         """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""

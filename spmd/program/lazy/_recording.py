@@ -216,6 +216,9 @@ class Recording:
         """Lay out the value that a waiting buffer will have."""
         self.session.annotate(self, buffer, spec)
 
+    def leave(self, buffer: Buffer) -> None:
+        """What was recorded may take the buffer's value of before: it stays."""
+
     def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
         """The element type that a waiting buffer will have."""
         return self.roots[buffer.place_in_queue].dtype

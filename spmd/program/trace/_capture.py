@@ -127,11 +127,11 @@ class Captured:
     holders: frozenset[type]
     known: KnownInputs | None
 
-    def forget_gradients(self) -> None:
-        """Let go of the gradients that were there: from now on empty buffers stand for them."""
-        empty = {b: Buffer(None, b.shape) for b in self.slots}
-        consts = [None if b in empty else c for c, b in zip(self.jaxpr.consts, self.const_buffers, strict=True)]
+    def let_go(self) -> None:
+        """Hold no value of the state that it was traced with, and no gradient that was there: empty buffers stand for these."""
+        consts = [c if b is None else None for c, b in zip(self.jaxpr.consts, self.const_buffers, strict=True)]
         self.jaxpr = self.jaxpr.replace(consts=consts)
+        empty = {b: Buffer(None, b.shape) for b in self.slots}
         self.const_buffers = [None if b is None else empty.get(b, b) for b in self.const_buffers]
         self.written = [empty.get(b, b) for b in self.written]
         self.slots = {empty[b]: owner for b, owner in self.slots.items()}
