@@ -27,7 +27,7 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor
 from spmd.device._turn import turn
 from spmd.interop._stand_ins import StandIns, held_by
-from spmd.interop._to_jax import as_jax_container, keeps_64_bits, to_jax
+from spmd.interop._to_jax import as_jax_container, keeps_64_bits, require_numbers, to_jax
 from spmd.interop._torch_gradient import TensorFunction, Tensors
 from spmd.patches._constraints import without_branches
 from spmd.patches._running_averages import counting_on_device
@@ -155,6 +155,8 @@ class _Call:
         self.is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         self.static = [None if is_array else leaf for leaf, is_array in zip(leaves, self.is_array, strict=True)]
         self.given = [leaf for leaf, is_array in zip(leaves, self.is_array, strict=True) if is_array]
+        for array in self.given:
+            require_numbers(array)
         self.written: list[str] = []
         self.leaves: list[Any] = []
         self.out_tree: Any = None

@@ -88,6 +88,18 @@ def keeps_64_bits() -> bool:
     return bool(jax.config.read("jax_enable_x64"))
 
 
+def require_numbers(array: Any) -> None:
+    """Raise if a size of an array is a symbol of `jax.export.symbolic_shape`."""
+    if not all(isinstance(size, int) for size in array.shape):
+        raise SpmdError(
+            message(
+                f"torch code was given an array of shape {array.shape}: a tensor's sizes are numbers",
+                *called_at(),
+                fix="trace it once for each size that you need; jax.jit does so by itself",
+            )
+        )
+
+
 def _array_of(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -126,6 +138,7 @@ def _tensor_of(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise SpmdError(message("from_jax was given a key of jax.random, which torch has no dtype for", fix="jax.random.key_data(key)"))
     to_torch_dtype(leaf.dtype)
+    require_numbers(leaf)
     if is_tracer(leaf):
         return wrap(_into_torch(leaf))
     if leaf.is_deleted():
@@ -176,4 +189,4 @@ def _(primals: Any, tangents: Any) -> Any:
     )
 
 
-__all__ = ["as_jax_container", "from_jax", "keeps_64_bits", "to_jax", "tree_map"]
+__all__ = ["as_jax_container", "from_jax", "keeps_64_bits", "require_numbers", "to_jax", "tree_map"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -374,6 +375,53 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "host random numbers": (calls(lambda: lambda x: x + float(torch.rand(())), ONES), "random numbers"),
     "a branch on a value": (lambda: jax.jit(calls(lambda: lambda x: x if x.sum() > 0 else -x, ONES))(), "torch.cond"),
 }
+
+
+def test_a_size_that_is_a_symbol_is_refused() -> None:
+    fn, _, _ = spmd.functionalize(torch.sin)
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), jnp.float32)
+    for traced in (lambda x: fn({}, {}, None, x), lambda x: spmd.to_jax(spmd.from_jax(x))):
+        with pytest.raises(spmd.SpmdError, match=r"an array of shape \(b, 4\): a tensor's sizes are numbers"):
+            jax.export.export(jax.jit(traced))(shape)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.layers(x), -1).reshape(x.shape[0], 2, 4)
+
+
+def test_an_exported_program_of_torch_is_a_jax_function_for_every_size_it_was_exported_for() -> None:
+    host = Classifier().eval()
+    program = torch.export.export(host, (batch(3, 8),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    fn, params, buffers = spmd.functionalize(program.module().to("jax"))
+    assert params.keys() == dict(host.named_parameters()).keys()
+    jitted = jax.jit(fn)
+    for size in (2, 5):
+        assert_close(jitted(params, buffers, None, as_jax(batch(size, 8))), host(batch(size, 8)))
+    host(batch(3, 8)).square().sum().backward()
+    assert_gradients(jax.grad(lambda p: jnp.square(fn(p, buffers, None, as_jax(batch(3, 8)))).sum())(params), host)
+
+
+def test_a_model_of_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16, "bos_token_id": None, "eos_token_id": None}
+    host, model = twins(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval())
+    ids = torch.arange(8)[None]
+    fn, params, buffers = spmd.functionalize(model)
+    assert "lm_head.weight" not in params and "transformer.wte.weight" in params
+    loss = jax.jit(jax.value_and_grad(lambda p: jnp.sin(fn(p, buffers, None, as_jax(ids), use_cache=False)["logits"]).sum()))
+    value, grads = loss(params)
+    want = host(ids).logits.sin().sum()
+    want.backward()
+    np.testing.assert_allclose(value, want.detach(), rtol=1e-4)
+    for name, parameter in host.named_parameters():
+        np.testing.assert_allclose(grads[name], parameter.grad, rtol=1e-3, atol=1e-4)  # sums over 64 logits of 8 positions
+    with pytest.raises(spmd.SpmdError, match=r"returns a DynamicCache(?s:.*)use_cache=False"):
+        fn(params, buffers, None, as_jax(ids))
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED.values(), ids=REFUSED)
