@@ -36,12 +36,12 @@ from spmd.interop import _exported_program
 from spmd.interop._state_names import number_names, state_names
 from spmd.program._program import Program
 from spmd.program._step import Step, compile
-from spmd.program.find._discover import reachable
+from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._static import name_of
 from spmd.program.trace._remade import remade
 
 _PLAIN = (type(None), bool, int, float, str)
-_RANDOM = "random state"
+RANDOM = "random state"
 
 
 def export(
@@ -50,6 +50,7 @@ def export(
     path: str | Path,
     kwargs: dict[str, Any] | None = None,
     *,
+    also: Sequence[tuple[Any, ...]] = (),
     platforms: Sequence[str] | None = None,
     weights: bool = True,
 ) -> Path:
@@ -59,6 +60,7 @@ def export(
         fn: a function of `spmd.compile`, any function that it takes, or a module (run without gradients).
         args, kwargs: examples; shapes, dtypes, layouts and Python values are the program's. CPU tensors are moved to the device.
         path: of the file.
+        also: other positional arguments that calls may have, for other sizes or Python values: a program each, over one state.
         platforms: what it shall run on ("cpu", "cuda", "rocm", "tpu"), None: where the tensors are.
         weights: the file has the state's values; else whoever loads it gives them. Tensors over a topology have none.
 
@@ -78,16 +80,17 @@ def export(
             result = source(*args, **kwargs)
         return pytree.tree_map(lambda leaf: leaf.detach().clone() if is_device_tensor(leaf) else leaf, result)
 
-    given: Any = pytree.tree_map(lambda leaf: leaf.to("jax") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs or {}))
-    program = compile(call).program(*given[0], **given[1])
-    writer = _Writer(name, program, source, *given)
-    chosen = tuple(platforms or (program.platform,))
-    chosen = tuple("cuda" if one == "gpu" else one for one in chosen)
-    exported = writer.exported(chosen)
+    calls: list[Any] = [_on_device((these, kwargs or {})) for these in (args, *also)]
+    writer = _Writer(name, source, calls, [compile(call).program(*given[0], **given[1]) for given in calls])
+    first = writer.parts[0].program
+    chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.platform,))
     with zipfile.ZipFile(path, "w") as archive:
-        manifest: dict[str, Any] = {**writer.manifest(weights and not program.is_ahead), "platforms": chosen, "call": call_of(exported)}
+        manifest: dict[str, Any] = {**writer.manifest(weights and not first.is_ahead), "platforms": chosen}
+        for number, part in enumerate(writer.parts):
+            exported = part.exported(chosen)
+            manifest["programs"][number]["call"] = call_of(exported)
+            archive.writestr(f"program{number}.bin", exported.mlir_module_serialized)
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
-        archive.writestr("program.bin", exported.mlir_module_serialized)
         code = Path(_exported_program.__file__).read_text(encoding="utf-8")
         archive.writestr("spmd_exported.py", code)
         archive.writestr("__main__.py", code)
@@ -95,6 +98,10 @@ def export(
             if item["file"]:
                 archive.writestr(item["file"], _npy(value))
     return Path(path)
+
+
+def _on_device(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to("jax") if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _npy(value: Any) -> bytes:
@@ -105,13 +112,58 @@ def _npy(value: Any) -> bytes:
 
 
 class _Writer:
+    """The programs of a file over one state.
+
+    Attributes:
+        state: buffers by name, those that some program writes first.
+    """
+
+    def __init__(self, name: str, fn: Any, calls: Sequence[Any], programs: Sequence[Program]) -> None:
+        self.name = name
+        found = reachable(fn, *calls[0])
+        written, read = ([b for p in programs for b in getattr(p, kind)] for kind in ("written", "read"))
+        buffers = list({id(b): b for b in (*written, *read)}.values())
+        names = state_names(found, buffers)
+        self.state = {names[id(b)]: b for b in buffers}
+        self.is_written = {names[id(b)] for b in written}
+        self.parts = [_Part(name, program, names, found, *given) for given, program in zip(calls, programs, strict=True)]
+        self.draws = any(part.captured.draws for part in self.parts)
+
+    def values(self) -> list[Any]:
+        """Of the state, in the manifest's order."""
+        state = [b.value for b in self.state.values()]
+        return [*state, default_stream.words()] if self.draws else state
+
+    def manifest(self, has_values: bool) -> dict[str, Any]:
+        """What the loader needs to know."""
+        mesh = self.parts[0].program.mesh
+        if any(part.program.mesh != mesh for part in self.parts):
+            raise SpmdError(message(f"the calls of {self.name} lie on different meshes", fix="mark their arguments over one mesh"))
+        numbers = {name: value for part in self.parts for name, value in part.numbers.items()}
+        state = [
+            {**_described(name, buffer), "is_written": name in self.is_written, "file": f"state/{i}.npy" if has_values else None}
+            for i, (name, buffer) in enumerate(self.state.items())
+        ]
+        if self.draws:
+            words = {"name": RANDOM, "shape": [4], "stored": [4], "dtype": "uint32", "spec": None if mesh is None else [None]}
+            state.append({**words, "is_written": True, "file": "state/random.npy"})
+        return {
+            "format": _exported_program.FORMAT,
+            "name": self.name,
+            "versions": {"spmd": __version__, "jax": jax.__version__},
+            "mesh": None if mesh is None else {"shape": list(mesh.mesh_shape), "axes": [str(axis) for axis in mesh.axis_names]},
+            "state": state,
+            "numbers": [{"name": name, "value": value} for name, value in numbers.items()],
+            "programs": [part.manifest() for part in self.parts],
+        }
+
+
+class _Part:
     """A program as a function of flat arrays (written state, other state, arguments, numbers), and what is to be known of it."""
 
-    def __init__(self, name: str, program: Program, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, name: str, program: Program, names: dict[int, str], found: Reachable, args: Any, kwargs: Any) -> None:
         self.name, self.program, self.captured = name, program, program.captured
         self._require_no_python()
-        found = reachable(fn, args, kwargs)
-        names = state_names(found, [*program.written, *program.read])
         self.written = {names[id(b)]: b for b in program.written}
         self.read = {names[id(b)]: b for b in program.read}
         self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=True))
@@ -122,6 +174,8 @@ class _Writer:
         changed = [e.title for e in captured.effects if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
         if changed:
             raise _refused(self.name, f"writes to {changed[0]} in every call", "keep what changes in tensors")
+        if captured.actions:
+            raise _refused(self.name, "counts in Python in an optimizer's state, or leaves a mode of torch changed", "count in a tensor")
         if self.program.written_args:
             raise _refused(self.name, "writes in place to an argument", "let the function reach the tensor by itself: then it is state")
         if captured.held:
@@ -169,32 +223,17 @@ class _Writer:
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.program.replicated)
 
-    def values(self) -> list[Any]:
-        """Of the state, in the manifest's order."""
-        state = [b.value for b in (*self.written.values(), *self.read.values())]
-        return [*state, default_stream.words()] if self.captured.draws else state
-
-    def manifest(self, has_values: bool) -> dict[str, Any]:
-        """What the loader needs to know."""
-        mesh, captured = self.program.mesh, self.captured
-        state = [
-            {**_described(name, buffer), "is_written": name in self.written, "file": f"state/{i}.npy" if has_values else None}
-            for i, (name, buffer) in enumerate((*self.written.items(), *self.read.items()))
-        ]
-        if captured.draws:
-            words = {"name": _RANDOM, "shape": [4], "stored": [4], "dtype": "uint32", "spec": None if mesh is None else [None]}
-            state.append({**words, "is_written": True, "file": "state/random.npy"})
-        arguments = [{**_described(item["name"], b), **item} for item, b in zip(self.arguments, captured.arg_buffers, strict=True)]
+    def manifest(self) -> dict[str, Any]:
+        """What the loader needs to know to call it."""
+        captured = self.captured
+        written = [*self.written, *([RANDOM] if captured.draws else [])]
         return {
-            "format": _exported_program.FORMAT,
-            "name": self.name,
-            "versions": {"spmd": __version__, "jax": jax.__version__},
-            "mesh": None if mesh is None else {"shape": list(mesh.mesh_shape), "axes": [str(axis) for axis in mesh.axis_names]},
-            "state": state,
-            "arguments": arguments,
+            "written": written,
+            "read": list(self.read),
+            "arguments": [{**_described(item["name"], b), **item} for item, b in zip(self.arguments, captured.arg_buffers, strict=True)],
             "constants": self.constants,
-            "numbers": [{"name": name, "value": value} for name, value in self.numbers.items()],
-            "checks": [str(check) for check in captured.checks],
+            "numbers": list(self.numbers),
+            "checks": [str(check.text) for check in captured.checks],
             "result": self._result(),
         }
 

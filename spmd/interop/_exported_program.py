@@ -75,21 +75,23 @@ class ExportedProgram:
             )
         self._place(path, list(jax.devices()) if devices is None else list(devices))
         try:
-            exported = self._exported(self._archive.read("program.bin"))
-            with jax.enable_x64(True):
-                num_written = sum(item["is_written"] for item in self.manifest["state"])
-                self._call = jax.jit(exported.call, donate_argnums=range(num_written))
-                self._call.lower(*(self._example(*item) for item in zip(exported.in_avals, self.manifest["call"]["in_specs"], strict=True)))
+            self._calls = [self._callable(f"program{i}.bin", part) for i, part in enumerate(self.manifest["programs"])]
         except Exception as error:
             what = f"{path} cannot be read by jax {jax.__version__}"
             raise _error(what, f"written with {made_with}: {error}", fix=f"pip install jax=={self.manifest['versions']['jax']}") from error
 
+    def _callable(self, file: str, part: dict[str, Any]) -> Any:
+        exported = self._exported(self._archive.read(file), part["call"])
+        with jax.enable_x64(True):
+            jitted = jax.jit(exported.call, donate_argnums=range(len(part["written"])))
+            jitted.lower(*(self._example(*item) for item in zip(exported.in_avals, part["call"]["in_specs"], strict=True)))
+        return jitted
+
     def _example(self, aval: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.sharding(spec))
 
-    def _exported(self, module: bytes) -> export.Exported:
+    def _exported(self, module: bytes, call: dict[str, Any]) -> export.Exported:
         """What `jax.export.deserialize` gives; its own form of a file needs a package that jax does not bring."""
-        call = self.manifest["call"]
 
         def avals(kinds: Any) -> tuple[Any, ...]:
             return tuple(jax.core.ShapedArray(tuple(shape), jax.numpy.dtype(dtype)) for shape, dtype in kinds)
@@ -145,9 +147,10 @@ class ExportedProgram:
     def __str__(self) -> str:
         mesh = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"
         lines = [f"{self.manifest['name']} for {' and '.join(self.manifest['platforms'])}, {mesh}"]
-        for title in ("arguments", "state"):
+        listed = [("arguments", part["arguments"]) for part in self.manifest["programs"]]
+        for title, items in [*listed, ("state", self.manifest["state"])]:
             lines.append(f"{title}:")
-            for item in self.manifest[title]:
+            for item in items:
                 written = " updated" if item.get("is_written") else ""
                 lines.append(f"  {item['name']}: {item['dtype']}{item['shape']} {_shown(item['spec'])}{written}")
         lines.append("numbers: " + (", ".join(f"{n['name']}={n['value']:g}" for n in self.manifest["numbers"]) or "none"))
@@ -183,16 +186,12 @@ class ExportedProgram:
         with jax.enable_x64(True):
             if not hasattr(value, "dtype"):
                 value = np.asarray(value, _dtype(item))
-            shape, wanted = tuple(value.shape), (tuple(item["shape"]), tuple(item["stored"]))
-            if shape not in wanted or not _fits(value.dtype, _dtype(item)):
-                raise _error(
-                    f"{item['name']} is {item['dtype']}{item['shape']} in this program, the value is {value.dtype}{list(shape)}",
-                    fix="export a program for this shape and dtype, or give it what it was made for",
-                )
+            _require_fit(item, value)
+            shape, wanted = tuple(value.shape), tuple(item["stored"])
             if value.dtype != _dtype(item):
                 value = value.astype(_dtype(item))
-            if shape != wanted[1]:
-                value = np.pad(np.asarray(value), [(0, n - m) for m, n in zip(shape, wanted[1], strict=True)])
+            if shape != wanted:
+                value = np.pad(np.asarray(value), [(0, n - m) for m, n in zip(shape, wanted, strict=True)])
             return jax.device_put(value, self.sharding(item["spec"]))
 
     def __call__(
@@ -209,27 +208,50 @@ class ExportedProgram:
             ExportedProgramError: an argument does not fit.
             RuntimeError: a check of values that the function makes failed.
         """
-        arrays = [self._given(item, _at(args, kwargs, item)) for item in self.manifest["arguments"]]
-        for constant in self.manifest["constants"]:
-            if _at(args, kwargs, constant) != constant["value"]:
-                what = f"{constant['name']} is {constant['value']!r} in this program, the call has {_at(args, kwargs, constant)!r}"
-                raise _error(what, fix="export a program for this value")
+        number = self._fitting(args, kwargs)
+        part = self.manifest["programs"][number]
+        arrays = [self._given(item, _at(args, kwargs, item)) for item in part["arguments"]]
         values = {n["name"]: n["value"] for n in self.manifest["numbers"]}
         for name, value in (numbers or {}).items():
             if name not in values:
                 raise _error(f"the program takes no number {name!r}", fix=f"names are {', '.join(values) or 'none'}")
             values[name] = value
-        order = sorted(self.manifest["state"], key=lambda item: not item["is_written"])
-        names = [item["name"] for item in order if item["is_written"]]
         with jax.enable_x64(True):
-            vector = jax.device_put(np.array(list(values.values()), np.float64), self.sharding(()))
-            results = self._call(*(state[item["name"]] for item in order), *arrays, vector)
-        outputs = results[len(names) :]
-        failed = np.asarray(outputs[-1]) if self.manifest["checks"] else ()
-        for flag, text in zip(failed, self.manifest["checks"], strict=False):
+            vector = jax.device_put(np.array([values[name] for name in part["numbers"]], np.float64), self.sharding(()))
+            results = self._calls[number](*(state[name] for name in (*part["written"], *part["read"])), *arrays, vector)
+        outputs = results[len(part["written"]) :]
+        failed = np.asarray(outputs[-1]) if part["checks"] else ()
+        for flag, text in zip(failed, part["checks"], strict=False):
             if flag:
                 raise RuntimeError(text)
-        return {**state, **dict(zip(names, results, strict=False))}, _built(self.manifest["result"], outputs)
+        return {**state, **dict(zip(part["written"], results, strict=False))}, _built(part["result"], outputs)
+
+    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Which of the programs is for these arguments; the error of the last one where none is."""
+        raised: ExportedProgramError | None = None
+        for number, part in enumerate(self.manifest["programs"]):
+            try:
+                for item in part["arguments"]:
+                    _require_fit(item, _at(args, kwargs, item))
+                for constant in part["constants"]:
+                    value = _at(args, kwargs, constant)
+                    if type(value) is not type(constant["value"]) or value != constant["value"]:
+                        what = f"{constant['name']} is {constant['value']!r} in this program, the call has {value!r}"
+                        raise _error(what, fix="export a program for this value too: spmd.export(..., also=[(x, value)])")
+                return number
+            except ExportedProgramError as error:
+                raised = error
+        assert raised is not None
+        raise raised
+
+
+def _require_fit(item: dict[str, Any], value: Any) -> None:
+    shape, dtype = np.shape(value), getattr(value, "dtype", _dtype(item))
+    if tuple(shape) not in (tuple(item["shape"]), tuple(item["stored"])) or not _fits(dtype, _dtype(item)):
+        raise _error(
+            f"{item['name']} is {item['dtype']}{item['shape']} in this program, the value is {dtype}{list(shape)}",
+            fix="export a program for it too: spmd.export(..., also=[(x,)])",
+        )
 
 
 def _spec(entries: Sequence[Any]) -> PartitionSpec:

@@ -46,7 +46,8 @@ def number_names(found: Reachable, numbers: LiftedNumbers) -> list[str]:
         for k, group in enumerate(optimizer.param_groups)
     }
     for holder, key, position in numbers.slots:
-        names.append(f"{groups.get(id(holder), 'state')}.{key}" + ("" if position is None else f"[{position}]"))
+        name = f"{groups.get(id(holder), 'state')}.{key}" + ("" if position is None else f"[{position}]")
+        names.append(f"{name}#{len(names)}" if name in names else name)
     return names
 
 

@@ -177,7 +177,10 @@ NOT_LOADED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: changed(p, mesh={"shape": [512], "axes": ["data"]}),
         r"for 512 devices, there are \d+\n  its mesh: \{'data': 512\}",
     ),
-    "jax": (lambda p: changed(p, versions=VERSIONS, call={}), r"cannot be read by jax(?s:.*)spmd 9, jax 9.9(?s:.*)pip install jax==9.9"),
+    "jax": (
+        lambda p: changed(p, versions=VERSIONS, programs=[{}]),
+        r"cannot be read by jax(?s:.*)spmd 9, jax 9.9(?s:.*)pip install jax==9.9",
+    ),
 }
 
 
@@ -228,9 +231,59 @@ def test_a_program_for_chips_that_are_not_here(tmp_path: Path) -> None:
     assert all(item["file"] is None for item in manifest["state"])
 
 
+def test_several_sizes_and_values_over_one_state(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MLP().to("jax")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, is_training: bool) -> torch.Tensor:
+        loss = model(x).square().mean()
+        if is_training:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    calls = [(batch(size, 8), is_training) for size, is_training in ((4, True), (2, True), (4, False))]
+    program = load(spmd.export(step, calls[0], tmp_path / "sizes.spmd", also=calls[1:]))
+    state = program.state()
+    compiled = spmd.compile(step)
+    for x, is_training in (*calls, *calls):
+        state, loss = program(state, x.numpy(), is_training)
+        np.testing.assert_allclose(loss, compiled(x.to("jax"), is_training).item(), *REORDERED)
+    with pytest.raises(ValueError, match=r"args\[0\] is float32\[4, 8\] in this program, the value is float32\[3, 8\](?s:.*)also="):
+        program(state, batch(3, 8).numpy(), True)
+
+
 def counts(x: torch.Tensor) -> torch.Tensor:
     SEEN.append(len(SEEN))
     return x + len(SEEN)
+
+
+class Counting(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            parameter.sub_(parameter.grad / state["count"])
+
+
+def test_an_optimizer_that_counts_in_python_is_refused(tmp_path: Path) -> None:
+    model = MLP().to("jax")
+    optimizer = Counting(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    spmd.compile(step)(torch.ones(2, 8, device="jax"))
+    with pytest.raises(spmd.SpmdError, match="step cannot be exported: it counts in Python in an optimizer's state"):
+        spmd.export(step, (torch.ones(2, 8, device="jax"),), tmp_path / "x.spmd")
 
 
 SEEN: list[int] = []
