@@ -80,7 +80,7 @@ def _model_against(model: Any) -> str | None:
         return "a model without a static cache"
     if hasattr(model, "_reorder_cache"):
         return "a cache of its own order"
-    if model.training and (model.is_gradient_checkpointing or _drops(model)):
+    if model.training and (_drops(model) or any(getattr(module, "gradient_checkpointing", False) for module in model.modules())):
         return "a model in training"
     layers = StaticCache(config=model.config, max_cache_len=1).layers
     config = model.config.get_text_config(decoder=True)
