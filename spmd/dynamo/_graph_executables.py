@@ -202,7 +202,9 @@ class Program:
             return result.value
         if isinstance(result, Made):
             return made[result.position]
-        return result.shown(made[result.position] if result.is_made else tensors[result.position])
+        if result.is_made:
+            return result.shown(made[result.position], None)
+        return result.shown(tensors[result.position], self.given[result.position].stride)
 
 
 __all__ = ["Program"]

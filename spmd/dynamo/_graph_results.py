@@ -31,12 +31,15 @@ class Shown(NamedTuple):
     window: Window | None
     has_gradient: bool
 
-    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The result, of the tensor whose storage it shows."""
+    def shown(self, tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+        """The result, of the tensor whose storage it shows; `stride`: its own in the trace, None: it was contiguous there."""
         if self.window is None:
             return tensor
         if not self.has_gradient and tensor.requires_grad:
             tensor = tensor.detach()
+        if stride is not None:  # the window is one of the storage
+            offset = int(tensor.storage_offset()) + self.window.offset
+            return tensor.as_strided(self.window.size, self.window.stride, offset)
         if is_whole(tensor, buffer_of(tensor)):
             return tensor.as_strided(self.window.size, self.window.stride, self.window.offset)
         return self.window.part_of(tensor)

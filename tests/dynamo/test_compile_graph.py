@@ -395,3 +395,26 @@ def test_results_that_are_views_of_one_value_share_its_storage() -> None:
     (w * plain).sin().mul(plain).sum().backward()
     got[2].sum().backward()
     assert_same(given.grad, w.grad)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda t: t,
+    "transposed": lambda t: t.t(),
+    "window": lambda t: t[:, 1:3],
+    "row": lambda t: t[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_of_arguments_are_views_of_them(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[1:], x.unsqueeze(0), x[..., :2], x * 2
+
+    want, got = batch(4, 4), batch(4, 4).to("jax")
+    fast = compiled(fn)
+    for _ in range(2):
+        theirs, ours = fn(view(want)), fast(view(got))
+        assert_same(ours, theirs)
+        for results in (theirs, ours):
+            results[0].add_(1)
+        assert_same([*ours, got], [*theirs, want])
