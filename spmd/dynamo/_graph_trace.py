@@ -146,7 +146,7 @@ class GraphTrace:
         cotangents: list[Any] = []
         if self._wanted:
             values = jax.eval_shape(lambda *arrays: self._run(arrays, None)[0], *known)
-            cotangents = [jax.ShapeDtypeStruct(values[i].shape, values[i].dtype) for i in self._found.flowing]
+            cotangents = [jax.ShapeDtypeStruct(tuple(self._found.made[i].shape), values[i].dtype) for i in self._found.flowing]
         closed, consts = with_constants_as_inputs(jax.make_jaxpr(self._run)(known, cotangents))
         return closed, consts, len(cotangents)
 
