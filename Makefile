@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod layouts fuzz docs site faults endurance clean
+.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod memory layouts fuzz docs site faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ depth: setup ## what each further layer costs, rolled, unrolled and as a scan by
 
 pod: setup ## Llama-3-8B over 256 chips that are not here, compiled, beside JAX by hand (ten minutes)
 	@$(PY) benchmarks/llama_pod.py
+
+memory: setup ## host and device memory by phase, from a model on meta to a restored run, beside JAX by hand (ten minutes)
+	@$(PY) -m benchmarks.memory
 
 layouts: setup ## whether a layout ever changes a value: 3,000 random ones beside CPU torch (about an hour)
 	@$(PY) -m benchmarks.layouts

@@ -34,7 +34,15 @@ def rotated(x_BHTK: jax.Array, cos_TK: jax.Array, sin_TK: jax.Array) -> jax.Arra
     return x_BHTK * cos_TK + jnp.concatenate([-high, low], -1) * sin_TK
 
 
-def forward(params: Params, stacked: Params, tokens_BT: jax.Array, config: Any, mesh: Mesh) -> jax.Array:
+def plain_attention(q_BHTK: jax.Array, k_BHTK: jax.Array, v_BHTK: jax.Array) -> jax.Array:
+    """Causal attention for devices that have no kernel."""
+    scores_BHTS = jnp.einsum("bhtk,bhsk->bhts", q_BHTK, k_BHTK) * q_BHTK.shape[-1] ** -0.5
+    positions = jnp.arange(scores_BHTS.shape[-1])
+    masked_BHTS = jnp.where(positions[:, None] >= positions, scores_BHTS, -jnp.inf)
+    return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(masked_BHTS, axis=-1), v_BHTK)
+
+
+def forward(params: Params, stacked: Params, tokens_BT: jax.Array, config: Any, mesh: Mesh, kernel: Any = None) -> jax.Array:
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     B, T = tokens_BT.shape
     size = config.hidden_size // heads
@@ -42,7 +50,7 @@ def forward(params: Params, stacked: Params, tokens_BT: jax.Array, config: Any, 
     angles_TK = jnp.outer(jnp.arange(T), 500000.0 ** (-jnp.arange(0, size, 2) / size))
     angles_TK = jnp.concatenate([angles_TK, angles_TK], -1)
     cos_TK, sin_TK = jnp.cos(angles_TK).astype(jnp.bfloat16), jnp.sin(angles_TK).astype(jnp.bfloat16)
-    kernel = functools.partial(flash_attention, causal=True, sm_scale=size**-0.5)
+    kernel = kernel or functools.partial(flash_attention, causal=True, sm_scale=size**-0.5)
     spec = PartitionSpec("fsdp")
     attend = jax.shard_map(kernel, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
 
@@ -61,18 +69,18 @@ def forward(params: Params, stacked: Params, tokens_BT: jax.Array, config: Any, 
     return norm(x_BTD, params["norm"]) @ params["head"].T
 
 
-def loss(both: Any, tokens_BT: jax.Array, config: Any, mesh: Mesh) -> jax.Array:
+def loss(both: Any, tokens_BT: jax.Array, config: Any, mesh: Mesh, kernel: Any = None) -> jax.Array:
     """Mean cross entropy of the next token."""
-    logits_BTV = forward(*both, tokens_BT, config, mesh)[:, :-1].astype(jnp.float32)
+    logits_BTV = forward(*both, tokens_BT, config, mesh, kernel)[:, :-1].astype(jnp.float32)
     labels_BT = tokens_BT[:, 1:]
     picked_BT = jnp.take_along_axis(logits_BTV, labels_BT[..., None], -1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits_BTV, -1) - picked_BT)
 
 
-def step(state: Any, tokens_BT: jax.Array, config: Any, mesh: Mesh) -> tuple[Any, jax.Array]:
-    """One update by AdamW, its moments in the parameters' dtype as torch has them."""
+def step(state: Any, tokens_BT: jax.Array, config: Any, mesh: Mesh, kernel: Any = None) -> tuple[Any, jax.Array]:
+    """One update by AdamW, its moments in the parameters' dtype as torch has them. `kernel`: attention, instead of Pallas's for TPUs."""
     both, first, second, count = state
-    value, grads = jax.value_and_grad(loss)(both, tokens_BT, config, mesh)
+    value, grads = jax.value_and_grad(loss)(both, tokens_BT, config, mesh, kernel)
     count = count + 1
     first = jax.tree.map(lambda m, g: m + (1 - BETAS[0]) * (g - m), first, grads)
     second = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, second, grads)

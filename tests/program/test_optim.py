@@ -406,3 +406,20 @@ def test_an_average_that_is_updated_outside_of_the_step_follows_it() -> None:
 def test_sparse_adam_is_refused_by_itself() -> None:
     with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
         run_both(lambda p: optim.SparseAdam(p), None, 1)
+
+
+@pytest.mark.parametrize("roll", [False, True])
+def test_powers_of_bias_corrections_are_computed_once_for_all_parameters(roll: bool) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6))).to("jax")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @spmd.compile(roll=roll)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step(torch.ones(2, 8, device="jax"))
+    assert step.hlo().count(" power(") == 2
