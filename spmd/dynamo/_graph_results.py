@@ -42,7 +42,12 @@ class Shown(NamedTuple):
             return tensor.as_strided(self.window.size, self.window.stride, offset)
         if is_whole(tensor, buffer_of(tensor)):
             return tensor.as_strided(self.window.size, self.window.stride, self.window.offset)
-        return self.window.part_of(tensor)
+        if not tensor.requires_grad:
+            return self.window.part_of(tensor)
+        place = self.window.through(tensor)
+        if place is None:  # its strides allow no such view, and PyTorch would have copied
+            tensor, place = tensor.clone(memory_format=torch.contiguous_format), (self.window.stride, self.window.offset)
+        return tensor.as_strided(self.window.size, *place)
 
 
 class Plain(NamedTuple):

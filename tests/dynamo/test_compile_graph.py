@@ -418,3 +418,26 @@ def test_views_of_arguments_are_views_of_them(view: Callable[[torch.Tensor], tor
         for results in (theirs, ours):
             results[0].add_(1)
         assert_same([*ours, got], [*theirs, want])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks an intermediate result for it
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_gradient_flows_through_a_view_of_an_argument(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[1:], x.unsqueeze(0), x[..., :2].detach(), x.sin()
+
+    want, got = batch(4, 4).requires_grad_(), batch(4, 4).to("jax").requires_grad_()
+    theirs, ours = fn(view(want * 2)), compiled(fn)(view(got * 2))
+    assert [t.requires_grad for t in ours] == [t.requires_grad for t in theirs]
+    for results in (theirs, ours):
+        (results[0].square().sum() + results[1].exp().sum() + results[3].sum()).backward()
+    assert_same(got.grad, want.grad)
+
+
+def test_a_cotangent_has_the_shape_of_a_transposed_result() -> None:
+    fast = compiled(lambda x: x.exp().t())
+    x, given, weight = batch(3, 4).requires_grad_(), batch(3, 4).to("jax").requires_grad_(), batch(4, 3)
+    (fast(given) * weight.to("jax")).sum().backward()
+    (x.exp().t() * weight).sum().backward()
+    assert_same(given.grad, x.grad)
+    assert num_programs() == 1

@@ -58,12 +58,12 @@ class Window(NamedTuple):
         with torch.no_grad():
             if given.is_contiguous() and not given.storage_offset() and not given.is_conj() and not given.is_neg():
                 return self.shown(given)
-            strided = self._through(given) if self.dtype == given.dtype else None
+            strided = self.through(given) if self.dtype == given.dtype else None
             if strided is None or given.is_conj() or given.is_neg():
                 return self.shown(given.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
             return self._replace(stride=strided[0], offset=strided[1]).shown(given)
 
-    def _through(self, given: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+    def through(self, given: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Strides and offset on the storage of `given`, if every step along a dim stays within one dim of it."""
         shape, strides = _collapsed(tuple(given.shape), given.stride())
         steps = contiguous_stride(shape)
