@@ -13,6 +13,7 @@
     |   |   +-- ServiceLost                            process 0, or the way to it, is gone
     |   +-- UnsupportedOpError (NotImplementedError)   an ATen op without a lowering
     |   +-- TraceError (RuntimeError)                  Python needed a value that only the compiled program has
+    |   |   +-- Untraceable                            a graph of Dynamo's that is no program
     |   +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
     |   |   +-- StaleGradients                         a gradient of an earlier call was added to: the step is traced again
     |   +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
@@ -52,7 +53,11 @@
     +-- NotALoop                                       equations that repeat and cannot be one loop
     +-- Now                                            an operation that cannot wait for the end of its step
     +-- _LoweredText                                   a program was lowered to be read, and not to run
+    +-- NotByRows                                      a graph of Dynamo's that is no program for padded sizes
+    +-- Left                                           a call of generate that is left to transformers
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process
+    ValueError
+    +-- ExportedProgramError                           of the file that `spmd.export` writes, which runs without spmd
     UserWarning
     +-- AcceleratorIdle                                mesh: virtual devices were asked for beside a real accelerator
 

@@ -17,7 +17,6 @@ from mesh._devices import host_device
 from mesh.platform._jax_runtime import missing
 
 try:
-    from jax._src import compilation_cache as _compilation_cache
     from jax._src.array import ArrayImpl as ArrayImpl
     from jax._src.compilation_cache_interface import CacheInterface as CacheInterface
     from jax._src.core import eval_context as _eval_context
@@ -49,25 +48,6 @@ def forget_traces() -> None:
     for cache, name in list(_caches.items()):
         if any(f" {function} " in name for function in _OF_TRACES):
             cache.cache_clear()
-
-
-def set_program_cache(cache: CacheInterface | None) -> None:
-    """What jax asks for compiled programs from now on; with None, what its configuration names."""
-    _compilation_cache.reset_cache()
-    if cache is not None:
-        _compilation_cache._cache = cache
-        _compilation_cache._cache_initialized = True
-
-
-@contextmanager
-def without_program_cache() -> Generator[None]:
-    """While active, jax neither looks for compiled programs nor writes any."""
-    before = _compilation_cache._cache_checked, _compilation_cache._cache_used
-    _compilation_cache._cache_checked, _compilation_cache._cache_used = True, False
-    try:
-        yield
-    finally:
-        _compilation_cache._cache_checked, _compilation_cache._cache_used = before
 
 
 def is_tracing() -> bool:

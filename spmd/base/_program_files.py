@@ -21,14 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from spmd.base._errors import SpmdError, message
-from spmd.base._jax import CacheInterface, set_program_cache, without_program_cache
+from spmd.base._jax import CacheInterface
+from spmd.patches._table import current, replace
 
 WORTH_KEEPING_S = 0.1  # seconds of compilation: below, reading a file is no quicker
 _MAGIC = b"spmd program 1\n"
 _ENDING = ".program"
 _MACHINE = "machine-"
+_OPENED = "jax._src.compilation_cache.get_file_cache"
+_folders: dict[str, ProgramFiles] = {}
 _log = logging.getLogger("spmd.compile")
 
 
@@ -140,24 +144,45 @@ def _machine() -> str:
 
 def keep_programs(folder: Path, max_bytes: int) -> None:
     """Have jax write what it compiles from now on to a folder, and look for it there."""
-    files = ProgramFiles(folder, max_bytes)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if not _folders:
+        _open_folders_of_ours()
+    _folders[str(folder)] = ProgramFiles(folder, max_bytes)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    set_program_cache(files)
+    _use(str(folder))
 
 
 def keep_no_programs() -> None:
     """Have jax compile what this process has not compiled."""
-    jax.config.update("jax_compilation_cache_dir", None)
-    set_program_cache(None)
+    _use(None)
 
 
 @contextmanager
 def programs_not_kept() -> Generator[None]:
     """While active, jax keeps no compiled programs: it cannot read those for chips that are not here, and warns of each."""
-    with without_program_cache():
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if folder is None:
         yield
+        return
+    _use(None)
+    try:
+        yield
+    finally:
+        _use(folder)
+
+
+def _open_folders_of_ours() -> None:
+    theirs = current(_OPENED)
+
+    def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
+        return (_folders[path], path) if path in _folders else theirs(path)
+
+    replace(_OPENED, get_file_cache)
+
+
+def _use(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # jax looks at the folder's name once
 
 
 __all__ = ["WORTH_KEEPING_S", "ProgramFiles", "default_folder", "keep_no_programs", "keep_programs", "programs_not_kept"]

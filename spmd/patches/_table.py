@@ -69,6 +69,13 @@ _DLPACK_PARAMETERS = "self, stream, max_version, dl_device, copy"
 _FRAME = "self, recompute_fn, early_stop, unpack_error_cb, metadata_fn"
 
 PATCHES: tuple[Patch, ...] = (
+    # programs
+    Patch(
+        "jax._src.compilation_cache.get_file_cache",
+        "compiled programs are kept in files that are checked, limited and one user's, in the folders of ours",
+        "spmd/base/_program_files.py",
+        parameters="path",
+    ),
     # modules and functions
     Patch(
         "torch.nn.Module._apply",

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
 from spmd.base import _program_files, _settings
-from spmd.base._jax import set_program_cache
 from spmd.base._program_files import ProgramFiles
 
 SCRIPT = """
@@ -51,7 +51,7 @@ def kept() -> Generator[None]:
     jax.config.update("jax_enable_compilation_cache", False)
     for name, value in before.items():
         jax.config.update(name, value)
-    set_program_cache(None)
+    compilation_cache.reset_cache()
 
 
 def run(home: Path, **environment: str) -> str:

@@ -35,6 +35,7 @@ LOOK = """
 import importlib, importlib.util, inspect, json, sys, threading
 import torch, torch.amp.autocast_mode, torch.optim.swa_utils, torch.utils.checkpoint, torch.utils.dlpack, torch._higher_order_ops.utils
 import torch.optim._adafactor, torch.optim.optimizer, torch.utils._device, torch.utils._foreach_utils
+import jax._src.compilation_cache
 import torch._dynamo, torch._higher_order_ops.associative_scan, torch.distributed.tensor.parallel, torch.distributed.fsdp
 
 if importlib.util.find_spec("accelerate") and importlib.util.find_spec("transformers"):
