@@ -144,8 +144,6 @@ def _machine() -> str:
 
 def keep_programs(folder: Path, max_bytes: int) -> None:
     """Have jax write what it compiles from now on to a folder, and look for it there."""
-    if not _folders:
-        _open_folders_of_ours()
     _folders[str(folder)] = ProgramFiles(folder, max_bytes)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -171,18 +169,19 @@ def programs_not_kept() -> Generator[None]:
         _use(folder)
 
 
-def _open_folders_of_ours() -> None:
-    theirs = current(_OPENED)
-
-    def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
-        return (_folders[path], path) if path in _folders else theirs(path)
-
-    replace(_OPENED, get_file_cache)
-
-
 def _use(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()  # jax looks at the folder's name once
 
+
+_theirs = current(_OPENED)
+
+
+def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
+    """What jax asks for compiled programs, and where it lies: a folder of ours, or as jax opens it."""
+    return (_folders[path], path) if path in _folders else _theirs(path)
+
+
+replace(_OPENED, get_file_cache)
 
 __all__ = ["WORTH_KEEPING_S", "ProgramFiles", "default_folder", "keep_no_programs", "keep_programs", "programs_not_kept"]
