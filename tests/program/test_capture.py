@@ -131,7 +131,7 @@ def test_a_gradient_that_was_there_is_a_slot_and_can_be_let_go() -> None:
     weight.grad = grad = ones(3)
     captured = capture(lambda: (weight * weight.grad).sum())
     assert captured.slots == {buffer_of(grad): weight}
-    captured.forget_gradients()
+    captured.let_go()
     (empty,) = captured.slots
     assert empty is not buffer_of(grad) and empty.shape == (3,) and captured.slots[empty] is weight
     assert buffer_of(grad) not in captured.const_buffers and empty in captured.const_buffers
