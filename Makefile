@@ -43,7 +43,7 @@ check: setup ## lint, format, types and the house rules
 
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-test: setup check ## check, then all tests on 8 virtual devices, compiled fast: ten minutes on two cores
+test: setup check ## check, then all tests on 8 virtual devices, compiled fast: a quarter of an hour on two cores
 	@$(PYTEST) tests
 
 # Nothing is left out: every dtype, form and sample of every operator, recipes of 200 steps, other numbers of devices, XLA's optimizations.
