@@ -170,7 +170,7 @@ def _finished(model: Any, result: Any, is_on_host: bool) -> Any:
         return result if is_on_host else result.to("jax")
     held = result.get("past_key_values")
     if isinstance(held, Held):
-        result["past_key_values"] = dynamic_cache(model, held.kept)
+        result["past_key_values"] = dynamic_cache(model, held.kept, held.rows_B)
     for name, value in result.items():
         if isinstance(value, Tensor | tuple) and not is_on_host:
             result[name] = value.to("jax") if isinstance(value, Tensor) else tuple(part.to("jax") for part in value)

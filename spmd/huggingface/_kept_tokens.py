@@ -90,10 +90,16 @@ def _filled(layer: Any, keys: Tensor, values: Tensor) -> Any:
     return layer
 
 
-def dynamic_cache(model: Any, kept: Kept) -> Any:
-    """The cache that transformers' own loop would have left, on device 'jax'; no program is needed for its lengths."""
+def dynamic_cache(model: Any, kept: Kept, rows_B: Tensor | None) -> Any:
+    """The cache that transformers' own loop would have left, on device 'jax'; no program is needed for its lengths.
+
+    Args:
+        rows_B: which row each row goes on from, where beams were chosen after the last token.
+    """
     config = model.config.get_text_config(decoder=True)
     host = [tensor.cpu().as_subclass(Tensor) for tensor in kept.layers]
+    if rows_B is not None:
+        host = [tensor[rows_B] if tensor.shape[0] == len(rows_B) else tensor for tensor in host]
     pairs = list(zip(host[::2], host[1::2], strict=True))
     own = DynamicCache(config=config)
     for index, (keys, values) in enumerate(pairs[: config.num_hidden_layers]):

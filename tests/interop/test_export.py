@@ -18,7 +18,7 @@ import mesh
 import spmd
 from spmd.interop import _exported_program
 from tests.grids import grid, line
-from tests.oracle import MLP, REORDERED, batch
+from tests.oracle import MLP, REORDERED, TOLERANCE, batch
 
 LOADER = """
 import json, sys
@@ -110,7 +110,7 @@ state, out = program(state, inputs[0])
 print(json.dumps([np.asarray(out).tolist(), [i["name"] for i in program.manifest["state"] if i["is_written"]]]))
 """
     got, written = without_torch(code, path, x, num_devices=num_devices)
-    np.testing.assert_allclose(got, want.detach(), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(got, want.detach(), *TOLERANCE[torch.float32])
     assert written == []
 
 
