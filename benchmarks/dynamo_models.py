@@ -28,7 +28,7 @@ import torch
 from benchmarks import models, zoo_timm
 from benchmarks.models import PASSES, ZOO, Subject, reason, state, train_step, trained
 from benchmarks.seeds import FAST_COMPILATION
-from benchmarks.worker import Worker, shard_of, sweep_parser
+from benchmarks.worker import Worker, serve, shard_of, sweep_parser
 
 RESULTS = models.ROOT / "benchmarks" / "results" / "dynamo_models.json"
 TABLE = models.ROOT / "docs" / "compile_models.md"
@@ -107,13 +107,7 @@ def work() -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    answer, sys.stdout = sys.stdout, sys.stderr
-    answer.write(json.dumps({"ready": True}) + "\n")
-    answer.flush()
-    for line in sys.stdin:
-        answer.write(json.dumps(check(json.loads(line)["model"])) + "\n")
-        answer.flush()
-        jax.clear_caches()
+    serve(lambda request: check(request["model"]))
 
 
 def start() -> Worker:

@@ -37,7 +37,7 @@ import torch.nn as nn
 from benchmarks import zoo, zoo_timm, zoo_vision
 from benchmarks.seeds import FAST_COMPILATION
 from benchmarks.sweep_record import guard
-from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
+from benchmarks.worker import WHOLE, Worker, merged, serve, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
@@ -406,17 +406,14 @@ def work() -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    answer, sys.stdout = sys.stdout, sys.stderr
-    answer.write(json.dumps({"ready": True}) + "\n")
-    answer.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def answer_to(request: dict[str, Any]) -> Any:
         began = time.monotonic()
         found = check(ZOO[request["model"]], tuple(request["columns"]))
         sys.stderr.write(f"{request['model']}: {time.monotonic() - began:.0f} s\n")
-        answer.write(json.dumps(found) + "\n")
-        answer.flush()
-        jax.clear_caches()
+        return found
+
+    serve(answer_to)
 
 
 def start() -> Worker:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sweep_record import guard
-from benchmarks.worker import WHOLE, Worker, merged, shard_of, sweep_parser
+from benchmarks.worker import WHOLE, Worker, merged, serve, shard_of, sweep_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
@@ -35,7 +35,6 @@ OPS_PER_WORKER = 100  # compiled programs pile up in its memory
 
 def work() -> None:
     """Answer one JSON line per requested op on standard output until standard input ends."""
-    import jax
     import torch
 
     import mesh
@@ -44,12 +43,8 @@ def work() -> None:
     from tests.lowering import opinfo
 
     torch.set_num_threads(1)
-    answer = sys.stdout
-    sys.stdout = sys.stderr
-    answer.write(json.dumps({"names": opinfo.names()}) + "\n")
-    answer.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def answer_to(request: dict[str, Any]) -> Any:
         op = opinfo.by_name(request["op"])
         results: dict[str, dict[str, str]] = {}
         for dtype, kind in opinfo.applicable(op, tuple(getattr(torch, d) for d in request["dtypes"]), tuple(request["kinds"])):
@@ -59,9 +54,9 @@ def work() -> None:
             found = opinfo.check(op, dtype, kind)
             text = "pass" if found is None else f"skip: {found.reason}" if isinstance(found, opinfo.Skipped) else found
             results.setdefault(name, {})[kind] = text
-        answer.write(json.dumps(results) + "\n")
-        answer.flush()
-        jax.clear_caches()
+        return results
+
+    serve(answer_to, {"names": opinfo.names()})
 
 
 def start() -> Worker:

@@ -7,7 +7,6 @@ for seed, answer in trials("benchmarks.fuzz_trials", range(100), timeout_s=60.0)
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.worker import Worker
+from benchmarks.worker import Worker, serve
 
 # The partitioner runs as ever; what LLVM would do to make the programs fast takes longer than to run them once.
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -51,7 +50,6 @@ def _start(module: str) -> Worker:
 def _serve(module: str) -> None:
     """Answer one JSON line per seed on standard output until standard input ends."""
     warnings.simplefilter("ignore")
-    import jax
     import torch
 
     import mesh
@@ -59,15 +57,7 @@ def _serve(module: str) -> None:
     mesh.virtual_devices(8)
     trial = importlib.import_module(module).trial
     torch.set_num_threads(1)
-    answer = sys.stdout
-    sys.stdout = sys.stderr
-    answer.write('"ready"\n')
-    answer.flush()
-    for number, line in enumerate(sys.stdin, 1):
-        answer.write(json.dumps(trial(json.loads(line)["seed"])) + "\n")
-        answer.flush()
-        if number % _FORGET_EVERY == 0:
-            jax.clear_caches()
+    serve(lambda request: trial(request["seed"]), forget_every=_FORGET_EVERY)
 
 
 if __name__ == "__main__":

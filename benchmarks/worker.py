@@ -6,8 +6,9 @@ import argparse
 import json
 import queue
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,3 +105,25 @@ class Worker:
         """End the process."""
         self.process.kill()
         self.process.wait()
+
+
+def serve(answer_to: Callable[[dict[str, Any]], Any], hello: Any = "ready", forget_every: int = 1) -> None:
+    """What the process does: an answer to each line of standard input, until that ends; what is printed meanwhile goes to stderr.
+
+    Args:
+        hello: the first line, which says that it is ready.
+        forget_every: after so many answers jax forgets its programs.
+    """
+    import jax
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+
+    def say(value: Any) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    say(hello)
+    for number, line in enumerate(sys.stdin, 1):
+        say(answer_to(json.loads(line)))
+        if number % forget_every == 0:
+            jax.clear_caches()
