@@ -77,8 +77,8 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
         elif buffer.host is not None:
             new = wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)
         else:
-            new = wrap(jnp.zeros(buffer.shape))
-            buffer_of(new).value, buffer_of(new).dropped = None, buffer.dropped
+            new = wrap(jnp.zeros(buffer.shape, buffer.dropped_dtype))
+            buffer_of(new).drop(buffer.dropped or "the tensor has no value")
     buffer_of(new).annotation, buffer_of(new).state_annotation = buffer.annotation, buffer.state_annotation
     return new.untyped_storage()
 

@@ -131,7 +131,7 @@ class Buffer:
         stored: shape of the array that holds it: uneven dims are padded. See Note [Uneven dims].
         state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
         digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
-        dropped: why the value is gone, for values that a compiled program computed and did not keep.
+        dropped, dropped_dtype: why the value is gone, for values that a compiled program computed and did not keep, and its element type.
         queue: what this buffer takes part in of operations that run later; where it has neither `value` nor `host`, it waits for them.
         place_in_queue: which of the queue's buffers this is.
         left_by: programs that hold the value which they left here. See Note [Values that are left].
@@ -141,7 +141,7 @@ class Buffer:
     marks: ClassVar[int] = 0
 
     __slots__ = (
-        *("__weakref__", "_annotation", "digest", "dropped", "host", "left_by", "place_in_queue", "queue"),
+        *("__weakref__", "_annotation", "digest", "dropped", "dropped_dtype", "host", "left_by", "place_in_queue", "queue"),
         *("reads", "shape", "state_annotation", "stored", "value"),
     )
 
@@ -159,6 +159,7 @@ class Buffer:
         self.stored = shape if annotation is None else padded_shape(shape, annotation.to_jax())
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
+        self.dropped_dtype: np.dtype[Any] | None = None
         self.digest: int | None = None
         self.queue: Queue | None = None
         self.place_in_queue = 0
@@ -229,6 +230,12 @@ class Buffer:
         if self.reads:
             self.reads.clear()
 
+    def drop(self, why: str) -> None:
+        """Have no value from now on; its element type stays known, as its shape does."""
+        held = self.host if self.value is None else self.value
+        self.dropped_dtype = self.dropped_dtype if held is None else held.dtype
+        self.value, self.host, self.dropped = None, None, why
+
     def reshape(self, shape: tuple[int, ...]) -> None:
         """Take another root shape, before a value of that shape is set; a layout that was asked for is forgotten."""
         self.shape = shape
@@ -283,9 +290,10 @@ class Buffer:
         if held is None and self.is_waiting:
             assert self.queue is not None
             return self.queue.dtype_of(self)
-        if held is None:
+        found = self.dropped_dtype if held is None else held.dtype
+        if found is None:
             raise DroppedValueError(self.dropped or "the tensor has no value")
-        return held.dtype
+        return found
 
 
 def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdError:
@@ -400,9 +408,7 @@ def wrap(array: Any) -> torch.Tensor:
 def wrap_stored(array: Any, shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> torch.Tensor:
     """A new device tensor of `shape` marked as `annotation` says, whose value is stored in `array`, padded where uneven."""
     tensor = _create(shape, to_torch_dtype(array.dtype))
-    buffer = Buffer(array, shape)
-    buffer.annotation = annotation
-    tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
+    tensor.untyped_storage().spmd_buffer = Buffer(array, shape, annotation=annotation)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 

@@ -106,7 +106,8 @@ class GraphTrace:
         """What it finds, given an array (or its shape and dtype) for each tensor and the values of CPU tensors.
 
         Raises:
-            Untraceable: it writes to a tensor from outside, or a value with a gradient to an input; a result is a view that no view has.
+            Untraceable: it writes to a tensor from outside, or a value with a gradient to an input, or replaces an input's memory; a
+                result is a view that no view has.
             TraceError: Python or the host needs a value.
         """
         with exact_dtypes():
@@ -157,8 +158,11 @@ class GraphTrace:
         with _in(self._recorded(hosts, words)), one_round(words, _GraphRound) as part, one_thread:
             inputs = [one.in_trace(array) for one, array in zip(self._given, arrays, strict=False)]
             buffers = list(map(buffer_of, inputs))
-            start = [b.value for b in buffers]
+            start, shapes = [b.value for b in buffers], list(map(_shape, inputs))
             found = self._found = Results(self._graph(*inputs), inputs)
+            if [*map(buffer_of, inputs)] != buffers or [*map(_shape, inputs)] != shapes:
+                fix = "write to its elements, or return the new tensor"
+                raise Untraceable(message("a graph gives an input other memory, or another shape", *called_at(), fix=fix))
             self._written = [i for i, (b, was) in enumerate(zip(buffers, start, strict=True)) if b.value is not was]
             if any(inputs[i].grad_fn is not None for i in self._written):
                 raise Untraceable(message("a graph writes a value with a gradient to an input", fix="return the new value instead"))
@@ -219,6 +223,10 @@ class GraphTrace:
         places = [inputs.index(source[id(v)]) if id(v) in source else slot[id(v)] for v in values]
         info = jaxpr.debug_info._replace(result_paths=None)
         return forward.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars[:num_own], *computed], debug_info=info)), inputs, places
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad
 
 
 @contextmanager

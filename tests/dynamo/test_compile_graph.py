@@ -199,6 +199,25 @@ def test_two_names_of_one_storage_see_each_others_writes() -> None:
     assert_same(got, want)
 
 
+def _replaces(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    p.data = x * 2
+    return p + 1
+
+
+def _swaps(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    p.data, x.data = x.data, p.data
+    return p - x
+
+
+@pytest.mark.parametrize("fn", [_replaces, _swaps])
+def test_an_input_gets_other_memory(fn: Callable[..., torch.Tensor]) -> None:
+    fast = compiled(fn)
+    for _ in range(2):
+        want, got = [batch(3), batch(3, seed=2)], [batch(3).to("jax"), batch(3, seed=2).to("jax")]
+        assert_same(fast(*got), fn(*want))
+        assert_same(got, want)
+
+
 def test_a_write_between_forward_and_backward_is_found() -> None:
     w = batch(3).to("jax").requires_grad_()
     x = batch(3).to("jax")

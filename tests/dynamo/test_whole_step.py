@@ -210,3 +210,17 @@ def test_what_is_no_step_has_no_program_of_one() -> None:
     with pytest.raises(spmd.SpmdError, match="is no training step"):
         step_of(torch.compile(_forward, backend="spmd"))
     assert not hasattr(torch.compile(_gradients, backend="eager"), "spmd_step")
+
+
+def test_a_model_is_compiled_after_its_step() -> None:
+    """Dynamo looks at each parameter's gradient, which a step does not keep."""
+    host, model = twins()
+    theirs, ours = OPTIMIZERS["sgd"](host.parameters()), OPTIMIZERS["sgd"](model.parameters())
+    eager = steps_of(host, theirs)
+    step, forward = torch.compile(steps_of(model, ours), backend="spmd"), torch.compile(model, backend="spmd")
+    for i in range(2):
+        step(batch(4, 8, seed=i).to("jax"))
+        eager(batch(4, 8, seed=i))
+        assert_same(forward(batch(4, 8).to("jax")).detach(), host(batch(4, 8)).detach())
+    with pytest.raises(spmd.DroppedValueError, match="not kept"):
+        torch.compile(lambda p: p.grad * 2, backend="spmd")(model.up.weight)

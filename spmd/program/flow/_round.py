@@ -72,7 +72,7 @@ class Round(Part):
             buffer.value = value
             buffer.reads.clear()
         for buffer in self.newborn:
-            buffer.value, buffer.dropped = None, DROPPED_VALUE
+            buffer.drop(DROPPED_VALUE)
             buffer.reads.clear()
 
 

@@ -159,7 +159,7 @@ class TraceRecorder:
         for reference in self.births:
             buffer = reference()
             if buffer is not None:
-                buffer.value, buffer.host, buffer.dropped = None, None, DROPPED_VALUE
+                buffer.drop(DROPPED_VALUE)
                 buffer.reads.clear()
 
 

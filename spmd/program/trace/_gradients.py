@@ -79,7 +79,7 @@ class Gradients:
             if dropped or (p.grad is None and id(p) not in self._unmarked):
                 with torch.inference_mode(False):  # a tensor of inference mode has no version
                     marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
-                buffer_of(marker).value, buffer_of(marker).dropped = None, STALE_GRADIENT
+                buffer_of(marker).drop(STALE_GRADIENT)
                 p.grad = marker
             self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
         self._found = [p.grad for p in self._leaves]
@@ -121,7 +121,7 @@ class Gradients:
         """The gradients that were left have no value until the program runs."""
         for _, grad in self.left:
             if grad is not None:
-                buffer_of(grad).dropped = DROPPED_GRADIENT
+                buffer_of(grad).drop(DROPPED_GRADIENT)
 
     def slots(self, is_touched: Callable[[Buffer], bool], fixed: Collection[Buffer]) -> dict[Buffer, torch.Tensor]:
         """The leaf of each gradient that was there and that the function read or wrote, by the gradient's buffer: every call takes
