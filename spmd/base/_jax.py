@@ -253,14 +253,18 @@ def _merged(one: str, other: str) -> str:
     return "/".join(a if a == b else "*" for a, b in zip(parts, others, strict=False)) if len(parts) == len(others) else one
 
 
+_LITERAL = jax.extend.core.Literal
+_JAXPRS = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
+
+
 def is_literal(atom: Any) -> bool:
     """True if an operand of an equation is a value written into it."""
-    return isinstance(atom, jax.extend.core.Literal)
+    return type(atom) is _LITERAL
 
 
 def is_jaxpr(value: Any) -> bool:
     """True if a parameter of an equation is a traced function."""
-    return isinstance(value, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)
+    return isinstance(value, _JAXPRS)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

@@ -10,7 +10,7 @@ Note [Repeats]
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -89,8 +89,10 @@ def _saving(stretch: tuple[int, int, int]) -> tuple[int, int]:
 def _kinds(equations: Sequence[Any]) -> list[int]:
     """A number for each equation; equal where equations are alike."""
     known: dict[Any, int] = {}
+    parameters: dict[Any, int] = {}
     texts: dict[int, str] = {}
     contexts: dict[int, str] = {}
+    described: dict[int, Any] = {}  # what was recorded from one trace of a rule has the same dict of parameters
 
     def text(jaxpr: Any) -> str:
         if id(jaxpr) not in texts:
@@ -113,7 +115,10 @@ def _kinds(equations: Sequence[Any]) -> list[int]:
             return id(eqn)
         if id(eqn.ctx) not in contexts:
             contexts[id(eqn.ctx)] = repr(eqn.ctx)
-        params = tuple((name, comparable(value)) for name, value in sorted(eqn.params.items()) if name not in _NOT_COMPARED)
+        params = described.get(id(eqn.params))
+        if params is None:
+            params = tuple((name, comparable(value)) for name, value in sorted(eqn.params.items()) if name not in _NOT_COMPARED)
+            params = described[id(eqn.params)] = parameters.setdefault(params, len(parameters))
         return eqn.primitive, contexts[id(eqn.ctx)], params, tuple(map(_type, eqn.invars)), tuple(v.aval for v in eqn.outvars)
 
     return [known.setdefault(kind(eqn), len(known)) for eqn in equations]
@@ -132,17 +137,14 @@ def _type(atom: Any) -> Any:
 
 def _periods(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any]) -> list[int]:
     """Distances between equations that are alike, most frequent first."""
-    last: dict[int, int] = {}
-    distances: dict[int, float] = defaultdict(float)
-    counts = Counter(kinds.tolist())
-    for place, kind in enumerate(kinds.tolist()):
-        if not free[place]:
-            last.clear()
-            continue
-        if kind in last:
-            distances[place - last[kind]] += 1 / counts[kind]  # those that come once in each pass tell its length
-        last[kind] = place
-    return sorted(distances, key=lambda period: -distances[period])[:_MAX_PERIODS]
+    places = np.argsort(kinds, kind="stable")  # those of one kind, in the order of the program
+    taken = np.cumsum(~free)
+    one, other = places[:-1], places[1:]
+    is_pair = (kinds[one] == kinds[other]) & free[one] & free[other] & (taken[one] == taken[other])
+    shares = 1 / np.bincount(kinds)[kinds[one[is_pair]]]  # those that come once in each pass tell its length
+    weights = np.bincount((other - one)[is_pair], shares)
+    found = np.argsort(-weights, kind="stable")[:_MAX_PERIODS]
+    return [int(period) for period in found if weights[period] > 0]
 
 
 def _longest(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
