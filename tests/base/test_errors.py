@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import importlib
 import re
 from pathlib import Path
 
@@ -29,15 +28,13 @@ def drawn() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def defined() -> dict[str, type[BaseException]]:
-    """Every exception class that the two packages define."""
+def defined() -> dict[str, list[str]]:
+    """Every exception class that the two packages define, and the names of its bases; read, since some need libraries to be imported."""
     bases: dict[str, list[str]] = {}
-    places: dict[str, str] = {}
     for path in (path for package in ("mesh", "spmd") for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-                places[node.name] = ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
     def is_exception(name: str) -> bool:
         builtin = getattr(builtins, name, None)
@@ -45,14 +42,14 @@ def defined() -> dict[str, type[BaseException]]:
             is_exception(base) for base in bases.get(name, ()) if base != name
         )
 
-    return {name: getattr(importlib.import_module(places[name]), name) for name in bases if is_exception(name)}
+    return {name: found for name, found in bases.items() if is_exception(name)}
 
 
 def test_the_tree_that_is_drawn_is_the_tree_that_there_is() -> None:
     tree, classes = drawn(), defined()
     assert sorted(classes) == sorted(set(tree) - {"Exception", "UserWarning", "ValueError"})
-    for name, value in classes.items():
-        assert tuple(base.__name__ for base in value.__bases__) == (tree[name] or ("Exception",)), name
+    for name, found in classes.items():
+        assert tuple(found) == (tree[name] or ("Exception",)), name
 
 
 @pytest.mark.parametrize("name", [name for name in [*mesh.__all__, *spmd.__all__] if name.endswith("Error")])

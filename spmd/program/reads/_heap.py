@@ -18,24 +18,29 @@ from typing import Any
 
 from spmd.program.reads._library import is_recorded
 
+_MAX_DEAD = 1000  # references to functions that are gone
+
 
 class Heap:
-    """The functions of the user's that exist, found at each trace among what was made since the last one.
-
-    Attributes:
-        functions: they, as long as they live.
-    """
+    """The functions of the user's that exist, found at each trace among what was made since the last one."""
 
     def __init__(self) -> None:
-        self.functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
+        self._functions: dict[int, weakref.ref[types.FunctionType]] = {}  # by id; a WeakSet is ten times as slow to go through
         self._library: dict[int, types.CodeType] = {}  # code of libraries, by id: a look at each function's module would cost more
         self._is_kept = False  # what is frozen was frozen here
         self._last: list[Any] = []  # made after the freeze: it is shown unless somebody else froze since
         self._was_frozen = False  # somebody else froze objects
         self._depth = 0
 
-    def find_functions(self) -> None:
-        """Look at what was made since the last trace."""
+    def functions(self) -> list[types.FunctionType]:
+        """Those that are alive, also what was made since the last trace."""
+        self._find_functions()
+        found = [fn for ref in self._functions.values() if (fn := ref()) is not None]
+        if len(found) < len(self._functions) - _MAX_DEAD:
+            self._functions = {id(fn): self._functions[id(fn)] for fn in found}
+        return found
+
+    def _find_functions(self) -> None:
         found = gc.get_objects()
         is_ours = self._is_kept and any(o is self._last for o in found)
         self._was_frozen = not is_ours and gc.get_freeze_count() > 0  # it counts them one by one
@@ -45,7 +50,9 @@ class Heap:
         kind, library = types.FunctionType, self._library
         for fn in [o for o in found if type(o) is kind and id(o.__code__) not in library]:
             if is_recorded(fn.__module__):
-                self.functions.add(fn)
+                known = self._functions.get(id(fn))
+                if known is None or known() is not fn:
+                    self._functions[id(fn)] = weakref.ref(fn)
             else:
                 library[id(fn.__code__)] = fn.__code__
 

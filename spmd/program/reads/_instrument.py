@@ -69,6 +69,11 @@ class Instrumenter:
             self._note(made, code)
         return made
 
+    def stubs(self, codes: list[types.CodeType]) -> list[types.CodeType]:
+        """A stub of each; code that is instrumented, or a stub, as it is."""
+        found = list(map(self._stubs.get, map(id, codes)))
+        return [made or self.stub(code) for made, code in zip(found, codes, strict=True)]
+
     def stub(self, code: types.CodeType) -> types.CodeType:
         """Code with the signature of `code` that calls `entered(code, closure, args, kwargs)`."""
         made = self._stubs.get(id(code))
@@ -95,6 +100,7 @@ class Instrumenter:
 
     def _note(self, made: types.CodeType, code: types.CodeType) -> None:
         self.original[id(made)] = code
+        self._stubs[id(made)] = made
         self._kept += (made, code)
 
     def _hook(self, name: str, operands: list[Any], location: Any) -> list[Any]:

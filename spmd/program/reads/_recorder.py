@@ -481,8 +481,7 @@ def recorded(
 ) -> Generator[Recording]:
     """Make ready to record (`Recording.run`); afterwards everything that was written holds its old value again."""
     recording = Recording(names or {}, owners or {}, ignored or set())
-    HEAP.find_functions()
-    swapped = _swap.swap()
+    swapped = _swap.swap(HEAP.functions())
     try:
         with HEAP.set_apart():
             yield recording

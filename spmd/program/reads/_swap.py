@@ -1,17 +1,55 @@
-"""Every function outside the libraries asks for its instrumented code while a recording runs, and has its own again afterwards."""
+"""Every function outside the libraries asks for its instrumented code while a recording runs, and has its own again afterwards.
+
+A process that has imported transformers and peft has ten thousand such functions, and each trace swaps them all. So nothing here
+is a step of Python for each function but what `map` does in C.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import sys
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 from spmd.program.reads import _hooks
-from spmd.program.reads._heap import HEAP
 from spmd.program.reads._instrument import Instrumenter
 
-_functions: defaultdict[int, list[types.FunctionType]] = defaultdict(list)  # while swapped: by id of the original code
+_codes_of = operator.attrgetter("__code__")
+
+
+class Swapped:
+    """Functions that were swapped.
+
+    Attributes:
+        functions: they.
+        codes: what each had before.
+    """
+
+    def __init__(self, functions: list[types.FunctionType]) -> None:
+        self.functions = functions
+        self.codes: list[types.CodeType] = list(map(_codes_of, functions))
+
+    @functools.cached_property
+    def _by_code(self) -> tuple[dict[int, types.FunctionType], dict[int, list[types.FunctionType]]]:
+        """By id of a code one function that has it, and all others."""
+        one = dict(zip(map(id, self.codes), self.functions, strict=True))
+        others: defaultdict[int, list[types.FunctionType]] = defaultdict(list)
+        if len(one) < len(self.codes):
+            for fn, code in zip(self.functions, self.codes, strict=True):
+                if one[id(code)] is not fn:
+                    others[id(code)].append(fn)
+        return one, others
+
+    def with_code(self, code: types.CodeType) -> list[types.FunctionType]:
+        """The functions that had `code`."""
+        one, others = self._by_code
+        return [one[id(code)], *others.get(id(code), ())] if id(code) in one else []
+
+
+_swapped: list[Swapped] = []  # of the recordings that run, the innermost last
 
 
 def code_of(fn: types.FunctionType) -> types.CodeType:
@@ -19,32 +57,32 @@ def code_of(fn: types.FunctionType) -> types.CodeType:
     return _INSTRUMENTER.original.get(id(fn.__code__), fn.__code__)
 
 
-def swap() -> list[tuple[types.FunctionType, types.CodeType]]:
-    """Give every function of the user's a stub; returns what `restore` needs."""
-    swapped: list[tuple[types.FunctionType, types.CodeType]] = []
-    for fn in list(HEAP.functions):
-        code = fn.__code__
-        if id(code) not in _INSTRUMENTER.original:
-            swapped.append((fn, code))
-            _functions[id(code)].append(fn)
-            fn.__code__ = _INSTRUMENTER.stub(code)
+def swap(functions: list[types.FunctionType]) -> Swapped:
+    """Give every function a stub; returns what `restore` needs."""
+    swapped = Swapped(functions)
+    _set_codes(functions, _INSTRUMENTER.stubs(swapped.codes))
+    _swapped.append(swapped)
     return swapped
 
 
-def restore(swapped: list[tuple[types.FunctionType, types.CodeType]]) -> None:
-    """Undo `swap`."""
-    _functions.clear()
-    for fn, code in swapped:
-        if id(fn.__code__) in _INSTRUMENTER.original:  # the user's program may have given it another
-            fn.__code__ = code
+def restore(swapped: Swapped) -> None:
+    """Undo `swap`, but for functions that the user's program gave another code meanwhile."""
+    _swapped.remove(swapped)
+    is_ours = list(map(_INSTRUMENTER.original.__contains__, map(id, map(_codes_of, swapped.functions))))
+    _set_codes(list(itertools.compress(swapped.functions, is_ours)), list(itertools.compress(swapped.codes, is_ours)))
+
+
+def _set_codes(functions: list[types.FunctionType], codes: list[types.CodeType]) -> None:
+    deque(map(setattr, functions, itertools.repeat("__code__"), codes), maxlen=0)
 
 
 def _entered(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any]) -> Any:
     """A stub was called: rewrite the code, for the next calls too."""
     made = _INSTRUMENTER.instrumented(code)
-    for fn in _functions.get(id(code), ()):
-        if _INSTRUMENTER.original.get(id(fn.__code__)) is code:
-            fn.__code__ = made
+    for swapped in _swapped:
+        for fn in swapped.with_code(code):
+            if _INSTRUMENTER.original.get(id(fn.__code__)) is code:
+                fn.__code__ = made
     fn = types.FunctionType(made, sys._getframe(1).f_globals, code.co_name, None, closure or None)
     return fn(*args, **kwargs)
 
