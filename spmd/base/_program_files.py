@@ -14,8 +14,10 @@ import os
 import platform
 import stat
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ _ENDING = ".program"
 _MACHINE = "machine-"
 _OPENED = "jax._src.compilation_cache.get_file_cache"
 _folders: dict[str, ProgramFiles] = {}
+_here = threading.local()
 _log = logging.getLogger("spmd.compile")
 
 
@@ -54,7 +57,7 @@ class ProgramFiles(CacheInterface):
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
-        self._path = folder / _machine()
+        self._path = folder / machine_name()
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             for own in (folder, self._path):
@@ -84,6 +87,10 @@ class ProgramFiles(CacheInterface):
         with suppress(OSError):
             os.utime(file)
         return value
+
+    def has(self, key: str) -> bool:
+        """Whether something is kept under a key."""
+        return (self._path / (key + _ENDING)).exists()
 
     def put(self, key: str, value: bytes) -> None:
         """Keep bytes under a key, whole or not at all."""
@@ -133,7 +140,7 @@ def _require_own(folder: Path) -> None:
 
 
 @lru_cache(maxsize=1)
-def _machine() -> str:
+def machine_name() -> str:
     """A name for machines with this CPU's instructions."""
     facts = [platform.machine(), platform.system()]
     with suppress(OSError):
@@ -153,6 +160,47 @@ def keep_programs(folder: Path, max_bytes: int) -> None:
 def keep_no_programs() -> None:
     """Have jax compile what this process has not compiled."""
     _use(None)
+
+
+def files_in_use() -> ProgramFiles | None:
+    """The folder of ours that jax asks now, if it asks one."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return _folders.get(folder) if jax.config.values["jax_enable_compilation_cache"] else None
+
+
+@dataclass
+class Asked:
+    """What jax asked its folder for: the last key, and what it got."""
+
+    key: str | None = None
+    value: bytes | None = None
+
+
+@contextmanager
+def asked() -> Generator[Asked]:
+    """What jax asks for on this thread while active."""
+    before, _here.asked = getattr(_here, "asked", None), Asked()
+    try:
+        yield _here.asked
+    finally:
+        _here.asked = before
+
+
+class _Overheard(CacheInterface):
+    """A folder that says what it was asked for."""
+
+    def __init__(self, files: Any) -> None:
+        self._files, self._path = files, files._path
+
+    def get(self, key: str) -> Any:
+        value = self._files.get(key)
+        heard = getattr(_here, "asked", None)
+        if heard is not None:
+            heard.key, heard.value = key, value
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        self._files.put(key, value)
 
 
 @contextmanager
@@ -179,9 +227,20 @@ _theirs = current(_OPENED)
 
 def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
     """What jax asks for compiled programs, and where it lies: a folder of ours, or as jax opens it."""
-    return (_folders[path], path) if path in _folders else _theirs(path)
+    found = (_folders[path], path) if path in _folders else _theirs(path)
+    return None if found is None else (_Overheard(found[0]), found[1])
 
 
 replace(_OPENED, get_file_cache)
 
-__all__ = ["WORTH_KEEPING_S", "ProgramFiles", "default_folder", "keep_no_programs", "keep_programs", "programs_not_kept"]
+__all__ = [
+    "WORTH_KEEPING_S",
+    "ProgramFiles",
+    "asked",
+    "default_folder",
+    "files_in_use",
+    "keep_no_programs",
+    "keep_programs",
+    "machine_name",
+    "programs_not_kept",
+]

@@ -61,7 +61,7 @@ class JobChecks:
     def __init__(self, job: _join.Job) -> None:
         self._job = job
 
-    def require_same(self, name: str, lowered: Any, mesh: Mesh | None, state: list[Buffer], args: list[Buffer]) -> None:
+    def require_same(self, name: str, mesh: Mesh | None, state: list[Buffer], args: list[Buffer], lowered: Any) -> None:
         """Compare the program with the other processes', before anything of it runs.
 
         Raises:

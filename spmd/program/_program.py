@@ -6,11 +6,10 @@ operation. State is written back only after the executable was dispatched, so an
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from operator import attrgetter, is_
 from typing import Any, Literal
 
@@ -20,13 +19,10 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
-from mesh import size_text, topology_options
-from spmd.base._convert import exact_dtypes, host_array
+from mesh import size_text
+from spmd.base._convert import host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
-from spmd.base._program_files import programs_not_kept
-from spmd.base._settings import keep_programs_by_default
-from spmd.base._underway import underway
 from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
@@ -37,6 +33,7 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.device._turn import memory_is_gone, was_taken
 from spmd.program._job_checks import require_sound, watched
+from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
 from spmd.program.reads import touched_by
@@ -46,8 +43,10 @@ from spmd.program.trace._capture import Captured
 from spmd.program.trace._remade import remade
 from spmd.program.trace._results import made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
-from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, lies_on, platform_of, target_text
+from spmd.program.xla._compilation import Compilation, Making, Order
+from spmd.program.xla._digest import NoDigest
+from spmd.program.xla._executable import Executable, on_all_devices
+from spmd.program.xla._target import common_mesh, lies_on, platform_of
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,14 @@ class Program(Executable):
         captured: the trace it was made from.
         mesh: the mesh its state lies on, or None (one device).
         is_ahead: the mesh is of a topology that is not here: compiled and not run.
-        compiled: jax's executable.
+        digest: under which its executable is kept; None if it cannot be.
+        no_digest: why not.
+        compilation: how the executable is made.
     """
 
-    def __init__(self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, spent: tuple[float, float]) -> None:
+    def __init__(
+        self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, spent: tuple[float, float], making: Making
+    ) -> None:
         """`spent`: seconds to prepare and to trace."""
         self.captured = captured
         self.options = options
@@ -140,7 +143,10 @@ class Program(Executable):
         self.watched = watched()
         self.slots = [(captured.slots[b], state, i) for state in (written, read) for i, b in enumerate(state) if b in captured.slots]
         captured.numbers.refresh({})  # with those that the trace was found to use
-        self._lower(arg_buffers, name, spent)
+        self._spent = spent
+        self.digest: str | None = None
+        self.no_digest = "it is for chips that are not here"
+        self.compilation = self._compile(arg_buffers, name, making)
         if not self.is_ahead:
             captured.let_go()
             self._forget_gradients()
@@ -157,8 +163,8 @@ class Program(Executable):
             )
         )
 
-    def _lower(self, arg_buffers: list[Buffer], name: str, spent: tuple[float, float]) -> None:
-        """Make the executable for arguments like those in `arg_buffers`."""
+    def _compile(self, arg_buffers: list[Buffer], name: str, making: Making) -> Compilation:
+        """The executable for arguments like those in `arg_buffers`, on its way."""
         if not self.is_ahead:
             if self.rolled is not None:
                 self.rolled.gather()
@@ -188,19 +194,30 @@ class Program(Executable):
             pinned = (self.shardings, [v.sharding for v in donated[1]], grads, None)
         args = (donated, state[self.num_donated :], read, *self._inputs(given, self._example_hosts()))
         self.arg_shardings = [v.sharding for v in given]
-        start = time.perf_counter()
-        with exact_dtypes():
-            with underway(f"lowering {name}"):
-                program = lowered(run, args, donate=not self.options.debug_nans, pinned=pinned, mesh=self.mesh, platform=self.platform)
-            middle = time.perf_counter()
-            if self.watched is not None:
-                self.watched.require_same(name, program, self.mesh, [*self.written, *self.read], arg_buffers)
-            keep_programs_by_default()
-            with underway(f"compiling {name}{target_text(self.mesh)}"), programs_not_kept() if self.is_ahead else nullcontext():
-                self.compiled = program.compile(topology_options() if self.is_ahead else None)
-            if self.watched is not None and self.is_paced:
-                require_sound(self.hlo())
-        self.timings = Timings(*spent, middle - start, time.perf_counter() - middle)
+        client = None if self.is_ahead else next(iter(self._words.sharding.device_set)).client
+        try:
+            self.digest = None if client is None else program_digest(self, name, args, pinned, client)
+        except NoDigest as error:
+            self.no_digest = str(error)
+        check, donate = None, not self.options.debug_nans
+        if self.watched is not None:
+            check = partial(self.watched.require_same, name, self.mesh, [*self.written, *self.read], arg_buffers), self._require_sound
+        order = Order(name, run, args, donate, pinned, self.mesh, self.platform, self.is_ahead, self.digest, client)
+        return Compilation(order, making=making, check=check)
+
+    @cached_property
+    def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (waits, the first time)
+        """jax's executable, when it is there."""
+        return self.compilation.result()[0]
+
+    @property
+    def timings(self) -> Timings:
+        """Seconds spent making it."""
+        return Timings(*self._spent, self.compilation.lower_s, self.compilation.result()[1])
+
+    def _require_sound(self, compiled: Any) -> None:
+        if self.is_paced:
+            require_sound(compiled.as_text())
 
     def _function(self) -> Any:
         """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""

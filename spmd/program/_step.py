@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import time
 import types
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
+from mesh._devices import devices
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.base._torch_late import without_dynamo
@@ -30,6 +33,7 @@ from spmd.device._indices import checked
 from spmd.device._storage import recording
 from spmd.device._turn import turn
 from spmd.patches._running_averages import move_counts_to_device
+from spmd.program._executable_file import load_executables, save_executables
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program, Timings
 from spmd.program.find._discover import reachable
@@ -50,6 +54,8 @@ from spmd.program.trace._results import require_function
 from spmd.program.trace._way import Way
 from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
+from spmd.program.xla._compilation import Making
+from spmd.program.xla._kept_executables import KeptExecutable
 from spmd.program.xla._memory_report import MemoryReport
 
 P = ParamSpec("P")
@@ -79,6 +85,8 @@ class Step(Compiled, Generic[P, R]):
         self._way = Way()
         self._varying_arguments: dict[Any, set[int]] = {}
         self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
+        self._loaded: dict[str, KeptExecutable] = {}
+        self._loaded_from = ""
         self.retraces: list[str] = []
         self.num_traces = 0
 
@@ -109,6 +117,37 @@ class Step(Compiled, Generic[P, R]):
         end_step()
         with turn:
             return self._found(args, kwargs)[0]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the executables that are kept now as one file, with which another process compiles nothing; see `load`.
+
+        Returns:
+            The path.
+
+        Raises:
+            SpmdError: there is no program yet, one calls back into Python, or this process is one of a job.
+        """
+        with turn:
+            programs = list(self._programs)
+            if not programs:
+                raise self._no_program()
+            save_executables(Path(path), self._name, programs, _client())
+        return Path(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take executables from a file of `save` instead of compiling. What lies in it is run: load files of your own.
+
+        The function is traced by its first call, as ever; a program that the trace finds in the file is not lowered and not compiled. They
+        are read by other threads meanwhile. One that is not in the file (another shape, changed code) is compiled, with a warning.
+
+        Raises:
+            SpmdError: it is no such file, damaged, another function's, or for other versions or devices; this process is one of a job.
+            FileNotFoundError: there is none.
+        """
+        found = load_executables(Path(path), self._name, _client())
+        with turn:
+            self._loaded = {**self._loaded, **found}
+            self._loaded_from = str(path)
 
     def _found(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
         """The program of a call, traced if none holds, and the call as that program knows it."""
@@ -149,7 +188,9 @@ class Step(Compiled, Generic[P, R]):
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, way)
             trace_s = time.perf_counter() - start - prepare_s
-            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s))
+            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), Making([self._loaded.get]))
+        if self._loaded and program.digest not in self._loaded:
+            warnings.warn(self._not_loaded(), stacklevel=5)
         told = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
         if told is not None:
             warnings.warn(told, stacklevel=5)
@@ -232,6 +273,13 @@ class Step(Compiled, Generic[P, R]):
             fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
         )
 
+    def _not_loaded(self) -> str:
+        return message(
+            f"{self._name} is compiled, although {self._loaded_from} was loaded: the file has no such program",
+            "the function, a setting, or the shapes, values or layouts of its arguments and state are not those of when it was saved",
+            fix=f"call it with all arguments that it will have, and {self._name}.save({self._loaded_from!r})",
+        )
+
     def __repr__(self) -> str:
         return f"<compiled function {self._name}: {_counted(self.num_executables, 'program')}, {_counted(self.num_traces, 'trace')}>"
 
@@ -266,10 +314,13 @@ class Step(Compiled, Generic[P, R]):
     @property
     def _program(self) -> Program:
         if self._latest is None:
-            raise SpmdError(
-                message(f"{self._name} has no program yet: it is compiled by its first call", fix=f"call {self._name}(...) once first")
-            )
+            raise self._no_program()
         return self._latest
+
+    def _no_program(self) -> SpmdError:
+        return SpmdError(
+            message(f"{self._name} has no program yet: it is compiled by its first call", fix=f"call {self._name}(...) once first")
+        )
 
     @property
     def rolled(self) -> list[Loop]:
@@ -292,6 +343,12 @@ class Step(Compiled, Generic[P, R]):
     def hlo(self) -> str:
         """The optimised HLO text of the latest program."""
         return self._program.hlo()
+
+
+def _client() -> Any:
+    """jax's, of the devices of this process."""
+    first: Any = devices()[0]
+    return first.client
 
 
 def _counted(count: int, noun: str) -> str:

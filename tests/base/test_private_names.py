@@ -25,7 +25,7 @@ SOURCES = sorted(
 OWNERS = {
     "torch": ("spmd/base/_torch.py", "spmd/base/_torch_late.py"),
     "functorch": ("spmd/base/_torch_late.py",),
-    "jax": ("spmd/base/_jax.py", "mesh/platform/_jax_runtime.py"),
+    "jax": ("spmd/base/_jax.py", "spmd/base/_jax_executables.py", "mesh/platform/_jax_runtime.py"),
     "jaxlib": (),
 }
 # Patches say their target by its own name; operators of ATen are no names of Python.

@@ -41,7 +41,7 @@ def test_a_process_that_waits_for_the_others_says_so_and_not_that_it_compiles(mo
         phases.append(job.phase)
 
     monkeypatch.setattr(_agreement, "compare", compare)
-    JobChecks(job).require_same("step", SimpleNamespace(as_text=lambda: "module"), None, [], [])
+    JobChecks(job).require_same("step", None, [], [], SimpleNamespace(as_text=lambda: "module"))
     assert phases == ["waiting for all processes to run program 3 (step), which it has traced"]
     assert job.phase == "compiling"
     beats = [{0: Beat(6, "in a step", n), 1: Beat(5, phases[0], n)} for n in (1, 2)]

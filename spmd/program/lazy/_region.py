@@ -114,7 +114,7 @@ class Region(Executable):
             self.note_lowered(program)
             if self.watched is not None:
                 buffers = [b for b in (ref() for ref in recorded.buffers) if b is not None and b.value is not None]
-                self.watched.require_same("lazy", program, self.mesh, buffers, [])
+                self.watched.require_same("lazy", self.mesh, buffers, [], program)
             keep_programs_by_default()
             with underway(f"compiling {self.title}"):
                 self.compiled = program.compile()

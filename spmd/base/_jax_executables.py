@@ -1,0 +1,146 @@
+"""Executables of jax as bytes, and back: the private names of jax that this takes.
+
+An entry is what jax knows of an executable (types, layouts, containers of arguments and results), pickled, without the executable itself,
+which lies apart as XLA writes it. Both are code to whoever reads them: see docs/security.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from mesh.platform._jax_runtime import missing
+
+try:
+    from jax._src.compilation_cache import decompress_executable, extract_executable_and_time
+    from jax._src.compiler import get_compile_options as _get_compile_options
+    from jax._src.interpreters.pxla import UnloadedMeshExecutable as _UnloadedMeshExecutable
+    from jax._src.lib import _jax as _xla
+    from jax._src.named_sharding import UNSPECIFIED as unspecified
+except ImportError as error:
+    raise missing(str(error)) from error
+
+_ROOTS = ("jax", "jaxlib", "numpy")
+_BUILTINS = frozenset(("complex", "dict", "frozenset", "list", "set", "slice", "tuple"))
+
+
+def known_primitives() -> dict[int, Primitive]:
+    """The primitives that jax and this package have made, by id."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("jax.", "spmd."))]
+    return {id(value): value for module in modules for value in list(vars(module).values()) if isinstance(value, Primitive)}
+
+
+def compile_options_text(client: Any) -> bytes:
+    """The compiler's options, as settings and the environment have them now."""
+    return _get_compile_options(num_replicas=1, num_partitions=1, backend=client).SerializeAsString()
+
+
+class _Pickler(pickle.Pickler):
+    """Devices by their ids; the executable and the client by name."""
+
+    def __init__(self, file: io.BytesIO, executable: Any, client: Any) -> None:
+        super().__init__(file)
+        self._executable, self._client = executable, client
+
+    def persistent_id(self, obj: Any) -> Any:
+        if obj is self._executable:
+            return ("executable",)
+        if obj is self._client:
+            return ("client",)
+        if isinstance(obj, jax.Device):
+            return ("device", obj.id)
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """What `_Pickler` has written, over the devices of this process; classes of jax and numpy alone."""
+
+    def __init__(self, file: io.BytesIO, executable: Any, client: Any) -> None:
+        super().__init__(file)
+        self._executable, self._client = executable, client
+        self._devices = {device.id: device for device in client.devices()}
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid == ("executable",):
+            return self._executable
+        return self._client if pid == ("client",) else self._devices[pid[1]]
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        root = module_name.partition(".")[0]
+        if root not in _ROOTS and not (root == "builtins" and global_name in _BUILTINS):
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} has no place in an executable")
+        return super().find_class(module_name, global_name)
+
+
+def packed_call(compiled: Any) -> bytes:
+    """What calls an executable, without the executable.
+
+    Raises:
+        ValueError: it calls back into Python or closes over arrays.
+    """
+    unloaded = compiled._executable._unloaded_executable
+    if unloaded is None or unloaded.host_callbacks or unloaded.keepalive or unloaded.mut or compiled._params.const_args:
+        raise ValueError("it calls back into Python, or closes over arrays")
+    info, in_tree = jax.tree.flatten(compiled.args_info)
+    fields = {field.name: getattr(unloaded, field.name) for field in dataclasses.fields(unloaded)}
+    executable = compiled.runtime_executable()
+    with io.BytesIO() as file:
+        _Pickler(file, executable, unloaded.backend).dump((fields, info, in_tree, compiled.out_tree, compiled._no_kwargs))
+        return file.getvalue()
+
+
+def unpacked(call: bytes, executable: Any, client: Any) -> Any:
+    """jax's executable, ready to be called, from `packed_call` and what `loaded` gave."""
+    fields, info, in_tree, out_tree, no_kwargs = _Unpickler(io.BytesIO(call), executable, client).load()
+    unloaded = _UnloadedMeshExecutable(**fields)
+    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(info), out_tree, no_kwargs=no_kwargs)
+
+
+def device_ids(compiled: Any) -> list[int]:
+    """Of the devices that an executable runs on, in its order."""
+    return [device.id for device in compiled._executable._unloaded_executable.device_list]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """An executable as XLA writes it; `in_cache`: as an entry of jax's cache, compressed and with a time."""
+
+    content: bytes
+    in_cache: bool = False
+
+    def plain(self) -> bytes:
+        """As XLA writes it."""
+        return extract_executable_and_time(decompress_executable(self.content))[0] if self.in_cache else self.content
+
+
+def written(compiled: Any) -> Written:
+    """An executable that was compiled in this process: XLA:CPU writes one that it has read without its code."""
+    executable = compiled.runtime_executable()
+    return Written(executable.client.serialize_executable(executable))
+
+
+def loaded(executable: Written, client: Any, device_ids: Sequence[int]) -> Any:
+    """The executable on devices with these ids."""
+    by_id = {device.id: device for device in client.devices()}
+    devices = _xla.DeviceList(tuple(by_id[number] for number in device_ids))
+    return client.deserialize_executable(executable.plain(), executable_devices=devices)
+
+
+__all__ = [
+    "Written",
+    "compile_options_text",
+    "device_ids",
+    "known_primitives",
+    "loaded",
+    "packed_call",
+    "unpacked",
+    "unspecified",
+    "written",
+]

@@ -1,0 +1,53 @@
+"""The digest of one program of a step: its trace, and how its state, arguments and results are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from spmd.program.xla._digest import digest
+
+if TYPE_CHECKING:
+    from spmd.program._program import Program
+
+
+def program_digest(program: Program, name: str, args: Sequence[Any], pinned: Any, client: Any) -> str:
+    """See Note [Digests of programs].
+
+    Args:
+        args: those that it is lowered for: arrays, or their types and layouts.
+        pinned: the layouts of its results.
+
+    Raises:
+        NoDigest: something in the trace is of no known kind.
+    """
+    captured, options, rolled = program.captured, program.options, program.rolled
+    state = [b for b in (*captured.const_buffers, *captured.written, *captured.arg_buffers) if b is not None]
+    number = {id(b): i for i, b in enumerate({id(b): b for b in state}.values())}
+    members = {} if rolled is None else {id(stack.whole): [number[id(b)] for b in stack.members] for stack in rolled.stacks}
+
+    def places(buffers: Sequence[Any]) -> list[Any]:
+        return [None if b is None else members.get(id(b), number.get(id(b))) for b in buffers]
+
+    kinds = [leaf.kind for leaf in captured.leaves]
+    layout = [
+        *(name, program.platform, options.debug_nans, options.steps_per_call, options.keep_grads, rolled is not None),
+        *map(places, (captured.const_buffers, captured.written, captured.arg_buffers, program.written, program.read)),
+        *(program.num_donated, program.written_args, program.kept_args, kinds, len(captured.finite), bool(captured.checks)),
+        *(captured.draws, captured.host_tensors, len(captured.kept_gradients), len(captured.born)),
+        [_described(value) for value in jax.tree.leaves(args)],
+        jax.tree.flatten(pinned, is_leaf=lambda value: value is None)[0],
+    ]
+    consts = [c if b is None else None for c, b in zip(captured.jaxpr.consts, captured.const_buffers, strict=True)]
+    return digest(captured.jaxpr.jaxpr, consts, layout, client)
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    """Type and layout of an array or of what stands for one."""
+    kind: Any = jax.typeof(value)
+    return kind, getattr(value, "sharding", None), getattr(value, "committed", None)
+
+
+__all__ = ["program_digest"]
