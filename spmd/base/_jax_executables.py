@@ -22,7 +22,7 @@ try:
     from jax._src.compilation_cache import decompress_executable, extract_executable_and_time
     from jax._src.compiler import get_compile_options as _get_compile_options
     from jax._src.interpreters.pxla import UnloadedMeshExecutable as _UnloadedMeshExecutable
-    from jax._src.lib import _jax as _xla
+    from jax._src.lib import _jax as _xla  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.named_sharding import UNSPECIFIED as unspecified
 except ImportError as error:
     raise missing(str(error)) from error

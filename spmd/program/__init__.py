@@ -26,7 +26,7 @@ Note [One call]
         trace/_gradients.py Gradients.collect       the gradients that the function left
         trace/_buffer_use.py TraceRecorder.put_back every buffer as it was
         trace/_capture.py _Trace.guards             what the trace baked in
-        _program.py Program._lower                  jax.jit with donation and shardings, compiled
+        _program.py Program._compile                jax.jit with donation and shardings, compiled or found
         reuse/_shelf.py Shelf.put                   kept
 
     run

@@ -32,7 +32,7 @@ from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.device._turn import memory_is_gone, was_taken
-from spmd.program._job_checks import require_sound, watched
+from spmd.program._job_checks import compiling, require_sound, watched
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
@@ -208,7 +208,8 @@ class Program(Executable):
     @cached_property
     def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (waits, the first time)
         """jax's executable, when it is there."""
-        return self.compilation.result()[0]
+        with compiling():
+            return self.compilation.result()[0]
 
     @property
     def timings(self) -> Timings:

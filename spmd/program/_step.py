@@ -118,6 +118,21 @@ class Step(Compiled, Generic[P, R]):
         with turn:
             return self._found(args, kwargs)[0]
 
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the program for these arguments compiled by another thread; its first call waits for what is left of that.
+
+        The trace is made here and now. So programs compile side by side, while data are loaded and models restored:
+
+            train_step.prepare(x, y)
+            eval_step.prepare(x)
+
+        Nothing runs and no value changes; the state of optimizers is there from now on, as before their first step. What the
+        compiler raises is raised by the call. Python numbers and shapes are the program's, as in a call.
+        """
+        end_step()
+        with turn:
+            self._found(args, kwargs, is_beside=True)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the executables that are kept now as one file, with which another process compiles nothing; see `load`.
 
@@ -149,7 +164,7 @@ class Step(Compiled, Generic[P, R]):
             self._loaded = {**self._loaded, **found}
             self._loaded_from = str(path)
 
-    def _found(self, args: Any, kwargs: Any) -> tuple[Program, Signature]:
+    def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False) -> tuple[Program, Signature]:
         """The program of a call, traced if none holds, and the call as that program knows it."""
         way = self._way
         failed: str | None = None  # why the newest program of this signature does not hold any more
@@ -157,6 +172,9 @@ class Step(Compiled, Generic[P, R]):
             try:
                 call = self._signature(args, kwargs)
                 for program in self._programs.of(call.key):
+                    if program.compilation.has_failed:
+                        self._programs.drop(program)
+                        continue
                     reason = program.reason_to_trace(call.numbers, call.buffers)
                     if reason is None:
                         if self._options.check:
@@ -167,7 +185,7 @@ class Step(Compiled, Generic[P, R]):
                         self._varying.update((place.token, place) for place in changed_numbers(program.captured.places))
                 if failed is None and self._latest_key is not None:
                     failed = changed_signature(self._latest_key, call.key)
-                return self._new(args, kwargs, call, failed, way)
+                return self._new(args, kwargs, call, failed, way, is_beside)
             except (TraceAgain, StaleGradients) as again:
                 before, way = way, again.other_way(way)
                 if way == before:
@@ -177,7 +195,7 @@ class Step(Compiled, Generic[P, R]):
                     self._varying.clear()
                     self._varying_arguments.clear()
 
-    def _new(self, args: Any, kwargs: Any, call: Signature, failed: str | None, way: Way) -> tuple[Program, Signature]:
+    def _new(self, args: Any, kwargs: Any, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, Signature]:
         """A program that is traced and compiled now, and kept."""
         if not way.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
             call = self._signature(args, kwargs)
@@ -188,7 +206,8 @@ class Step(Compiled, Generic[P, R]):
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, way)
             trace_s = time.perf_counter() - start - prepare_s
-            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), Making([self._loaded.get]))
+            making = Making([self._loaded.get], is_beside)
+            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making)
         if self._loaded and program.digest not in self._loaded:
             warnings.warn(self._not_loaded(), stacklevel=5)
         told = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)

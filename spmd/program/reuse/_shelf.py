@@ -55,7 +55,7 @@ class Shelf:
         self._programs.setdefault(key, []).insert(0, program)
         self._used[id(program)] = next(self._clock)
         while len(self._used) > self.limit:
-            self._drop(min(self, key=lambda p: self._used[id(p)]))
+            self.drop(min(self, key=lambda p: self._used[id(p)]))
 
     def note_use(self, program: Program) -> None:
         """The program runs."""
@@ -65,7 +65,8 @@ class Shelf:
         """Keep none."""
         self._programs, self._used, self.state = {}, {}, {}
 
-    def _drop(self, program: Program) -> None:
+    def drop(self, program: Program) -> None:
+        """Keep it no longer."""
         self._num_dropped += 1
         if self._num_dropped % FORGET_EVERY == 0:
             forget_traces()

@@ -76,11 +76,13 @@ class Compilation:
     Attributes:
         lower_s: seconds, those that it took to look for a kept one included.
         read_from: what the executable was read from; None where it was compiled.
+        has_failed: another thread has raised; `result` raises that.
     """
 
     def __init__(self, order: Order, *, making: Making, check: tuple[Callable[[Any], None], Callable[[Any], None]] | None) -> None:
         self._order, self._check = order, check
         self.read_from: Written | None = None
+        self.has_failed = False
         keep_programs_by_default()
         start = time.perf_counter()
         self._kept = None if check is not None else self._found(making.finds)
@@ -88,8 +90,11 @@ class Compilation:
         self.lower_s = time.perf_counter() - start
         self._future: Future[tuple[Any, float]] | None = None
         self._made: tuple[Any, float] | None = None
+        if self._kept is None:
+            self._forget_arrays()
         if making.is_beside and not order.is_ahead:
             self._future = compile_threads().submit(self._make)
+            self._future.add_done_callback(self._note_end)
         else:
             self._made = self._make()
 
@@ -99,6 +104,13 @@ class Compilation:
             assert self._future is not None
             self._made = self._future.result()
         return self._made
+
+    def _forget_arrays(self) -> None:
+        """Hold the state's arrays no longer: nothing is lowered any more."""
+        self._order = replace(self._order, run=_nothing, args=())
+
+    def _note_end(self, future: Future[Any]) -> None:
+        self.has_failed = future.cancelled() or future.exception() is not None
 
     def _found(self, finds: Sequence[Find]) -> KeptExecutable | None:
         digest = self._order.digest
@@ -128,7 +140,7 @@ class Compilation:
         if self._check is not None:
             self._check[1](found)
         self._kept = self._lowered = self._check = None
-        self._order = replace(order, run=_nothing, args=())  # which hold the state's arrays
+        self._forget_arrays()
         return found, time.perf_counter() - start
 
     def _compiled(self) -> Any:

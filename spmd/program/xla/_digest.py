@@ -79,7 +79,8 @@ class _Text:
             if isinstance(value, known):
                 return write(self, value)
         if issubclass(kind, (int, float, complex)) and hasattr(value, "dtype"):  # jax's literals
-            return f"{kind.__mro__[1].__repr__(value)}:{self.of(value.dtype)}"
+            plain: Any = kind.__mro__[1]
+            return f"{plain.__repr__(value)}:{self.of(value.dtype)}"
         if kind is dict:
             return f"dict({', '.join(f'{self.of(k)}: {self.of(v)}' for k, v in value.items())})"
         if isinstance(value, (tuple, list)):
