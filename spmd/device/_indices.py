@@ -2,8 +2,9 @@
 
     spmd.compile(step, check_indices=True)       # or spmd.configure(check_indices=True), for eager operations too
 
-The device cannot raise: a read outside is clipped, a write outside is dropped. A check is the largest and the smallest index, on the
-device; what they say is raised as other checks are, when something is read.
+The host knows what it has sent to the devices (`_uploaded`); in a program, of arguments and views of them, before every call.
+The device cannot raise: a read outside is clipped, a write outside is dropped. A check there is the largest and the smallest index;
+what they say is raised as other checks are, when something is read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import user_line
+from spmd.base._errors import message, user_line
 from spmd.base._jax import is_tracing
 from spmd.base._settings import in_force
 from spmd.device import _checks
 from spmd.device._checks import Check
 from spmd.device._storage import buffer_of, load, recording
+from spmd.device._uploaded import host_values, window
 
 _is_asked: ContextVar[bool | None] = ContextVar("whether indices that only the device knows are checked; None: as configured", default=None)
 
@@ -71,13 +73,42 @@ def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: d
         index = bound.index
         if not index.numel() or index.dtype in (torch.bool, torch.uint8):
             continue
-        buffer = buffer_of(index) if index.device.type == "jax" else None
-        if buffer is None or (buffer.value is None and buffer.host is not None):
-            outside = _outside(np, host_array(index) if buffer is None else _host_view(index, buffer.host), bound)
-            if outside:
-                raise bound.kind(bound.text.format(_shown(outside)))
-        elif not of_host and are_checked():
+        values = _known(index)
+        if values is not None:
+            _require_inside(bound, values)
+            continue
+        _check_each_call(bound)
+        if not of_host and are_checked():
             _check_on_device(bound, op)
+
+
+def _known(index: torch.Tensor) -> Any:
+    """The values of an index that the host knows and no program is made for, or None."""
+    if index.device.type != "jax":
+        return host_array(index)
+    buffer = buffer_of(index)
+    if buffer.value is None and buffer.host is not None:
+        return _host_view(index, buffer.host)
+    if is_tracing():
+        return None
+    return window(host_values(buffer), tuple(index.shape), index.stride(), int(index.storage_offset()))
+
+
+def _require_inside(bound: Bound, values: np.ndarray[Any, Any], *details: str) -> None:
+    if values.max() < bound.size and values.min() >= (-bound.size if bound.takes_negative else 0):
+        return
+    outside = _outside(np, values, bound)
+    if outside:
+        said = bound.text.format(_shown(outside))
+        fix = "compare the index with the size before the call"
+        raise bound.kind(message(said, *details, fix=fix) if details else said)
+
+
+def _check_each_call(bound: Bound) -> None:
+    recorder = recording.get()
+    if recorder is not None:
+        alone, at = replace(bound, index=torch.empty(0)), f"called at {user_line()}"  # the program holds no argument
+        recorder.each_call(bound.index, lambda values: _require_inside(alone, values, at))
 
 
 def _host_view(tensor: torch.Tensor, host: Any) -> Any:

@@ -43,9 +43,7 @@ META = DispatchKeySet(DispatchKey.Meta)
 
 
 class Recorder(Protocol):
-    """Told of what a program that is traced reads and writes, and asked for what it gets from the host.
-
-    The trace has one (`trace/_buffer_use`), each of its parts one inside that (`trace/_part`).
+    """Told of what a program that is traced reads and writes, and asked for what it gets from the host: `trace/_buffer_use`, `trace/_part`.
 
     Attributes:
         words: the random state at the start; a recomputation has others.
@@ -90,6 +88,9 @@ class Recorder(Protocol):
 
     def counted(self, value: Any) -> int | None:
         """The same of an integer, where this trace is made with integers as Python has them."""
+
+    def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
+        """Of (a view of) an argument, `look` sees the values now and before each call, where the host knows them."""
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
         """The input that a CPU tensor stands for, or None."""

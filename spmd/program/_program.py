@@ -312,6 +312,8 @@ class Program(Executable):
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         if self.is_ahead:
             raise self._not_here()
+        if self.captured.known is not None:
+            self.captured.known.look(arg_buffers)
         held = [place.read() for place in self.captured.held] if self.captured.held else []
         for position, buffers, index in self.rebound:
             buffers[index] = buffer_of(held[position])

@@ -93,7 +93,7 @@ def test_checks_of_sharded_indices() -> None:
     marked = spmd.mark_sharding(w.to("jax"), line(), ("data", None))
     assert_equal(step(marked, spmd.mark_sharding(index.to("jax"), line(), ("data",))), w[index] * 2)
     index[13] = 16
-    result = step(marked, spmd.mark_sharding(index.to("jax"), line(), ("data",)))
+    result = step(marked, spmd.mark_sharding(of_device(index.tolist()), line(), ("data",)))
     with pytest.raises(IndexError, match="index 16 is out of bounds for dimension 0 with size 16"):
         result.cpu()
 
@@ -108,3 +108,52 @@ def test_one_number_that_is_repeated_is_an_index() -> None:
     w = torch.ones(1, 1, device="jax")
     for index in (torch.zeros(1, 5, dtype=torch.int64, device="jax"), torch.zeros(5, 1, dtype=torch.int64, device="jax").T):
         assert w.expand(1, 5).gather(1, index).tolist() == [[1.0] * 5]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_program_looks_at_the_indices_that_it_is_given(name: str) -> None:
+    """In the first call, in later ones, and in a view; nothing is traced for other values, known or not."""
+    w = torch.arange(12.0).reshape(4, 3)
+    step = spmd.compile(lambda w, i: OPS[name](w, i[1:]))
+    for values in (PLACES["inside"], *PLACES.values(), PLACES["inside"]):
+        given = torch.tensor([77, *values])
+        expected = outcome(OPS[name], w, given[1:])
+        got = outcome(step, w.to("jax"), given.to("jax"))
+        if isinstance(expected, Exception):
+            assert type(got) is type(expected), values
+            assert str(values[0] if values[0] < 0 else values[1]) in str(got) and "test_indices.py" in str(got)
+        else:
+            torch.testing.assert_close(got, expected)
+    step(w.to("jax"), of_device([77, 1, 3]))
+    assert step.num_traces == 1
+
+
+def test_a_step_with_an_index_outside_changes_nothing() -> None:
+    table = torch.nn.Embedding(4, 2).to("jax")
+    optimizer = torch.optim.SGD(table.parameters(), 0.1, momentum=0.9)
+
+    @spmd.compile
+    def train_step(ids: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = table(ids).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    train_step(torch.tensor([0, 3]).to("jax"))
+    before = table.weight.detach().cpu()
+    with pytest.raises(IndexError, match="index out of range in self: 4"):
+        train_step(spmd.mark_sharding(torch.tensor([0, 4]).to("jax"), line(), (None,)))
+    assert torch.equal(table.weight.detach().cpu(), before)
+
+
+def test_an_index_that_was_laid_out_is_known_to_eager_operations() -> None:
+    ids = spmd.mark_sharding(torch.arange(8).to("jax"), line(), ("data",))
+    with pytest.raises(IndexError, match="index 7 is out of bounds for dimension 0 with size 7"):
+        torch.zeros(7, device="jax")[ids]
+
+
+def test_a_branch_that_is_not_taken_looks_at_no_index() -> None:
+    w, ids = torch.arange(4.0).to("jax"), torch.tensor([1, 9]).to("jax")
+    step = spmd.compile(lambda take, ids: torch.cond(take, lambda i: w[i], lambda i: w[:2] + i, (ids,)))
+    assert step(torch.tensor(False).to("jax"), ids).tolist() == [1.0, 10.0]

@@ -227,6 +227,9 @@ class _InitialStateRecorder:
     def counted(self, value: Any) -> None:
         return None
 
+    def each_call(self, tensor: torch.Tensor, look: Any) -> None:
+        """Arguments are not known here."""
+
     def host_argument(self, tensor: torch.Tensor) -> None:
         return None
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from mesh import ShardingSpec, entry_axes
 from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
-from spmd.device._storage import Buffer
+from spmd.device._storage import Buffer, buffer_of
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
 from spmd.program.trace._known_inputs import KnownInputs
 
@@ -114,6 +115,11 @@ class TraceRecorder:
 
     def told(self, value: Any) -> Any:
         return None if self.known is None else self.known.told(value, self.reads)
+
+    def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
+        if self.known is not None:
+            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            self.known.each_call(buffer_of(tensor).value, place, look)
 
     def counted(self, value: Any) -> int | None:
         if self.has_counts:

@@ -4,12 +4,13 @@ Note [Known inputs]. Python asks for values that decide what a program is: into 
 in a text, whether a mask hides anything. Where they follow from inputs that the host has sent to the devices (`device/_uploaded`), they are
 computed on the host, by the operations that the trace has recorded. The program then holds for calls in which the same answers come out:
 their inputs are compared first, and where one is another the answers are computed again. Nothing is read from a device. An input that a
-program has written is not known, and Python's question is refused as before.
+program has written is not known, and Python's question is refused as before. Arguments that are indices are looked at before
+each call, where they are known, and no program is made for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import derived, evaluated, is_tracer
 from spmd.device._storage import Buffer
-from spmd.device._uploaded import host_values, sent
+from spmd.device._uploaded import host_values, sent, window
 from spmd.program.reuse._columns import Guards
 
 _value = attrgetter("value")
@@ -41,6 +42,27 @@ class _Answer:
     value: np.ndarray[Any, Any]
 
 
+@dataclass
+class _Look:
+    """What is looked at before each call.
+
+    Attributes:
+        place: sizes, strides and offset of the view of argument number `argument` that `look` sees.
+        seen: what the argument held the last time.
+    """
+
+    argument: int
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
+    look: Callable[[np.ndarray[Any, Any]], None]
+    seen: np.ndarray[Any, Any] | None = None
+
+    def __call__(self, host: np.ndarray[Any, Any] | None) -> None:
+        values = None if host is None or host is self.seen else window(host, *self.place)
+        if values is not None:
+            self.look(values)
+        self.seen = host
+
+
 class KnownInputs:
     """The answers of one trace.
 
@@ -57,11 +79,24 @@ class KnownInputs:
         self._then: list[np.ndarray[Any, Any]] = []
         self._answers: dict[int, tuple[Any, _Answer | None]] = {}  # by id of the tracer, which is held
         self.today: Values = ()
+        self._looks: list[_Look] = []
 
     def install(self, tracers: Sequence[Any]) -> None:
         """The trace begins: these stand for the arguments."""
+        self._looks.clear()
         self._tracers = tracers  # held: an id names nothing once its owner is gone
         self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
+
+    def each_call(self, value: Any, place: Any, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
+        """Let `look` see what a view of an argument shows, now and before each call; `value`: the argument's tracer, or none of one."""
+        if id(value) in self._positions:
+            self._looks.append(_Look(self._positions[id(value)], place, look))
+            self._looks[-1](self._hosts[self._looks[-1].argument])
+
+    def look(self, arguments: Sequence[Buffer]) -> None:
+        """A call begins, with these arguments."""
+        for look in self._looks:
+            look(host_values(arguments[look.argument]))
 
     def told(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
         """The value of a tracer, if the host knows the inputs that it was computed from.
