@@ -303,17 +303,14 @@ class Program(Executable):
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
         """Why it does not hold for a call with these numbers and tensors among its arguments; None if it does."""
-        self.captured.numbers.refresh(numbers)
-        if self.captured.known is not None:
-            self.captured.known.refresh(buffers)
+        self.captured.refresh(numbers, buffers)
         return self.captured.guards.reason()
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         if self.is_ahead:
             raise self._not_here()
-        if self.captured.known is not None:
-            self.captured.known.look(arg_buffers)
+        self.captured.look(arg_buffers)
         held = [place.read() for place in self.captured.held] if self.captured.held else []
         for position, buffers, index in self.rebound:
             buffers[index] = buffer_of(held[position])

@@ -7,7 +7,7 @@ changes here: whatever the outcome, values, gradients and numbers are put back b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -126,6 +126,17 @@ class Captured:
     copies: dict[Buffer, Buffer]
     holders: frozenset[type]
     known: KnownInputs | None
+
+    def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Buffer]) -> None:
+        """The guards are to be asked about a call with these."""
+        self.numbers.refresh(numbers)
+        if self.known is not None:
+            self.known.refresh(arguments)
+
+    def look(self, arguments: Sequence[Buffer]) -> None:
+        """A call with these arguments begins: what a device could only do wrong is raised. See `_indices`."""
+        if self.known is not None:
+            self.known.look(arguments)
 
     def let_go(self) -> None:
         """Hold no value of the state that it was traced with, and no gradient that was there: empty buffers stand for these."""
