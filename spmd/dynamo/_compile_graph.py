@@ -16,6 +16,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.dynamo import _device_interface, _skip_rules, _whole_step
 from spmd.dynamo._graph_program import GraphProgram
 from spmd.dynamo._whole_step import checked_options
+from spmd.interop import _jax_in_graphs
 
 _numbers = itertools.count()
 _made: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
@@ -47,6 +48,7 @@ def graphs() -> list[GraphProgram]:
 
 _device_interface.register()
 _skip_rules.register()
+_jax_in_graphs.register()
 _whole_step.register(compile_graph)
 
 __all__ = ["compile_graph", "graphs"]
