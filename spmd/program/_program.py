@@ -43,20 +43,10 @@ from spmd.program.trace._capture import Captured
 from spmd.program.trace._remade import remade
 from spmd.program.trace._results import made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
-from spmd.program.xla._compilation import Compilation, Making, Order
+from spmd.program.xla._compilation import Compilation, Making, Order, Timings
 from spmd.program.xla._digest import NoDigest
 from spmd.program.xla._executable import Executable, on_all_devices
 from spmd.program.xla._target import common_mesh, lies_on, platform_of
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds spent making one program; `prepare_s`: on the state that optimizers did not have yet."""
-
-    prepare_s: float
-    trace_s: float
-    lower_s: float
-    compile_s: float
 
 
 @dataclass(frozen=True)
@@ -496,4 +486,4 @@ _EMPTY = Buffer(None, ())
 _grad, _value = attrgetter("grad"), attrgetter("value")
 
 
-__all__ = ["Program", "Timings"]
+__all__ = ["Options", "Program"]

@@ -35,7 +35,7 @@ from spmd.device._turn import turn
 from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._executable_file import load_executables, save_executables
 from spmd.program._job_checks import compiling
-from spmd.program._program import Options, Program, Timings
+from spmd.program._program import Options, Program
 from spmd.program.find._discover import reachable
 from spmd.program.find._objects import Compiled
 from spmd.program.find._static import name_of
@@ -54,7 +54,7 @@ from spmd.program.trace._results import require_function
 from spmd.program.trace._way import Way
 from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
-from spmd.program.xla._compilation import Making
+from spmd.program.xla._compilation import Making, Timings
 from spmd.program.xla._kept_executables import KeptExecutable
 from spmd.program.xla._memory_report import MemoryReport
 

@@ -30,6 +30,16 @@ Find = Callable[[str], KeptExecutable | None]
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Seconds spent making one program; `prepare_s`: on the state that optimizers did not have yet."""
+
+    prepare_s: float
+    trace_s: float
+    lower_s: float
+    compile_s: float
+
+
+@dataclass(frozen=True)
 class Order:
     """What is to be compiled.
 
@@ -160,4 +170,4 @@ def _nothing() -> None:
     """Stands for a function that was lowered."""
 
 
-__all__ = ["Compilation", "Making", "Order"]
+__all__ = ["Compilation", "Making", "Order", "Timings"]
