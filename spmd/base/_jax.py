@@ -65,6 +65,11 @@ def current_trace() -> Any:
     return _trace_ctx.trace
 
 
+def variable_of(tracer: Any) -> Any:
+    """The variable by which a traced program will call what a tracer stands for; None for a value that is there."""
+    return getattr(tracer, "val", None)
+
+
 def varying_axes(array: Any) -> frozenset[str]:
     """The manual axes of a mesh (`jax.shard_map`) along which an array differs from device to device."""
     kind: Any = jax.typeof(array)

@@ -109,8 +109,8 @@ class Recorder(Protocol):
     def laid_out(self, spec: mesh.ShardingSpec) -> None:
         """A value is constrained to lie so."""
 
-    def ran(self, module: torch.nn.Module) -> None:
-        """A module runs, itself or in the shape of another."""
+    def ran_layers(self, results: Sequence[Any]) -> None:
+        """Layers ran that must become one loop; `results`: what each returned, a container of tensors."""
 
     def reduce_in(self, dtype: Any) -> None:
         """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""

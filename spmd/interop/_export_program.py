@@ -81,7 +81,7 @@ def export(
         return pytree.tree_map(lambda leaf: leaf.detach().clone() if is_device_tensor(leaf) else leaf, result)
 
     calls: list[Any] = [_on_device((these, kwargs or {})) for these in (args, *also)]
-    writer = _Writer(name, source, calls, [compile(call).program(*given[0], **given[1]) for given in calls])
+    writer = _Writer(name, source, calls, [compile(call, roll=False).program(*given[0], **given[1]) for given in calls])
     first = writer.parts[0].program
     chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.platform,))
     with zipfile.ZipFile(path, "w") as archive:

@@ -6,6 +6,7 @@ operation. State is written back only after the executable was dispatched, so an
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Options:
     check: bool = False
     debug_nans: bool = False
     check_indices: bool | None = None
-    roll: bool | Literal["auto"] = False
+    roll: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         flags: dict[str, object] = {"keep_grads": self.keep_grads, "check": self.check, "debug_nans": self.debug_nans}
@@ -108,16 +109,18 @@ class Program(Executable):
         written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
         self.num_donated = sum(b.shape != () for b in written)
         read = [b for b in dict.fromkeys(buffers) if b not in set(written)]
-        self.rolled = rolled_program(captured, is_worth_it=options.roll == "auto") if options.roll else None
+        self.mesh = common_mesh(b.annotation for b in (*written, *read, *captured.arg_buffers))
+        self.platform = platform_of(self.mesh)
+        start = time.perf_counter()
+        self.rolled = rolled_program(captured, options.roll, self.platform)
+        spent = spent[0], spent[1] + time.perf_counter() - start
         if self.rolled is not None:
             written, read = self.rolled.state(written), self.rolled.state(read)
         self.written, self.read = written, read
         self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
         self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]
-        self.mesh = common_mesh(b.annotation for b in (*written, *read, *captured.arg_buffers))
         self.is_ahead = self.mesh is not None and self.mesh.topology is not None
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
-        self.platform = platform_of(self.mesh)
         self.is_on_cpu = self.platform == "cpu"
         self.is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
         self.last, self.last_read = LeftValues(written), LeftValues(read)
@@ -165,14 +168,8 @@ class Program(Executable):
         run = self._function()
         if self.options.steps_per_call > 1:
             require_no_writes(self.captured.effects)
-            run = repeated(
-                run,
-                self.options.steps_per_call,
-                self.captured.draws,
-                bool(self.written_args),
-                bool(self.captured.born),
-                self.options.keep_grads,
-            )
+            has_args, has_born = bool(self.written_args), bool(self.captured.born)
+            run = repeated(run, self.options.steps_per_call, self.captured.draws, has_args, has_born, self.options.keep_grads)
         run.__name__ = run.__qualname__ = name
         donated = state[: self.num_donated], [given[i] for i in self.written_args]
         self.shardings = [v.sharding for v in state] if self.mesh is not None else None

@@ -48,6 +48,7 @@ from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._shelf import Shelf
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.roll._rolled import Loop
+from spmd.program.roll._rolled_program import repeats_left
 from spmd.program.trace._capture import Captured, capture
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
@@ -343,9 +344,11 @@ class Step(Compiled, Generic[P, R]):
 
     @property
     def rolled(self) -> list[Loop]:
-        """What repeats in the latest program, and why it is no loop where it is none; empty without `roll`."""
-        program = self._program.rolled
-        return [] if program is None else program.loops
+        """What repeats in the latest program, and why it is no loop where it is none; empty with `roll=False`."""
+        program = self._program
+        if program.rolled is None:
+            return repeats_left(program.captured, program.platform) if self._options.roll == "auto" else []
+        return program.rolled.loops
 
     def collectives(self) -> _hlo.CollectiveReport:
         """The collectives of the latest program: kinds, counts, bytes and mesh axis, read from the compiled program."""
@@ -398,7 +401,7 @@ def compile(
     check: bool = False,
     debug_nans: bool = False,
     check_indices: bool | None = None,
-    roll: bool | Literal["auto"] = False,
+    roll: bool | Literal["auto"] = "auto",
 ) -> Step[P, R]: ...
 @overload
 def compile(
@@ -412,7 +415,7 @@ def compile(
     check: bool = False,
     debug_nans: bool = False,
     check_indices: bool | None = None,
-    roll: bool | Literal["auto"] = False,
+    roll: bool | Literal["auto"] = "auto",
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def compile(
     fn: Any = None,
@@ -425,7 +428,7 @@ def compile(
     check: bool = False,
     debug_nans: bool = False,
     check_indices: bool | None = None,
-    roll: bool | Literal["auto"] = False,
+    roll: bool | Literal["auto"] = "auto",
     **unknown: Any,
 ) -> Any:
     """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
@@ -444,7 +447,7 @@ def compile(
         debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
         roll: record layers that are alike as one loop, forwards, backwards and in the optimizer, so that neither the program nor the
             time to compile it grows with their number; their parameters and optimizer state then live stacked between the calls.
-            "auto": where that saves half of the program's operations or more. `.rolled` says what repeats.
+            "auto": a large program of which loops leave half or less (docs/depth.md). `.rolled` says what repeats, and why it is no loop.
         check_indices: raise `CheckFailed`, an IndexError, at the next read after an index was out of bounds: the op, the line, the index.
             None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
 

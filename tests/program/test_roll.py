@@ -1,6 +1,7 @@
 """Layers that are alike as one loop: the same numbers, collectives and Python-side state as the program without, in a size that stays."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mesh
 import spmd
 from spmd.device._storage import buffer_of
+from spmd.program.roll import _rolled_program
 from tests.oracle import assert_same
 
 WIDTH = 8
@@ -190,10 +192,44 @@ def test_what_does_not_repeat_is_compiled_as_it_is() -> None:
     assert step.rolled == []
 
 
-def test_auto_leaves_alone_what_loops_would_hardly_shorten() -> None:
-    few, many = (trained(made(depth).to("jax"), batch().to("jax"), 1, roll="auto")[1] for depth in (3, 12))
-    assert len(many.rolled) > 1
-    assert len(few.rolled) == 0 or few.rolled[0].passes == 3
+FUNCTIONS = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.sigmoid, torch.relu, torch.erf, torch.abs, torch.floor, torch.sqrt)
+
+
+def why_not(step: spmd.Step[Any, Any]) -> set[str]:
+    return {re.sub(r"\d[\d,]*", "n", loop.why_not or "") for loop in step.rolled}
+
+
+def test_by_default_a_large_program_that_loops_halve_is_rolled_and_it_is_said_why_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = trained(made(12).to("jax"), batch().to("jax"), 1)[1]
+    assert why_not(small) == {"the program is small enough to be compiled as it is: n operations, loops from n on"}
+    monkeypatch.setitem(_rolled_program._SMALLEST, "cpu", 100)
+    many = trained(made(12).to("jax"), batch().to("jax"), 1)[1]
+    assert why_not(many) == {""}
+    assert many.hlo().count(" = ") < 0.5 * small.hlo().count(" = ")
+    assert trained(made(12).to("jax"), batch().to("jax"), 1, roll=False)[1].rolled == []
+
+
+def test_by_default_a_program_that_loops_hardly_shorten_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_rolled_program._SMALLEST, "cpu", 50)
+    model = made(3).to("jax")
+
+    @spmd.compile
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return sum(torch.sin(torch.cos(torch.tanh(y + torch.ones(i, 1, device="jax").sum()))).sum() for i in range(2, 40, 19)) + sum(
+            fn(torch.ones(i, 7, device="jax") * y.sum()).sum() for i, fn in enumerate(FUNCTIONS, 1)
+        )
+
+    run(batch().to("jax"))
+    assert why_not(run) == {"loops would leave n of the program's n operations"}
+
+
+def test_images_keep_their_channels_last_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_rolled_program._SMALLEST, "cpu", 100)
+    convolutions = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(12))).to("jax")
+    step = step_of(convolutions, torch.optim.SGD(convolutions.parameters(), 1e-2))
+    step(torch.ones(2, 4, 8, 8, device="jax"))
+    assert "its convolutions are computed with channels last, which loops on CPU devices do not keep" in why_not(step)
 
 
 class OneMasked(Net):

@@ -6,6 +6,7 @@ By default the backward pass keeps what it needs (`spmd.scan`). Given another pa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -207,7 +208,7 @@ def _one_layer(layer: nn.Module, partition_fn: Any, is_pure: bool) -> Callable[.
     key = (id(partition_fn), id(layer))
     if key in _ONE_LAYER_CACHE and is_pure:
         return _ONE_LAYER_CACHE[key]
-    example = _scan._shell(layer)
+    example = _shell(layer)
 
     def one_layer(carry: Any, values: dict[str, torch.Tensor]) -> tuple[Any, None]:
         return torch.func.functional_call(example, values, carry), None
@@ -215,6 +216,15 @@ def _one_layer(layer: nn.Module, partition_fn: Any, is_pure: bool) -> Callable[.
     if is_pure:
         _ONE_LAYER_CACHE[key] = one_layer
     return one_layer
+
+
+def _shell(layer: nn.Module) -> nn.Module:
+    """A copy of the module that holds nothing of its own: every parameter and buffer is the meta tensor of its shape."""
+    memo: dict[int, Any] = {}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        empty = torch.empty_like(tensor.detach().as_subclass(torch.Tensor), device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(layer, memo)
 
 
 def _require_alike(layers: Sequence[nn.Module]) -> None:

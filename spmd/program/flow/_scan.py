@@ -2,13 +2,13 @@
 
     h = spmd.scan_layers(model.layers, h)          # == torch.nn.Sequential(*model.layers)(h)
 
-Outside a compiled function they are that loop. Inside, the body is traced once: its forward pass becomes one `jax.lax.scan`
-and its backward pass, which PyTorch's autograd writes, another one in reverse.
+Outside a compiled function they are that loop. Inside, the body of `scan` is traced once: its forward pass becomes one `jax.lax.scan`
+and its backward pass, which PyTorch's autograd writes, another one in reverse. Layers are traced one by one, as they are; the program is
+then recorded with loops (`spmd/program/roll`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -60,48 +60,33 @@ def scan(
     return _Scanned(fn, init, flat_xs, xs_tree, length)()
 
 
-def scan_layers(layers: Iterable[nn.Module], input_data: Any, partition_fn: Any = None, is_layer_pure: bool = False) -> Any:
-    """`torch.nn.Sequential(*layers)(input_data)` for layers of one structure, compiled as one layer.
+def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`for layer in layers: input_data = layer(input_data, *args, **kwargs)` for layers of one structure, one loop of a compiled function.
+
+    A function that calls it is compiled with `roll=True` (docs/depth.md): what is true of layers that are called one by one is true here,
+    of hooks, dropout, buffers, caches, checkpointing, precision. What differs is that layers which cannot be one loop are an error.
 
     Args:
-        layers: modules that differ in the values of their parameters and buffers only.
-        input_data: what one layer returns and the next one takes; a tuple is the next one's arguments.
-        partition_fn: taken for torch_xla's sake, as for `scan`.
-        is_layer_pure: taken for torch_xla's sake.
+        layers: modules with the same parameters, shapes and settings; integers among their attributes (`layer_idx`) may differ.
+        input_data: what one layer returns and the next one takes; a tuple is the next one's first arguments.
+        args, kwargs: what every layer is given besides: masks, positions, a cache.
 
     Raises:
-        SpmdError: two layers have different parameters or shapes.
-        TraceError: inside a compiled function, a layer writes to its buffers.
+        SpmdError: two layers have different parameters, shapes or settings; in a compiled function, what two of them compute differs.
     """
     listed = list(layers)
     if not listed:
         return input_data
-    state = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed]
-    _require_alike(state)
+    _require_alike([dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed])
     _require_same_settings(listed)
+    results: list[Any] = []
+    for layer in listed:
+        input_data = layer(*input_data, *args, **kwargs) if isinstance(input_data, tuple) else layer(input_data, *args, **kwargs)
+        results.append(input_data)
     recorder = recording.get()
-    if recorder is None or len(listed) == 1 or not state[0]:
-        for layer in listed:
-            input_data = layer(*input_data) if isinstance(input_data, tuple) else layer(input_data)
-        return input_data
-    for module in (m for layer in listed for m in layer.modules()):
-        recorder.ran(module)
-    stacked = {name: torch.stack([values[name] for values in state]) for name in state[0]}
-    example = _shell(listed[0])
-
-    def one_layer(carry: Any, values: dict[str, torch.Tensor]) -> tuple[Any, None]:
-        return torch.func.functional_call(example, values, carry), None
-
-    return scan(one_layer, input_data, stacked)[0]
-
-
-def _shell(layer: nn.Module) -> nn.Module:
-    """A copy of the module that holds nothing of its own: every parameter and buffer is the meta tensor of its shape."""
-    memo: dict[int, Any] = {}
-    for tensor in (*layer.parameters(), *layer.buffers()):
-        empty = torch.empty_like(tensor.detach().as_subclass(torch.Tensor), device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(layer, memo)
+    if recorder is not None:
+        recorder.ran_layers(results)
+    return input_data
 
 
 def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
@@ -142,8 +127,13 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
         title = name or "the layer"
         found[title] = type(module)
         values = {k: v.concrete() if isinstance(v, Varying) else v for k, v in module.__dict__.items()}
-        found.update((f"{title}.{k}", v) for k, v in values.items() if isinstance(v, PLAIN) and k != "_is_full_backward_hook")
+        found.update((f"{title}.{k}", v) for k, v in values.items() if isinstance(v, PLAIN) and _must_agree(k, v))
     return found
+
+
+def _must_agree(name: str, value: Any) -> bool:
+    """Whether an attribute has one value in all layers: an integer may be a layer's number, and is one of its loop if it is read."""
+    return type(value) is not int and name != "_is_full_backward_hook"
 
 
 def _loop(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int) -> tuple[Any, Any]:

@@ -209,9 +209,9 @@ class _InitialStateRecorder:
         raise why()
 
     def laid_out(self, spec: ShardingSpec) -> None:
-        """Nothing, as of `ran`: the trace of the whole function is told."""
+        """Nothing: the trace of the whole function is told."""
 
-    def ran(self, module: torch.nn.Module) -> None:
+    def ran_layers(self, results: Sequence[Any]) -> None:
         """Nothing: the trace of the whole function is told."""
 
     def reduce_in(self, dtype: Any) -> None:

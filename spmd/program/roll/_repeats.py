@@ -67,15 +67,15 @@ class Stretch:
 
 def stretches(jaxpr: Any) -> list[Stretch]:
     """The stretches of a jaxpr that repeat, in the order of the program. See Note [Repeats]."""
-    kinds = np.array(_kinds(jaxpr.eqns), np.int64)
-    free = np.ones(len(kinds), bool)
+    numbers = np.array(kinds(jaxpr.eqns), np.int64)
+    free = np.ones(len(numbers), bool)
     found: list[Stretch] = []
     while True:
-        best = max((_longest(kinds, free, period) for period in _periods(kinds, free)), key=_saving, default=None)
-        if best is None or _saving(best)[0] < (_MIN_SAVING if found else max(_MIN_SAVING, _MIN_SHARE * len(kinds))):
+        best = max((_longest(numbers, free, period) for period in _periods(numbers, free)), key=_saving, default=None)
+        if best is None or _saving(best)[0] < (_MIN_SAVING if found else max(_MIN_SAVING, _MIN_SHARE * len(numbers))):
             return sorted(found, key=lambda r: r.places[0])
         start, period, length = best
-        places, before = _with_first_pass(jaxpr.eqns, kinds, free, start, period, length)
+        places, before = _with_first_pass(jaxpr.eqns, numbers, free, start, period, length)
         free[places[0] : places[-1] + 1] = False
         found.append(Stretch(period, places, before))
 
@@ -86,7 +86,7 @@ def _saving(stretch: tuple[int, int, int]) -> tuple[int, int]:
     return (length // period - 1) * period if length // period >= MIN_PASSES else 0, -period
 
 
-def _kinds(equations: Sequence[Any]) -> list[int]:
+def kinds(equations: Sequence[Any]) -> list[int]:
     """A number for each equation; equal where equations are alike."""
     known: dict[Any, int] = {}
     parameters: dict[Any, int] = {}
@@ -224,9 +224,9 @@ def _crossing_bytes(equations: Sequence[Any], places: list[int], period: int) ->
     last_use: dict[Any, int] = {}
     for i, place in enumerate(places):
         for v in equations[place].invars:
-            if not is_literal(v) and v in made and i - made[v] < period:
+            if not is_literal(v) and v in made and i - made[v] <= period:
                 last_use[v] = i
-    # a value made at d and last used at u, less than a period later, crosses every border in (d, u]
+    # a value made at d and last used at u, a period later at most (what a layer adds to is), crosses every border in (d, u]
     crossing = np.zeros(period, np.int64)
     middle = (len(places) // period // 2) * period
     for v, use in last_use.items():
@@ -240,4 +240,4 @@ def num_bytes(aval: Any) -> int:
     return prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
-__all__ = ["Repeat", "Stretch", "num_bytes", "placed", "stretches"]
+__all__ = ["MIN_PASSES", "Repeat", "Stretch", "kinds", "num_bytes", "placed", "stretches"]

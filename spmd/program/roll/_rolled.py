@@ -44,6 +44,7 @@ class Rolled:
     Attributes:
         loops: what repeats in it, in the order of the program.
         size: how many equations are recorded, each loop's once.
+        passes_at: of equations that are in a loop, its passes.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -54,6 +55,7 @@ class Rolled:
                 readers[v] = readers.get(v, 0) + 1
         self.loops: list[Loop] = []
         self._passes: list[Passes] = []
+        self.passes_at: dict[int, int] = {}
         taken: dict[int, list[Any]] = {}  # by place: what is recorded there instead
         known: dict[Any, tuple[Any, int]] = {}
         for stretch in stretches(jaxpr):
@@ -68,7 +70,9 @@ class Rolled:
             self.loops.append(Loop(where, repeat.passes, repeat.period))
             self._passes.append(passes)
             _note_families(known, jaxpr.eqns, repeat, passes)
-            taken.update((place, []) for place in (*repeat.places, *repeat.before))
+            places = (*repeat.places, *repeat.before)
+            taken.update((place, []) for place in places)
+            self.passes_at.update(dict.fromkeys(places, repeat.passes))
             taken[repeat.places[0]] = [*repeat.before, passes]
         self._plan: list[Any] = [step for place in range(len(jaxpr.eqns)) for step in taken.get(place, [place])]
         self.size = len(self._plan) + sum(len(passes.equations) - 1 for passes in self._passes)

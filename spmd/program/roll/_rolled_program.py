@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spmd.device._buffer_stack import BufferStack, stack_of
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.program.roll._layers import require_loops
 from spmd.program.roll._rolled import Loop, Rolled
 from spmd.program.roll._stacks import Stacks
 from spmd.program.trace._capture import Captured
+from spmd.program.xla._channels_last import has_convolution
 
 
 class RolledProgram:
@@ -83,11 +86,45 @@ class RolledProgram:
         return values.get(result[buffer]) if stack is None else values.stack([result[b] for b in stack.members])
 
 
-def rolled_program(captured: Captured, is_worth_it: bool) -> RolledProgram | None:
-    """The trace with loops; None if nothing in it repeats, or, where it must be worth it, if loops save less than half of its equations."""
-    rolled = Rolled(captured.jaxpr.jaxpr)
-    is_small = 2 * rolled.size <= len(captured.jaxpr.jaxpr.eqns)
-    return RolledProgram(captured, rolled) if rolled.loops and (is_small or not is_worth_it) else None
+_SMALLEST = {"cpu": 20_000}  # operations from which on "auto" rolls, see docs/depth.md; elsewhere:
+_SMALLEST_ELSEWHERE = 4_000
 
 
-__all__ = ["RolledProgram", "rolled_program"]
+def rolled_program(captured: Captured, roll: bool | str, platform: str) -> RolledProgram | None:
+    """The trace with loops; None if it is compiled as it is.
+
+    Args:
+        roll: False: no loops, "auto": if layers must be one, or it is large and loops leave half of its operations or fewer.
+
+    Raises:
+        SpmdError: layers that must be a loop (`spmd.scan_layers`) are none.
+    """
+    jaxpr = captured.jaxpr.jaxpr
+    if not roll or (roll == "auto" and not captured.layers and _why_as_it_is(jaxpr, platform) is not None):
+        return None
+    rolled = Rolled(jaxpr)
+    if captured.layers:
+        require_loops(jaxpr, captured.layers, rolled.passes_at, [loop.why_not for loop in rolled.loops if loop.why_not is not None])
+    is_wanted = roll is True or bool(captured.layers) or 2 * rolled.size <= len(jaxpr.eqns)
+    return RolledProgram(captured, rolled) if rolled.loops and is_wanted else None
+
+
+def repeats_left(captured: Captured, platform: str) -> list[Loop]:
+    """What repeats in a program that "auto" compiled as it is, and why it did."""
+    jaxpr = captured.jaxpr.jaxpr
+    rolled = Rolled(jaxpr)
+    why = _why_as_it_is(jaxpr, platform) or f"loops would leave {rolled.size:,} of the program's {len(jaxpr.eqns):,} operations"
+    return [replace(loop, why_not=loop.why_not or why) for loop in rolled.loops]
+
+
+def _why_as_it_is(jaxpr: Any, platform: str) -> str | None:
+    """Why "auto" compiles a program without looking for loops; None if it looks."""
+    smallest = _SMALLEST.get(platform, _SMALLEST_ELSEWHERE)
+    if len(jaxpr.eqns) < smallest:
+        return f"the program is small enough to be compiled as it is: {len(jaxpr.eqns):,} operations, loops from {smallest:,} on"
+    if platform == "cpu" and has_convolution(jaxpr):
+        return "its convolutions are computed with channels last, which loops on CPU devices do not keep"
+    return None
+
+
+__all__ = ["RolledProgram", "repeats_left", "rolled_program"]

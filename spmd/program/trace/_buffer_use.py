@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from mesh import ShardingSpec, entry_axes
 from spmd.base._errors import TraceAgain
+from spmd.base._jax import variable_of
+from spmd.base._torch import pytree
 from spmd.device._checks import Check
-from spmd.device._storage import Buffer, buffer_of
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
 from spmd.program.trace._known_inputs import KnownInputs
 
@@ -29,7 +31,7 @@ class TraceRecorder:
     """The `Recorder` of a whole trace: births, reads and writes of buffers, host reads, random draws.
 
     Attributes:
-        on_run: told of each module that runs.
+        layers: of layers that must become one loop, for each run of them and each layer the variables of its results.
         constrained: axes over which values were split at some point.
         known: answers of the host; None where it has none, since what is traced is not what a call is given.
         has_counts: integers that the host knows are Python's own; else `counts` are those that were asked for.
@@ -52,7 +54,7 @@ class TraceRecorder:
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     checks: list[tuple[Check, Any]] = field(default_factory=list[tuple[Check, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
-    on_run: Callable[[torch.nn.Module], None] = lambda module: None
+    layers: list[list[list[Any]]] = field(default_factory=list[list[list[Any]]])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     unwritable: weakref.WeakKeyDictionary[Buffer, type[TraceAgain]] = field(
         default_factory=weakref.WeakKeyDictionary[Buffer, type[TraceAgain]]
@@ -107,8 +109,9 @@ class TraceRecorder:
     def laid_out(self, spec: ShardingSpec) -> None:
         self.constrained.update(axis for entry in spec.partition_spec for axis in entry_axes(entry) if isinstance(axis, str))
 
-    def ran(self, module: torch.nn.Module) -> None:
-        self.on_run(module)
+    def ran_layers(self, results: Sequence[Any]) -> None:
+        found = ([t for t in pytree.tree_leaves(result) if is_device_tensor(t)] for result in results)
+        self.layers.append([[variable_of(buffer_of(t).value) for t in tensors] for tensors in found])
 
     def is_state(self, array: Any) -> bool:
         return id(array) in self.reads

@@ -96,6 +96,7 @@ class Captured:
         copies: state whose new value is that of other state. See Note [Equal counters].
         holders: classes of arguments that are containers even while they hold no tensor.
         known: inputs whose values decided what it is.
+        layers: see `TraceRecorder`.
     """
 
     jaxpr: Any
@@ -126,6 +127,7 @@ class Captured:
     copies: dict[Buffer, Buffer]
     holders: frozenset[type]
     known: KnownInputs | None
+    layers: list[list[list[Any]]]
 
     def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Buffer]) -> None:
         """The guards are to be asked about a call with these."""
@@ -254,6 +256,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         copies=copies,
         holders=state.found.holders,
         known=state.known,
+        layers=recorder.layers,
     )
 
 

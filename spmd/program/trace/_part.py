@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ class Part:
     def laid_out(self, spec: ShardingSpec) -> None:
         self.outer.laid_out(spec)
 
-    def ran(self, module: torch.nn.Module) -> None:
-        self.outer.ran(module)
+    def ran_layers(self, results: Sequence[Any]) -> None:
+        """A part is traced once for all its rounds; loops in it are recorded as they stand."""
 
     def reduce_in(self, dtype: Any) -> None:
         self.outer.reduce_in(dtype)

@@ -78,7 +78,6 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             raise Undiscovered(optimizer)
         recorder.stepped.append(optimizer)
 
-    recorder.on_run = ran
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
