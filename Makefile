@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check test test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod memory layouts fuzz docs site faults endurance clean
+.PHONY: help setup demo check lint types test tested test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod memory layouts fuzz docs site faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,15 +35,23 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train, shard and save a small GPT-2 on 8 virtual devices (about three minutes)
 	@$(BIN)/spmd demo
 
-check: setup ## lint, format, types and the house rules
+check: setup lint types ## lint, format, types and the house rules
+	@$(PY) -m pytest --quiet tests/test_structure.py
+
+lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+types: setup
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(PY)
-	@$(PY) -m pytest --quiet tests/test_structure.py
 
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-test: setup check ## check, then all tests on 8 virtual devices, compiled fast: a quarter of an hour on two cores
+# Types, a minute of one core, are looked at while the tests run; the house rules are among these.
+test: setup lint ## lint and types, and all tests on 8 virtual devices, compiled fast: a quarter of an hour on two cores
+	@$(MAKE) --no-print-directory --jobs 2 types tested
+
+tested: setup
 	@$(PYTEST) tests
 
 # Nothing is left out: every dtype, form and sample of every operator, recipes of 200 steps, other numbers of devices, XLA's optimizations.

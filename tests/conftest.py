@@ -22,6 +22,9 @@ from tests import compilation
 hypothesis.settings.register_profile("spmd", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("spmd")
 
+# Files of processes that take long: first, since at the end of a run the other worker would wait for them.
+LONG = ("test_train_gpt2.py", "test_everywhere.py", "test_examples.py", "test_device_counts.py", "test_readme.py", "test_notebook.py")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--devices", type=int, default=8, metavar="N", help="number of virtual devices (default: 8)")
@@ -55,6 +58,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     num_devices = config.getoption("--devices")
+    items.sort(key=lambda item: item.path.name not in LONG)  # stable: the others stay in their order
     for item in items:
         if item.nodeid.partition("::")[0] in compilation.OPTIMIZED:
             item.add_marker(pytest.mark.optimized)

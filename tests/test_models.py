@@ -14,7 +14,7 @@ from benchmarks import models, zoo, zoo_timm, zoo_vision
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
 
-NAMES = ("GPT-2", "T5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "Mamba")))
+NAMES = ("T5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Qwen3-MoE", "Mamba")))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Private names of torch and of jax have one file each, and one that is gone is reported where it is imported."""
 
 import ast
+import functools
 import importlib
 import runpy
 from collections.abc import Iterator
@@ -40,6 +41,11 @@ def dotted(node: ast.expr) -> str | None:
     return None
 
 
+@functools.cache
+def names_of(source: str) -> list[tuple[int, str]]:
+    return list(named(source))
+
+
 def named(source: str) -> Iterator[tuple[int, str]]:
     """Every dotted name of a file that starts at something imported, spelled out."""
     tree = ast.parse((ROOT / source).read_text(encoding="utf-8"))
@@ -72,7 +78,7 @@ def test_private_names_have_one_file(library: str) -> None:
         f"{source}:{line}: {name} belongs in {' or '.join(OWNERS[library]) or 'no file'}"
         for source in SOURCES
         if source not in OWNERS[library]
-        for line, name in named(source)
+        for line, name in names_of(source)
         if name.partition(".")[0] == library and (is_private(name) or library in ("jaxlib", "functorch")) and not name.startswith(ALLOWED)
     ]
     assert not findings, "\n" + "\n".join(dict.fromkeys(findings))

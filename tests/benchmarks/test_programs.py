@@ -41,7 +41,13 @@ def trained(contender: Any) -> tuple[list[float], dict[str, Any]]:
     return losses, program_facts(found.pop("hlo"), found, contender.job)
 
 
-@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
+SLOW = {"megatron 1-D", "megatron sequence", "gpt2 data", "resnet50 data"}  # the other rows have their axes too
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(run, marks=[pytest.mark.slow] if name in SLOW else [], id=name) for name, run in RUNS.items()],
+)
 def pair(request: pytest.FixtureRequest) -> Any:
     """(collectives expected, ours, by hand), the latter two as (losses, facts)."""
     if request.config.getoption("--devices") != 8:

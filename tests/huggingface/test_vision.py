@@ -68,7 +68,9 @@ def test_another_grid_of_patches_is_another_program(name: str) -> None:
     assert forward.retraces[-1].startswith("what Python reads of tensor argument")
 
 
-@pytest.mark.parametrize("name", [*named("LLaVA", "SigLIP 2", "Qwen2-VL"), pytest.param("DETR", marks=CHOOSES)])
+@pytest.mark.parametrize(
+    "name", [*named("LLaVA", "Qwen2-VL"), pytest.param("SigLIP 2", marks=pytest.mark.slow), pytest.param("DETR", marks=CHOOSES)]
+)
 def test_a_training_step_is_torchs_over_a_mesh(name: str) -> None:
     row = ROWS[name]
     host, device = pair(name)

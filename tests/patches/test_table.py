@@ -1,6 +1,7 @@
 """What is replaced in torch: every target is there with the parameters that are expected, and is as before where that is promised."""
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -132,19 +133,23 @@ def test_what_is_not_listed_is_not_replaced() -> None:
         pass
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse((ROOT / source).read_text(encoding="utf-8"))))
+
+
 @pytest.mark.parametrize("library", ["torch", "jax", "numpy", "transformers", "accelerate"])
 def test_nothing_is_replaced_in_another_way(library: str) -> None:
     findings: list[str] = []
     for source in SOURCES:
-        tree = ast.parse((ROOT / source).read_text(encoding="utf-8"))
         theirs = {
             alias.asname or alias.name.partition(".")[0]
-            for node in ast.walk(tree)
+            for node in nodes(source)
             if isinstance(node, ast.Import | ast.ImportFrom)
             for alias in node.names
             if (alias.name if isinstance(node, ast.Import) else node.module or "").partition(".")[0] == library
         }
-        for node in ast.walk(tree):
+        for node in nodes(source) if theirs else ():
             written = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
                 written = [ast.Attribute(node.args[0], "set")]

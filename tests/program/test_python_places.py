@@ -1,6 +1,6 @@
 """What a compiled function reads of Python, wherever it lies: a change is seen by the next call, as in plain PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,8 +41,14 @@ def outcomes(place: Place, use: str, wrap: Callable[[Any], Any], x: torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("use", [use for use in USES if use != "all"])
-@pytest.mark.parametrize("name", list(PLACES))
+def rows() -> Iterator[Any]:
+    """Every place as a factor, which may become an input; as a branch and a count, which the row `all` below has too, every eighth."""
+    for number, name in enumerate(PLACES):
+        for use in ("factor", "branch", "count"):
+            yield pytest.param(name, use, marks=[] if use == "factor" or number % 8 == 0 else pytest.mark.slow, id=f"{name}-{use}")
+
+
+@pytest.mark.parametrize(("name", "use"), list(rows()))
 def test_a_changed_value_is_seen(name: str, use: str) -> None:
     step: Any = None
 
