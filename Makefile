@@ -82,7 +82,7 @@ models: setup ## which models of Hugging Face and timm run unmodified (about two
 presets: setup ## collectives of the presets of eight models beside the same layouts written by hand (some minutes)
 	@$(PY) -m benchmarks.presets
 
-depth: setup ## what each further layer costs, rolled, unrolled and as a scan by hand (half an hour)
+depth: setup ## what each further layer costs, rolled, unrolled and by hand, on 8 devices and for v5e (an hour)
 	@$(PY) benchmarks/depth.py
 
 pod: setup ## Llama-3-8B over 256 chips that are not here, compiled, beside JAX by hand (ten minutes)

@@ -115,6 +115,24 @@ def test_parameters_are_read_written_saved_and_loaded_between_steps() -> None:
     assert not torch.equal(before, model.blocks[2].up.weight.detach().cpu())  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
+def test_a_state_dict_is_bit_by_bit_the_same_in_both_forms() -> None:
+    """Of the stacked state, of the state taken apart, and of a program without loops that took it over."""
+    model, plain, x = made().to("jax"), made().to("jax"), batch().to("jax")
+    step = step_of(model, torch.optim.AdamW(model.parameters(), 1e-2), roll=True)
+    look = spmd.compile(lambda x: model(x).sum(), roll=True)
+    step(x)
+    taken_apart = {name: value.cpu() for name, value in model.state_dict().items()}
+    look(x)  # stacks them again, and writes nothing
+    plain.load_state_dict(model.state_dict())
+    for found in (model.state_dict(), plain.state_dict()):
+        assert all(torch.equal(found[name].cpu(), value) for name, value in taken_apart.items())
+    unrolled = step_of(plain, torch.optim.SGD(plain.parameters(), 1e-2), roll=False)
+    unrolled(x)
+    model.load_state_dict(plain.state_dict())
+    look(x)
+    assert all(torch.equal(value.cpu(), plain.state_dict()[name].cpu()) for name, value in model.state_dict().items())
+
+
 def test_state_stays_stacked_between_steps_and_is_taken_apart_by_who_reads_it() -> None:
     model, x = made().to("jax"), batch().to("jax")
     step = step_of(model, torch.optim.AdamW(model.parameters(), 1e-2), roll=True)
