@@ -43,10 +43,12 @@ class Program:
         mesh: the mesh that the tensors lie on, or None (one device).
     """
 
-    def __init__(self, calls: Calls, args: tuple[Any, ...], name: str) -> None:
+    def __init__(self, calls: Calls, args: tuple[Any, ...], name: str, *, takes_numbers: bool) -> None:
+        """`takes_numbers`: Python floats are inputs; else they are constants."""
         self._held, self._held_hosts = calls.held, calls.held_hosts
         self._positions = [i for i, a in enumerate(args) if is_device_tensor(a)]
-        self._hosts = [i for i, a in enumerate(args) if is_host_tensor(a) and i not in calls.numbers]
+        self._numbers = calls.numbers if takes_numbers else []
+        self._hosts = [*self._numbers, *(i for i, a in enumerate(args) if is_host_tensor(a) and i not in calls.numbers)]
         self._has_all = len(self._positions) == len(args)
         tensors = self._tensors(args)
         self.mesh = common_mesh(buffer_of(t).annotation for t in tensors)
@@ -90,14 +92,18 @@ class Program:
         tensors = self._tensors(args)
         count, platform = len(self._positions), likely_platform(map(buffer_of, tensors))
         identities = list(map(identity_of, copies))
+        numbers: list[Any] = []
 
         def run(*inputs: torch.Tensor) -> Any:
             filled = list(bound)
+            for position, number in zip(self._numbers, numbers, strict=True):
+                filled[position] = wrap(number)  # whose `item()` is a number of the device
             for position, tensor in zip(self._positions, inputs, strict=False):
                 filled[position] = tensor
             return calls.run(filled, [*inputs[count:], *held_hosts])
 
         def recorded(values: Sequence[Any], words: Any) -> TraceRecorder:
+            numbers[:] = values[: len(self._numbers)]
             return TraceRecorder(words, dict(zip(identities, values, strict=False)), default_stream.draws, {}, platform=platform)
 
         return GraphTrace(run, given, [layout_of(t) for t in tensors], recorded)

@@ -31,6 +31,8 @@ _MAX_NUMBERS = 16
 class GraphProgram:
     """One graph, and its programs by what Dynamo leaves open: the values of its integers, and where tensors lie.
 
+    Python floats that vary are inputs of a program; where its trace needs one to be Python's own, constants, of which there are 16 at most.
+
     Attributes:
         name: of its programs in profiles.
         num_programs: how many were compiled.
@@ -40,7 +42,7 @@ class GraphProgram:
 
     def __init__(self, graph: torch.fx.GraphModule, name: str) -> None:
         self._calls = Calls(graph)
-        self._varies = self._calls.has_symbols or bool(self._calls.numbers)
+        self._takes_numbers = True  # until a trace needs one to be Python's own
         self.name = name
         self._programs: dict[Any, Program] = {}
         self._latest: Program | None = None
@@ -63,7 +65,7 @@ class GraphProgram:
         if self.refused is not None or recording.get() is not None or are_functorch_transforms_active():
             return self._calls.graph(*args)
         program = self._latest
-        if program is None or self._varies or self._marks != Buffer.marks:
+        if program is None or self._varies() or self._marks != Buffer.marks:
             with turn:
                 program = self._found(args)
         return self._calls.graph(*args) if program is None or program.is_shared(args) else program(args)
@@ -72,7 +74,20 @@ class GraphProgram:
         if not any(map(is_device_tensor, (*args, *self._calls.held))) and not self._calls.makes_device_tensors:
             self.refused = "no tensor of it is on the device"
             return None
-        numbers = tuple(exactly(args[i].item()) for i in self._calls.numbers)
+        if self._calls.numbers and self._takes_numbers:
+            try:
+                return self._kept(args, ())
+            except (TraceError, TypeError, RuntimeError) as reason:  # what has another reason is raised again below
+                self._takes_numbers = False
+                logger.info("%s has its Python floats as constants: %s", self.name, reason)
+        return self._kept(args, tuple(exactly(args[i].item()) for i in self._calls.numbers))
+
+    def _varies(self) -> bool:
+        """Whether calls that Dynamo's guards let pass may be of different programs."""
+        return self._calls.has_symbols or bool(self._calls.numbers and not self._takes_numbers)
+
+    def _kept(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> Program | None:
+        """The program of a call whose Python floats are these constants."""
         program = self._of_rows(args, numbers)
         key = (numbers, *map(_described, args))
         program = self._programs.get(key) if program is None else program
@@ -81,8 +96,10 @@ class GraphProgram:
             return None
         if program is None:
             try:
-                program = self._programs[key] = Program(self._calls, args, self.name)
+                program = self._programs[key] = Program(self._calls, args, self.name, takes_numbers=self._takes_numbers)
             except TraceError as error:
+                if self._calls.numbers and self._takes_numbers:
+                    raise
                 self._refuse(str(error))
                 return None
             self.num_programs += 1
@@ -101,8 +118,12 @@ class GraphProgram:
         program = self._by_bucket.get((numbers, bucket))
         if program is None:
             try:
-                program = self._by_bucket[numbers, bucket] = RowsProgram(self._calls, args, self.name, bucket)
+                program = self._by_bucket[numbers, bucket] = RowsProgram(
+                    self._calls, args, self.name, bucket, takes_numbers=self._takes_numbers
+                )
             except (NotByRows, TraceError) as reason:
+                if isinstance(reason, TraceError) and self._calls.numbers and self._takes_numbers:
+                    raise
                 self.sizes = str(reason)
                 logger.info("%s is compiled for each size: %s", self.name, self.sizes)
                 return None

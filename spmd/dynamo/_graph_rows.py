@@ -28,9 +28,9 @@ class RowsProgram(Program):
         NotByRows: the graph is not proved to be exact with rows that are padding; or its tensors lie over a mesh.
     """
 
-    def __init__(self, calls: Calls, args: tuple[Any, ...], name: str, bucket: int) -> None:
+    def __init__(self, calls: Calls, args: tuple[Any, ...], name: str, bucket: int, *, takes_numbers: bool) -> None:
         self._bucket, self._rows, self._size_position = bucket, calls.rows or {}, calls.size_position
-        super().__init__(calls, args, name)
+        super().__init__(calls, args, name, takes_numbers=takes_numbers)
         assert self.traced.rows is not None
         self._value_rows = self.traced.rows[: len(self.traced.windows)]
         self._gradient_rows = self.traced.rows[len(self.traced.windows) :]

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import tomllib
 from collections.abc import Callable
 from importlib import import_module
@@ -171,6 +172,42 @@ def test_python_numbers_that_change_are_todays(number: float) -> None:
     fast = compiled(lambda x, n: x * n)
     for n in (number, number + 1, number + 2):
         assert_same(fast(batch(3).to("jax"), n), batch(3) * n)
+
+
+FLOATS: dict[str, Callable[..., torch.Tensor]] = {
+    "factor": lambda x, n: x * n,
+    "arithmetic": lambda x, n: x * (n * 2 + 1) - x / (n + 3),
+    "bounds": lambda x, n: x.clamp(-n, n) + torch.full_like(x, n),
+    "of Python's math": lambda x, n: x * math.sqrt(n),
+    "value": lambda x, n: x.addcmul(x, x, value=n),
+    "integers": lambda x, n: (x * 10).long() * n,
+}
+
+
+@pytest.mark.parametrize("is_marked", [False, True], ids=["one device", "sharded"])
+@pytest.mark.parametrize("case", FLOATS)
+def test_floats_that_vary_are_inputs_of_one_program(case: str, is_marked: bool) -> None:
+    fn, fast = FLOATS[case], compiled(FLOATS[case])
+    leaf = batch(8, 3).requires_grad_()
+    x = leaf.detach().to("jax").requires_grad_()
+    if is_marked:
+        spmd.mark_sharding(x, mesh.Mesh(range(8), (8,), ("data",)), ("data", None))
+    for i in range(24):
+        n = 0.5 + i * 0.37
+        got, want = fast(x, n), fn(leaf, n)
+        assert_same(got, want)
+        if want.requires_grad:
+            assert_same(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), leaf))
+    assert num_programs() <= 3  # Dynamo's first graph has a constant
+    assert not any(graph.refused for graph in graphs())
+
+
+def test_a_float_whose_value_a_derivative_of_torch_needs_is_a_constant() -> None:
+    fn = lambda x, n: x.add(x.abs(), alpha=n)  # noqa: E731 - is it 1?
+    fast, x = compiled(fn), batch(3).to("jax").requires_grad_()
+    for n in (0.25, 0.5, 0.75):
+        assert_same(fast(x, n), fn(batch(3), n))
+    assert num_programs() == 3 and not any(graph.refused for graph in graphs())
 
 
 def _write(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -131,8 +131,8 @@ def test_values_that_are_not_finite_in_a_row_that_is_padding_do_not_spread() -> 
         assert_same(given.grad, w.grad)
 
 
-def test_a_python_float_is_a_constant_of_a_program_and_too_many_are_none(caplog: pytest.LogCaptureFixture) -> None:
-    fast = torch.compile(lambda x, scale: x * scale, backend="spmd", dynamic=True)
+def test_a_python_float_whose_value_torch_needs_is_a_constant_and_too_many_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    fast = torch.compile(lambda x, scale: x.add(x.abs(), alpha=scale), backend="spmd", dynamic=True)  # is it 1, asks the derivative
     for i in range(20):
-        assert_same(fast(batch(3, 8).to("jax"), i + 0.5), batch(3, 8) * (i + 0.5))
+        assert_same(fast(batch(3, 8).to("jax").requires_grad_(), i + 0.5), batch(3, 8) + batch(3, 8).abs() * (i + 0.5))
     assert "each of which was a program" in caplog.text
