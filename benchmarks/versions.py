@@ -59,6 +59,7 @@ What differs from version to version, and is tested as such:
   (`spmd.lowering._registry.SINCE` and `UNTIL`).
 - torch 2.11: Dynamo takes no mesh as a constant; `mark_sharding` in a function under `torch.compile` breaks the graph and says so.
 - torch 2.11: `rms_norm` is not in torch's list of what autocast runs in float32, and so not in the device's.
+- torch 2.11 has no `torch.accelerator.Graph`, which is refused.
 - torch before 2.13 refuses `torch.Generator(device="jax")`: its class leaves a device written in Python no way in. The device's own
   stream (`torch.manual_seed`) is there in every version.
 - torch before 2.14 has no `read_only` in `Tensor.__dlpack__`.

@@ -53,6 +53,7 @@
     +-- NotALoop                                       equations that repeat and cannot be one loop
     +-- Now                                            an operation that cannot wait for the end of its step
     +-- _LoweredText                                   a program was lowered to be read, and not to run
+    +-- NoDigest                                       a traced program whose text does not say all of it
     +-- NotByRows                                      a graph of Dynamo's that is no program for padded sizes
     +-- Left                                           a call of generate that is left to transformers
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process

@@ -108,5 +108,6 @@ def test_no_public_function_of_torch_accelerator_ends_in_an_internal_error() -> 
             if "INTERNAL ASSERT" in str(error) or "support" not in str(error):
                 odd.append(f"{name}: {error}")
     assert not odd
-    with pytest.raises(RuntimeError, match="not supported on device type: jax"):
-        torch.accelerator.Graph()
+    if hasattr(torch.accelerator, "Graph"):  # not in torch 2.11
+        with pytest.raises(RuntimeError, match="not supported on device type: jax"):
+            torch.accelerator.Graph()
