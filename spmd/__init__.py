@@ -51,6 +51,7 @@ from spmd.program.lazy._session import lazy as lazy
 from spmd.program.lazy._session import sync as sync
 from spmd.program.optim._state_rules import register_state_rule as register_state_rule
 from spmd.program.optim._state_rules import set_state_sharding as set_state_sharding
+from spmd.program.sizes._dims import Dim as Dim
 from spmd.rules import shard_module as shard_module
 from spmd.shard_map import shard_map as shard_map
 from spmd.sharding._annotate import clear_sharding as clear_sharding
@@ -130,6 +131,7 @@ __all__ = [
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
     # compile
+    "Dim",
     "Step",
     "accumulate",
     "assume_pure",

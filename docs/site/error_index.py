@@ -41,6 +41,7 @@ PAGES = {
     "spmd/ops": "ops",
     "spmd/program/lazy": "lazy",
     "spmd/program/roll": "depth",
+    "spmd/program/sizes": "sizes",
     "spmd/rules": "sharding",
     "spmd/shard_map": "sharding",
     "spmd/sharding": "sharding",

@@ -170,6 +170,14 @@ def line_of(error: BaseException) -> str:
     return found
 
 
+def place_of(traceback: Any) -> str:
+    """The user's innermost line in a traceback that jax kept of an operation; "in a library" if there is none."""
+    for frame in getattr(traceback, "frames", ()):
+        if not _is_library(frame.file_name):
+            return f"called at {os.path.basename(frame.file_name)}:{frame.line_num} in {frame.function_name}"
+    return "in a library"
+
+
 def called_at() -> Iterable[str]:
     """The detail line that names the user's own call, or nothing when no user frame is on the stack."""
     line = user_line()

@@ -16,7 +16,7 @@ import os
 import time
 import types
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -101,11 +101,14 @@ class Step(Compiled, Generic[P, R]):
             for base, position in call.copied:
                 program.refuse_write_to_view(base, position)
             self._latest, self._latest_key = program, call.key
-            self._programs.note_use(program)
+            self._note_use(program)
             result = program(call.buffers, call.hosts, (args, kwargs))
             for action in program.captured.actions:
                 action()
             return result
+
+    def _note_use(self, program: Program) -> None:
+        self._programs.note_use(program)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
         """The program that a call with these arguments would run, traced and compiled if there is none, and not run.
@@ -200,15 +203,8 @@ class Step(Compiled, Generic[P, R]):
         """A program that is traced and compiled now, and kept."""
         if not way.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
             call = self._signature(args, kwargs)
-        if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
-            raise TraceError(self._too_often(len(self.retraces) + 1, failed))
-        start = time.perf_counter()
-        with compiling(), _uncollected(), without_dynamo():
-            with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
-                captured, prepare_s = self._traced(call, way)
-            trace_s = time.perf_counter() - start - prepare_s
-            making = Making([self._loaded.get], is_beside)
-            program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making)
+        program, num_traces = self._compiled(call, failed, way, is_beside)
+        captured = program.captured
         if self._loaded and program.digest not in self._loaded:
             warnings.warn(self._not_loaded(), stacklevel=5)
         told = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
@@ -216,14 +212,33 @@ class Step(Compiled, Generic[P, R]):
             warnings.warn(told, stacklevel=5)
         if program.is_ahead:
             return program, call
-        self.num_traces += 1
-        if failed is not None:
+        self.num_traces += num_traces
+        if failed is not None and num_traces:
             self._note_retrace(failed)
         self._programs.note_state([b for b in (*captured.shared, *captured.const_buffers) if b is not None and b not in captured.slots])
         if captured.shared:  # known now to be state too: this program is for these very tensors
             call = call._replace(key=self._signature(args, kwargs).key)
         self._programs.put(call.key, program)
         return program, call
+
+    def _compiled(self, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, int]:
+        """A program for a call, and how often the function was traced for it.
+
+        Raises:
+            TraceError: it was traced too often, or it cannot be.
+        """
+        self._require_may_trace(failed)
+        start = time.perf_counter()
+        with compiling(), uncollected(), without_dynamo():
+            with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
+                captured, prepare_s = self._traced(call, way)
+            trace_s = time.perf_counter() - start - prepare_s
+            making = Making([self._loaded.get], is_beside)
+            return Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making), 1
+
+    def _require_may_trace(self, failed: str | None) -> None:
+        if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
+            raise TraceError(self._too_often(len(self.retraces) + 1, failed))
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
         return signature(args, kwargs, self._programs.state, self._way.holders, self._varying_arguments)
@@ -378,7 +393,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 @contextmanager
-def _uncollected() -> Generator[None]:
+def uncollected() -> Generator[None]:
     """Leave cyclic garbage for later: a trace keeps what it makes, and a full collection beside torch and jax takes 0.2 s to see it."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -402,6 +417,7 @@ def compile(
     debug_nans: bool = False,
     check_indices: bool | None = None,
     roll: bool | Literal["auto"] = "auto",
+    dynamic: Mapping[str, Any] | None = None,
 ) -> Step[P, R]: ...
 @overload
 def compile(
@@ -416,6 +432,7 @@ def compile(
     debug_nans: bool = False,
     check_indices: bool | None = None,
     roll: bool | Literal["auto"] = "auto",
+    dynamic: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def compile(
     fn: Any = None,
@@ -429,6 +446,7 @@ def compile(
     debug_nans: bool = False,
     check_indices: bool | None = None,
     roll: bool | Literal["auto"] = "auto",
+    dynamic: Mapping[str, Any] | None = None,
     **unknown: Any,
 ) -> Any:
     """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
@@ -450,6 +468,8 @@ def compile(
             "auto": a large program of which loops leave half or less (docs/depth.md). `.rolled` says what repeats, and why it is no loop.
         check_indices: raise `CheckFailed`, an IndexError, at the next read after an index was out of bounds: the op, the line, the index.
             None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
+        dynamic: sizes that vary: for each argument a `Dim`, or the name of one, by the number of its dim (and by key where the argument
+            is a dict or list of tensors). Few programs of larger sizes run all, with the numbers of the unpadded function (docs/sizes.md).
 
     Raises:
         TypeError: there is no such option.
@@ -457,7 +477,14 @@ def compile(
         TraceError: on a call, if Python needs a value that only the compiled program will have, or if it was traced too often.
     """
     if unknown:
-        name, known = next(iter(unknown)), [field.name for field in fields(Options)]
+        name, known = next(iter(unknown)), [*(field.name for field in fields(Options)), "dynamic"]
         raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
     options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices, roll)
-    return (lambda real: Step(real, options)) if fn is None else Step(fn, options)
+    make: Callable[[Any], Any] = lambda real: Step(real, options) if dynamic is None else _sized(real, options, dynamic)  # noqa: E731
+    return make if fn is None else make(fn)
+
+
+def _sized(fn: Any, options: Options, dynamic: Any) -> Any:
+    from spmd.program._sized_step import SizedStep  # which is a Step
+
+    return SizedStep(fn, options, dynamic)

@@ -1,0 +1,180 @@
+"""Dims whose sizes vary: what the user says of them, and the sizes that a call has.
+
+spmd.Dim("seq", max=512)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mesh._mesh_errors import nearest
+from spmd.base._errors import SpmdError, message
+
+SMALLEST = 8  # a bucket; below, a program is hardly quicker
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A size that varies from call to call, by name: dims of the same name have the same size in a call.
+
+    Args:
+        name: what messages call it.
+        max: the largest size, in elements.
+        buckets: the sizes that programs are made for, the last of them `max`; None: powers of two from 8 on, and `max`.
+        masked_by_model: the model masks what is padding itself: tensors are padded with `fill`, nothing is proved, and a result comes as
+            the model made it.
+        fill: what padding holds.
+
+    Raises:
+        SpmdError: these say nothing.
+    """
+
+    name: str
+    max: int
+    buckets: tuple[int, ...] | None = None
+    masked_by_model: bool = False
+    fill: float = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or type(self.max) is not int or self.max < 1:
+            what = f"Dim({self.name!r}, max={self.max!r}) is no dim with a largest size"
+            raise SpmdError(message(what, fix='spmd.Dim("batch", max=64)'))
+        if self.buckets is not None:
+            sizes = tuple(self.buckets)
+            if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1 or sizes[-1] != self.max:
+                raise SpmdError(
+                    message(
+                        f"the buckets of dim {self.name!r} rise to its largest size",
+                        f"buckets={sizes}, max={self.max}",
+                        fix=f"spmd.Dim({self.name!r}, max={self.max}, buckets=({max(1, self.max // 4)}, {self.max}))",
+                    )
+                )
+            object.__setattr__(self, "buckets", sizes)
+
+    def bucket(self, size: int, multiple: int = 1) -> int:
+        """The size of the program that runs `size`: one that the dim's shards divide."""
+        if self.buckets is not None:
+            found = next(b for b in self.buckets if b >= size)
+        else:
+            found = min(max(SMALLEST, 1 << (size - 1).bit_length()), self.max)
+        return -(-found // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Named:
+    """One tensor of a call with dims that vary.
+
+    Attributes:
+        path: the argument's name, and keys into containers.
+        dims: the name of each such dim.
+    """
+
+    path: tuple[Any, ...]
+    tensor: torch.Tensor
+    dims: Mapping[int, str]
+
+    @property
+    def title(self) -> str:
+        return f"{self.path[0]}{''.join(f'[{key!r}]' for key in self.path[1:])}"
+
+
+class AskedDims:
+    """What `dynamic=` says.
+
+    Attributes:
+        dims: by name.
+    """
+
+    def __init__(self, dynamic: Mapping[str, Any], parameters: Sequence[str] | None) -> None:
+        """`parameters`: names of the function's arguments; None if it takes any."""
+        self.dims: dict[str, Dim] = {}
+        self._tree = dict(dynamic)
+        for argument in dynamic:
+            if parameters is not None and argument not in parameters:
+                what = f"dynamic names an argument {argument!r} that the function does not have{nearest(argument, list(parameters))}"
+                raise SpmdError(message(what, f"its arguments are {', '.join(parameters)}", fix=f"dynamic={{{parameters[0]!r}: ...}}"))
+        self._note(dynamic)
+        self._require_known(dynamic)
+
+    def _note(self, tree: Any) -> None:
+        for value in tree.values() if isinstance(tree, Mapping) else ():
+            if isinstance(value, Dim):
+                if self.dims.setdefault(value.name, value) != value:
+                    what = f"dim {value.name!r} is described twice"
+                    raise SpmdError(message(what, f"{self.dims[value.name]} and {value}", fix=f"name it the second time: {value.name!r}"))
+            else:
+                self._note(value)
+
+    def _require_known(self, tree: Any) -> None:
+        for value in tree.values() if isinstance(tree, Mapping) else (tree,):
+            if isinstance(value, str):
+                if value not in self.dims:
+                    what = f"dynamic names a dim {value!r} that is described nowhere{nearest(value, list(self.dims))}"
+                    raise SpmdError(message(what, fix=f"spmd.Dim({value!r}, max=512)"))
+            elif not isinstance(value, Dim):
+                if not isinstance(value, Mapping):
+                    what = f"dynamic has {value!r} where a dim is described"
+                    raise SpmdError(message(what, fix='dynamic={"x": {0: spmd.Dim("batch", max=64)}}'))
+                self._require_known(value)
+
+    def found(self, arguments: Mapping[str, Any]) -> list[Named]:
+        """The tensors of a call that have such dims."""
+        return [named for name, tree in self._tree.items() if name in arguments for named in self._walk((name,), arguments[name], tree)]
+
+    def _walk(self, path: tuple[Any, ...], value: Any, tree: Any) -> Iterator[Named]:
+        if isinstance(value, torch.Tensor):
+            for dim in tree:
+                if type(dim) is not int or not -value.ndim <= dim < value.ndim:
+                    what = f"dynamic names dim {dim!r} of {Named(path, value, {}).title}, which has {value.ndim} dims"
+                    raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix="name a dim that it has"))
+            yield Named(path, value, {d % value.ndim: n.name if isinstance(n, Dim) else n for d, n in tree.items()})
+            return
+        for key, inner in tree.items():
+            try:
+                part = value[key]
+            except (KeyError, IndexError, TypeError) as error:
+                what = f"dynamic names {key!r} of {Named(path, torch.empty(0), {}).title}, which has no such item"
+                raise SpmdError(
+                    message(what, f"it is {type(value).__name__}", fix="name an item that it has, or a tensor's dim")
+                ) from error
+            yield from self._walk((*path, key), part, inner)
+
+    def sizes(self, found: Sequence[Named]) -> dict[str, int]:
+        """The size of each name in a call.
+
+        Raises:
+            SpmdError: it is 0, above its largest, or another in a second tensor.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        for named in found:
+            for d, name in named.dims.items():
+                size, where = int(named.tensor.shape[d]), f"dim {d} of {named.title}"
+                known, first = sizes.setdefault(name, (size, where))
+                if known != size:
+                    what = f"dim {name!r} has two sizes in one call"
+                    raise SpmdError(message(what, f"{first} is {known}, {where} is {size}", fix="give the second one a name of its own"))
+                if not 1 <= size <= self.dims[name].max:
+                    limit = self.dims[name].max
+                    what = f"dim {name!r} has size {size}, which is not within 1 and {limit}"
+                    raise SpmdError(
+                        message(what, f"{where}, shape {tuple(named.tensor.shape)}", fix=f"spmd.Dim({name!r}, max={max(size, 1)})")
+                    )
+        return {name: size for name, (size, _) in sizes.items()}
+
+
+def shards(named: Sequence[Named], annotations: Sequence[Any]) -> dict[str, int]:
+    """For each name, what its padded size must be a multiple of: how many parts its dims are cut into."""
+    found: dict[str, int] = {}
+    for one, spec in zip(named, annotations, strict=True):
+        for d, name in one.dims.items():
+            parts = 1 if spec is None else spec.num_shards(d)
+            found[name] = math.lcm(found.get(name, 1), parts)
+    return found
+
+
+__all__ = ["AskedDims", "Dim", "Named", "shards"]

@@ -1,0 +1,225 @@
+"""A program that was traced at several points, evaluated at a bucket's sizes with the sizes of today as a value.
+
+Its equations are walked together. What is the same in all traces stays as it is; a shape, a limit or a number that differs is what it is
+for the bucket, or today; and each primitive's rule says how the real elements of its results come from those of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.base._jax import as_recorded, is_jaxpr, is_literal
+from spmd.program.sizes._formulas import Inexact
+from spmd.program.sizes._padded import Dims, Padded, Room
+
+Rule = Callable[["Evaluation", "Equation", list[Padded]], list[Padded]]
+RULES: dict[str, Rule] = {}
+_CALLS = frozenset(
+    (
+        "pjit",
+        "jit",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat",
+        "checkpoint",
+        "remat2",
+    )
+)
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register what primitives of these names make of padding."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, name
+            RULES[name] = function
+        return function
+
+    return register
+
+
+class SizeDecides(Inexact):
+    """The traces are not of one program: Python, or an operation, did something else for another size."""
+
+    may_depend_on_range = True
+
+
+class Equation:
+    """One equation of all traces.
+
+    Attributes:
+        each: it, in each trace.
+        name: its primitive's.
+    """
+
+    def __init__(self, room: Room, each: Sequence[Any]) -> None:
+        self.room, self.each = room, each
+        self.first = each[0]
+        self.name: str = self.first.primitive.name
+
+    def param(self, name: str) -> tuple[Any, ...]:
+        """A parameter at each point."""
+        return tuple(one.params[name] for one in self.each)
+
+    def fixed(self, name: str) -> Any:
+        """A parameter that no size has part in."""
+        values = self.param(name)
+        if any(v != values[0] for v in values):
+            raise Inexact(f"{self.name} whose {name} depends on a size")
+        return values[0]
+
+    def columns(self, name: str) -> list[tuple[int, ...]]:
+        """For each dim, a parameter that is one integer per dim, at each point."""
+        return [tuple(column) for column in zip(*self.param(name), strict=True)]
+
+    def shapes(self, output: int = 0) -> list[tuple[int, ...]]:
+        """The shape of a result at each point."""
+        return [tuple(one.outvars[output].aval.shape) for one in self.each]
+
+    def bind(self, *arrays: Any, **changed: Any) -> list[Any]:
+        """The primitive of padded arrays, its other parameters as they are at the bucket."""
+        params = {k: changed[k] if k in changed else self.at_bucket([one.params[k] for one in self.each]) for k in self.first.params}
+        found = self.first.primitive.bind(*arrays, **params)
+        return list(found) if self.first.primitive.multiple_results else [found]
+
+    def at_bucket(self, values: Sequence[Any]) -> Any:
+        """A parameter for the padded program: its integers that differ between the traces are those of the bucket."""
+        first = values[0]
+        if all(v is first for v in values):
+            return first
+        if isinstance(first, int) and not isinstance(first, bool) and all(type(v) is type(first) for v in values):
+            return self.room.size(tuple(values))
+        if isinstance(first, tuple) and all(type(v) is type(first) and len(v) == len(first) for v in values):
+            parts = [self.at_bucket(column) for column in zip(*values, strict=True)]
+            return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+        if is_jaxpr(first):
+            if any(not is_same(first, v) for v in values):
+                raise Inexact(f"{self.name} of a function in which a size has part")
+            return first
+        if callable(first) and all(type(v) is type(first) for v in values):  # a rule of derivatives, made anew in each trace
+            return first
+        if any(v != first for v in values):
+            raise Inexact(f"{self.name} with a parameter that depends on a size")
+        return first
+
+    def has_sizes(self) -> bool:
+        """Whether a size has part in a shape of an operand or a result."""
+        return any(
+            len({tuple(one.aval.shape) for one in same}) > 1
+            for kind in ("invars", "outvars")
+            for same in zip(*(getattr(one, kind) for one in self.each), strict=True)
+        )
+
+
+class Evaluation:
+    """See the module."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+
+    def fixed(self, array: Any) -> Padded:
+        """An array that has no padding."""
+        return Padded(array, tuple(((n,) * len(self.room.points.at),) for n in np.shape(array)))
+
+    def run(self, jaxprs: Sequence[Any], consts: Sequence[Sequence[Any]], args: Sequence[Padded]) -> list[Padded]:
+        """The results of open jaxprs, one for each point.
+
+        Args:
+            consts: of each jaxpr.
+
+        Raises:
+            Inexact: it is not proved that padding has no part in them; with the equation.
+        """
+        first = jaxprs[0]
+        if any(len(j.eqns) != len(first.eqns) or len(j.outvars) != len(first.outvars) for j in jaxprs):
+            raise SizeDecides("the size decides what is computed")
+        values: dict[Any, Padded] = {}
+        for variable, same in zip(first.constvars, zip(*consts, strict=True), strict=True):
+            values[variable] = self.constant(same)
+        values.update(zip(first.invars, args, strict=True))
+        for each in zip(*(j.eqns for j in jaxprs), strict=True):
+            if any(one.primitive is not each[0].primitive for one in each):
+                raise SizeDecides("the size decides what is computed")
+            try:
+                operands = [self._operand(same, values) for same in zip(*(one.invars for one in each), strict=True)]
+                with as_recorded(each[0]):
+                    results = self._results(Equation(self.room, each), operands)
+            except Inexact as error:
+                if error.equation is None:
+                    error.equation = each[0]
+                raise
+            values.update(zip(each[0].outvars, results, strict=True))
+        return [self._operand(same, values) for same in zip(*(j.outvars for j in jaxprs), strict=True)]
+
+    def _operand(self, same: Sequence[Any], values: dict[Any, Padded]) -> Padded:
+        if is_literal(same[0]):
+            if not all(map(is_literal, same)):
+                raise SizeDecides("the size decides what is computed")
+            return self.constant([atom.val for atom in same], same[0].aval.dtype)
+        return values[same[0]]
+
+    def constant(self, same: Sequence[Any], dtype: Any = None) -> Padded:
+        """A constant of the traces: the same in all, or a number that the sizes have part in."""
+        first = same[0]
+        if isinstance(first, Padded) or all(v is first for v in same):
+            return first if isinstance(first, Padded) else self.fixed(first)
+        if any(np.shape(v) != np.shape(first) for v in same):
+            raise Inexact("an array that Python made, with a size in its shape")
+        hosts = [np.asarray(v) for v in same]
+        if all(h.tobytes() == hosts[0].tobytes() for h in hosts):
+            return self.fixed(first)
+        if np.ndim(first):
+            raise Inexact("an array that Python made, whose values depend on a size")
+        dtype = hosts[0].dtype if dtype is None else dtype
+        value = self.room.points.number([h.item() for h in hosts], dtype)(self.room.today)
+        return self.fixed(jnp.asarray(value).astype(dtype))
+
+    def _results(self, eqn: Equation, operands: list[Padded]) -> list[Padded]:
+        if eqn.name in _CALLS:
+            inner = next(k for k, v in eqn.first.params.items() if is_jaxpr(v))
+            return self.call(eqn.param(inner), operands)
+        applied = RULES.get(eqn.name)
+        if not eqn.has_sizes() and (applied is None or eqn.name not in LOOPS):
+            arrays = eqn.bind(*(v.array for v in operands))
+            return [self.fixed_like(a, v.aval) for a, v in zip(arrays, eqn.first.outvars, strict=True)]
+        if applied is None:
+            raise Inexact("no rule says what this operation makes of padding")
+        results = applied(self, eqn, operands)
+        for number, result in enumerate(results):
+            self._require_shapes(eqn.shapes(number), result.dims)
+        return results
+
+    def fixed_like(self, array: Any, aval: Any) -> Padded:
+        return Padded(array, tuple(((n,) * len(self.room.points.at),) for n in aval.shape))
+
+    def call(self, closed: Sequence[Any], operands: Sequence[Padded]) -> list[Padded]:
+        """The results of jaxprs, open or closed."""
+        opened = [(j.jaxpr, j.consts) if hasattr(j, "consts") else (j, ()) for j in closed]
+        return self.run([j for j, _ in opened], [c for _, c in opened], operands)
+
+    def _require_shapes(self, shapes: Sequence[Sequence[int]], dims: Dims) -> None:
+        columns = list(zip(*shapes, strict=True)) if shapes[0] else []
+        assert [self.room.product(dim) for dim in dims] == [tuple(c) for c in columns], (shapes, dims)
+        for dim in dims:
+            for factor in dim:
+                if len(set(factor)) > 1:
+                    self.room.need(factor, 2)
+
+
+LOOPS = frozenset(("scan", "while", "cond"))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two jaxprs compute the same, by their text and constants."""
+    consts = [getattr(j, "consts", ()) for j in (one, other)]
+    pairs = zip(*consts, strict=False)
+    alike = len(consts[0]) == len(consts[1]) and all(a is b or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    return alike and str(one) == str(other)

@@ -1,0 +1,208 @@
+"""The traces of one function at several sizes as programs for any of them. See Note [Points] and Note [Padding]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.base._convert import exact_dtypes
+from spmd.device._storage import Buffer
+from spmd.program.sizes import _padding_rules, _rules_loops, _rules_places, _rules_windows
+from spmd.program.sizes._evaluate import Evaluation, SizeDecides
+from spmd.program.sizes._formulas import Inexact, Points, Values
+from spmd.program.sizes._padded import Dims, Padded, Room
+from spmd.program.sizes._size_reads import SizeReads
+from spmd.program.trace._capture import Captured
+from spmd.program.trace._results import Leaf
+from spmd.program.xla._jaxpr import with_constants_first
+
+RULES_IN = (_padding_rules, _rules_loops, _rules_places, _rules_windows)  # importing them registers their rules
+
+
+class Family:
+    """One function at its points.
+
+    Attributes:
+        names: of the sizes.
+        captured: the first of its traces.
+        today: the sizes of the call at hand.
+    """
+
+    def __init__(self, names: tuple[str, ...], points: Points, traces: Sequence[Captured], reads: Sequence[SizeReads], limits: Any) -> None:
+        """`limits`: for each name the least and the largest size for which it holds.
+
+        Raises:
+            Inexact: the traces are not of one program.
+        """
+        self.names, self.captured, self.today = names, traces[0], tuple(points.at[0])
+        self._points, self._limits = points, tuple(limits)
+        self._jaxprs = [t.jaxpr for t in traces]
+        _require_alike(traces)
+        self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
+        self._leaves = [self._leaf(same) for same in zip(*(t.leaves for t in traces), strict=True)]
+        self._asked = _questions(points, reads)
+        self._needs: dict[tuple[Values, int], None] = {}
+        self._made: dict[tuple[int, ...], tuple[Any, list[Dims], Room]] = {}
+
+    def _leaf(self, same: Sequence[Leaf]) -> Leaf:
+        """One leaf of the result, as a function of the sizes where it is a Python integer made of them."""
+        first = same[0]
+        if any(leaf.kind != first.kind for leaf in same):
+            raise SizeDecides("the size decides what is returned")
+        if first.kind in ("same", "alias", "computed", "held") or all(leaf.value is first.value for leaf in same):
+            return first
+        values = [leaf.value for leaf in same]
+        if first.kind == "static" and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+            if len(set(values)) == 1:
+                return Leaf("static", int(values[0]) if isinstance(values[0], int) else float(values[0]))
+            dtype = np.int64 if isinstance(values[0], int) else np.float64
+            formula = self._points.number(values, dtype)
+            return Leaf("computed", lambda: formula(self.today))
+        if all(v == values[0] for v in values):
+            return first
+        if first.kind in ("view", "part") and len({v[0] for v in values}) == 1:
+            windows = [v[1] for v in values]
+            size, stride = (list(zip(*(getattr(w, name) for w in windows), strict=True)) for name in ("size", "stride"))
+            if all(w[3:] == windows[0][3:] for w in windows):
+                numbers = [*size, *stride, tuple(int(w.offset) for w in windows)]
+                self._windows[id(first)] = windows[0], [self._points.integer(tuple(map(int, n))) for n in numbers]
+                return first
+        raise Inexact("a result that is a view, or a Python object, made of a size")
+
+    def leaves(self) -> list[Leaf]:
+        """The leaves of the result of a call of today's sizes: views have sizes too."""
+        if not self._windows:
+            return self._leaves
+        return [self._today(leaf) if id(leaf) in self._windows else leaf for leaf in self._leaves]
+
+    def _today(self, leaf: Leaf) -> Leaf:
+        window, formulas = self._windows[id(leaf)]
+        numbers, rank = [formula(self.today) for formula in formulas], len(window.size)
+        own = window._replace(size=tuple(numbers[:rank]), stride=tuple(numbers[rank : 2 * rank]), offset=numbers[-1])
+        return Leaf(leaf.kind, (leaf.value[0], own))
+
+    def reason(self, sizes: Sequence[int]) -> str | None:
+        """Why it does not hold for these sizes; None if it does."""
+        for name, size, (least, most) in zip(self.names, sizes, self._limits, strict=True):
+            if not least <= size <= most:
+                return f"size {size} of dim {name!r} is outside of {least} to {most}, for which it was traced"
+        if any(self._points.integer(values)(sizes) < least for values, least in self._needs):
+            return f"a part of the program has no meaning for the sizes {dict(zip(self.names, sizes, strict=True))}"
+        leaves = [self._points.integer(v)(sizes) for v in self._asked[0]]
+        if any(_answer(tree, leaves) != answer for tree, answer in self._asked[1]):
+            return "what Python asked of a size has another answer"
+        return None
+
+    def padded(self, bucket: Sequence[int], buffers: list[Buffer]) -> tuple[Captured, list[Dims], Room]:
+        """The trace for padded arguments: its last host argument is the sizes of a call; and the dims of the program's outputs.
+
+        Raises:
+            Inexact: it is not proved to be exact.
+        """
+        base, key = self.captured, tuple(bucket)
+        kept = [b for b in base.const_buffers if b is not None]
+        if key not in self._made:
+            self._made[key] = self._evaluated(Room(self._points, bucket, ()))
+        closed, dims, room = self._made[key]
+        own = dict(zip(base.arg_buffers, buffers, strict=True))
+        found = replace(
+            base,
+            jaxpr=closed,
+            arg_buffers=buffers,
+            const_buffers=[*kept, *([None] * (len(closed.consts) - len(kept)))],
+            written=[own.get(b, b) for b in base.written],
+            leaves=self._leaves,
+            host_tensors=base.host_tensors + 1,
+            shared=[own.get(b, b) for b in base.shared],
+        )
+        return found, dims, room
+
+    def _evaluated(self, room: Room) -> tuple[Any, list[Dims], Room]:
+        """A closed jaxpr of state, arguments, sizes and the rest; the dims of its outputs."""
+        jaxprs = [c.jaxpr for c in self._jaxprs]
+        kept = [i for i, b in enumerate(self.captured.const_buffers) if b is not None]
+        consts = [list(column) for column in zip(*(c.consts for c in self._jaxprs), strict=True)]
+        of_consts = [_dims([j.constvars[i].aval.shape for j in jaxprs]) for i in kept]
+        of_inputs = [_dims([j.invars[i].aval.shape for j in jaxprs]) for i in range(len(jaxprs[0].invars))]
+        num_first, dims = len(of_inputs) - 2, list[Dims]()
+
+        def run(state: list[Any], given: list[Any], today: Any, rest: list[Any]) -> list[Any]:
+            room.today = [today[i] for i in range(len(self.names))]
+            for i, value, own in zip(kept, state, of_consts, strict=True):
+                consts[i] = [Padded(value, own)] * len(jaxprs)
+            inputs = [Padded(a, d) for a, d in zip((*given, *rest), of_inputs, strict=True)]
+            found = Evaluation(room).run(jaxprs, [list(c) for c in zip(*consts, strict=True)] or [[]] * len(jaxprs), inputs)
+            whole = [room.like(v, tuple((room.product(dim),) for dim in v.dims)) for v in found]
+            dims[:] = [v.dims for v in whole]
+            return [v.array for v in whole]
+
+        def example(dim: Dims, variable: Any) -> Any:
+            return jax.ShapeDtypeStruct(room.shape(dim), variable.aval.dtype)
+
+        invars = jaxprs[0].invars
+        with exact_dtypes():
+            closed = jax.make_jaxpr(run)(
+                [example(d, jaxprs[0].constvars[i]) for i, d in zip(kept, of_consts, strict=True)],
+                [example(d, v) for d, v in zip(of_inputs[:num_first], invars, strict=False)],
+                jax.ShapeDtypeStruct((len(self.names),), np.int64),
+                [example(d, v) for d, v in zip(of_inputs[num_first:], invars[num_first:], strict=True)],
+            )
+        self._needs.update(room.needs)
+        return with_constants_first(closed, len(kept)), dims, room
+
+
+def _dims(shapes: Sequence[Sequence[int]]) -> Dims:
+    return tuple((tuple(column),) for column in zip(*shapes, strict=True)) if shapes[0] else ()
+
+
+def _require_alike(traces: Sequence[Captured]) -> None:
+    first = traces[0]
+    for other in traces[1:]:
+        alike = (
+            len(first.leaves) == len(other.leaves)
+            and first.refs == other.refs
+            and [n.parts for n in first.nodes] == [n.parts for n in other.nodes]
+            and len(first.const_buffers) == len(other.const_buffers)
+            and all(a is b for a, b in zip(first.const_buffers, other.const_buffers, strict=True))
+            and len(first.arg_buffers) == len(other.arg_buffers)
+            and len(first.written) == len(other.written)
+            and first.draws == other.draws
+            and len(first.effects) == len(other.effects)
+            and len(first.born) == len(other.born)
+            and len(first.kept_gradients) == len(other.kept_gradients)
+        )
+        own = dict(zip(first.arg_buffers, other.arg_buffers, strict=False))
+        if not alike or any(own.get(a, a) is not b for a, b in zip(first.written, other.written, strict=True)):
+            raise SizeDecides("the size decides what is computed")
+
+
+def _questions(points: Points, reads: Sequence[SizeReads]) -> tuple[list[Values], list[Any]]:
+    """The sizes that Python read, and what it asked of those that vary.
+
+    Raises:
+        SizeDecides: it asked something else for another size, or had another answer.
+    """
+    if len({len(r.leaves) for r in reads}) > 1 or len({len(r.asked) for r in reads}) > 1:
+        raise SizeDecides("Python does something else for another size")
+    leaves = [tuple(column) for column in zip(*(r.leaves for r in reads), strict=True)]
+    for same in zip(*(r.asked for r in reads), strict=True):
+        if len({answer for _, answer in same}) > 1:
+            raise SizeDecides("Python asks something of a size, with another answer for another size")
+    asked = list(reads[0].asked)
+    for values in leaves:
+        points.integer(values)
+    return leaves, asked
+
+
+def _answer(tree: Any, leaves: Sequence[int]) -> Any:
+    try:
+        return tree(leaves)
+    except (ArithmeticError, ValueError):
+        return None
+
+
+__all__ = ["Family"]

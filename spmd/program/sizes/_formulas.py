@@ -1,0 +1,252 @@
+"""A number of a trace as a function of named sizes: found from what it was in several traces.
+
+Note [Points]
+A function is traced with its named sizes at k + 3 points: all small, each one large in its turn, all in between, twice. An integer of
+the program (an extent, a limit, a number that Python computed) is then known at each point. From the first follows what it is as a
+function of the sizes, in one of a few forms; the others must agree. What has none of these forms is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Values = tuple[int, ...]  # of one integer, at each point
+Sizes = Sequence[Any]  # of the names, as Python ints or traced int64
+_POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
+_OFFSETS = (0, -1, 1, -2, 2)
+
+
+class Inexact(Exception):
+    """What a program does is not proved to be the same with padding; the message says what, `equation` where.
+
+    Attributes:
+        equation: of the jaxpr, or None.
+        may_depend_on_range: whether it may be otherwise for sizes nearer to each other.
+    """
+
+    equation: Any = None
+    may_depend_on_range = False
+
+
+class Unknown(Inexact):
+    """A number of the program has none of the forms that are known."""
+
+    may_depend_on_range = True
+
+
+class Points:
+    """The named sizes of the traces.
+
+    Attributes:
+        at: for each trace, the size of each name.
+    """
+
+    def __init__(self, at: Sequence[Sequence[int]]) -> None:
+        self.at = tuple(tuple(point) for point in at)
+        self.num_names = len(self.at[0])
+        self._known: dict[Values, Callable[[Sizes], Any]] = {}
+
+    def parts(self, values: Sequence[Any]) -> list[int]:
+        """The names that have part in a number, by what it is at the points."""
+        return [i for i in range(self.num_names) if values[1 + i] != values[0]]
+
+    def integer(self, values: Values) -> Callable[[Sizes], Any]:
+        """An integer as a function of the sizes.
+
+        Raises:
+            Inexact: it has no form that is known.
+        """
+        if values not in self._known:
+            self._known[values] = self._integer(values)
+        return self._known[values]
+
+    def _integer(self, values: Values) -> Callable[[Sizes], Any]:
+        if len(set(values)) == 1:
+            return lambda sizes: values[0]
+        names = self.parts(values)
+        for form in (self._sum, self._product, self._shifted_product, self._square, self._squares, self._floored):
+            found = form(values, names) if names else None
+            if found is not None and all(found(point) == value for point, value in zip(self.at, values, strict=True)):
+                return found
+        raise Unknown(f"an extent or index is {_listed(values)} for sizes {_listed(self.at)}: no sum or product of the sizes")
+
+    def _sum(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        slopes = [Fraction(values[1 + i] - values[0], self.at[1 + i][i] - self.at[0][i]) for i in names]
+        start = values[0] - sum(slope * self.at[0][i] for slope, i in zip(slopes, names, strict=True))
+        if any(slope.denominator != 1 for slope in slopes) or start.denominator != 1:
+            return None
+        terms = [(int(slope), i) for slope, i in zip(slopes, names, strict=True)]
+        return lambda sizes: sum(slope * sizes[i] for slope, i in terms) + int(start)
+
+    def _product(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`c * (n + b) * (m + d) ...`, as of dims that a reshape merged."""
+        scale, terms = Fraction(values[0]), list[tuple[int, int, int]]()
+        for i in names:
+            offset = self.offset(values, i, Fraction)
+            if not self.at[0][i] + offset:
+                return None
+            scale /= (self.at[0][i] + offset) * offset.denominator
+            terms.append((i, offset.denominator, offset.numerator))
+        if scale.denominator != 1:
+            return None
+        return lambda sizes: int(scale) * math.prod((q * sizes[i] + p for i, q, p in terms), start=1)
+
+    def _shifted_product(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`a * n * m + b`."""
+        products = [math.prod(point[i] for i in names) for point in self.at]
+        slope = Fraction(values[1 + names[0]] - values[0], products[1 + names[0]] - products[0])
+        start = values[0] - slope * products[0]
+        if slope.denominator != 1 or start.denominator != 1:
+            return None
+        return lambda sizes: int(slope) * math.prod([sizes[i] for i in names]) + int(start)
+
+    def _square(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`(a * n * n + b * n + c) / d` of one size, as of a matrix's elements or of half of them."""
+        if len(names) > 1:
+            return None
+        name, places = names[0], (0, 1 + names[0], len(self.at) - 2)
+        first, second, third = ((self.at[place][name], Fraction(values[place])) for place in places)
+        one = (second[1] - first[1]) / (second[0] - first[0])
+        square = ((third[1] - first[1]) / (third[0] - first[0]) - one) / (third[0] - second[0])
+        slope = one - square * (first[0] + second[0])
+        start = first[1] - slope * first[0] - square * first[0] ** 2
+        below = math.lcm(square.denominator, slope.denominator, start.denominator)
+        if below > 2:
+            return None
+        a, b, c = (int(v * below) for v in (square, slope, start))
+        return lambda sizes: (a * sizes[name] * sizes[name] + b * sizes[name] + c) // below
+
+    def _squares(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`c * n * n * m`, as of attention's scores."""
+        for powers in itertools.product((1, 2), repeat=len(names)):
+            terms = [i for i, power in zip(names, powers, strict=True) for _ in range(power)]
+            scale = Fraction(values[0], math.prod(self.at[0][i] for i in terms))
+            count = int(scale)
+            if scale == count and all(count * math.prod(p[i] for i in terms) == v for p, v in zip(self.at, values, strict=True)):
+                return lambda sizes, count=count, terms=terms: count * math.prod([sizes[i] for i in terms])
+        return None
+
+    def _floored(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`d * ((n + b) // c)` of one size, as of a step; only where the points leave one such form."""
+        (name, *others), found, scale = names, list[tuple[int, int]](), math.gcd(*values)
+        for step in range(2, 9) if not others else ():
+            for offset in range(-4 * step, 4 * step + 1):
+                if all(scale * ((p[name] + offset) // step) == v for p, v in zip(self.at, values, strict=True)):
+                    found.append((step, offset))
+        if len(found) != 1:
+            return None
+        step, offset = found[0]
+        return lambda sizes: scale * ((sizes[name] + offset) // step)
+
+    def offset(self, values: Sequence[Any], name: int, number: Any) -> Any:
+        """The `b` with which the number is proportional to `n + b`."""
+        low, high = self.at[0][name], self.at[1 + name][name]
+        return number(values[0] * high - values[1 + name] * low) / number(values[1 + name] - values[0])
+
+    def number(self, values: Sequence[Any], dtype: Any) -> Callable[[Sizes], Any]:
+        """A number of a program, as a function of the sizes that gives a float64 or an integer.
+
+        Raises:
+            Inexact: it has no form that is known.
+        """
+        kind = np.dtype(dtype).kind
+        if all(v == values[0] or (v != v and values[0] != values[0]) for v in values):
+            return lambda sizes: values[0]
+        if kind in "iu":
+            return self.integer(tuple(int(v) for v in values))
+        if kind == "f" or jnp.issubdtype(dtype, jnp.floating):
+            numbers = [float(v) for v in values]
+            tolerance = max(4 * float(jnp.finfo(dtype).eps), 1e-12)
+            for found in self._forms(numbers, tolerance):
+                if all(math.isclose(_at(found, p), v, rel_tol=tolerance) for p, v in zip(self.at, numbers, strict=True)):
+                    return found
+        raise Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}: no power or logarithm of them that is known")
+
+    def _forms(self, values: list[float], tolerance: float) -> Any:
+        """The forms that a float may have, simplest first."""
+        names = [i for i in range(self.num_names) if not math.isclose(values[1 + i], values[0], rel_tol=tolerance)]
+        if not names:
+            return
+        for power, offset in itertools.product(_POWERS, _OFFSETS):  # c * (n * m + b) ** p
+            yield self._scaled(values, names, power, offset)
+        for power, offsets in itertools.product(_POWERS, itertools.product(_OFFSETS, repeat=len(names) if len(names) < 4 else 0)):
+            if any(offsets) and len(names) > 1:  # c * ((n + b) * (m + d)) ** p
+                yield self._powered(values, list(zip(names, offsets, strict=True)), power)
+        if tolerance < 1e-3:  # two free numbers need figures
+            for power in (*_POWERS, 0.0):
+                yield self._affine(values, names, power)
+            for power in _POWERS[1:]:
+                yield self._rooted(values, names, power)
+            yield self._ratio(values, names)
+
+    def _scaled(self, values: list[float], names: list[int], power: float, offset: int) -> Callable[[Sizes], Any]:
+        base = math.prod(self.at[0][i] for i in names) + offset
+        scale = values[0] / float(base) ** power if base > 0 else math.nan
+        return lambda sizes: scale * (_float(math.prod([sizes[i] for i in names])) + offset) ** power
+
+    def _powered(self, values: list[float], terms: list[tuple[int, int]], power: float) -> Callable[[Sizes], Any]:
+        base = math.prod(self.at[0][i] + b for i, b in terms)
+        scale = values[0] / float(base) ** power if base > 0 else math.nan
+        return lambda sizes: scale * math.prod([_float(sizes[i]) + b for i, b in terms]) ** power
+
+    def _affine(self, values: list[float], names: list[int], power: float) -> Callable[[Sizes], Any]:
+        """`a * q ** p + b` of the product of the sizes; a power of 0 is the logarithm."""
+
+        def term(sizes: Sizes) -> Any:
+            product = _float(math.prod([sizes[i] for i in names]))
+            return product**power if power else (math.log(product) if isinstance(product, float) else jnp.log(product))
+
+        one, other = term(self.at[0]), term(self.at[1 + names[0]])
+        slope = (values[1 + names[0]] - values[0]) / (other - one)
+        start = values[0] - slope * one
+        return lambda sizes: slope * term(sizes) + start
+
+    def _rooted(self, values: list[float], names: list[int], power: float) -> Callable[[Sizes], Any]:
+        """`(a * q + b) ** p` of the product of the sizes, as of a count of elements less one."""
+        first, second = (math.prod(self.at[place][i] for i in names) for place in (0, 1 + names[0]))
+        sign = -1.0 if values[0] < 0 else 1.0
+        one, other = (abs(values[place]) ** (1 / power) if values[place] else math.nan for place in (0, 1 + names[0]))
+        slope = (other - one) / (second - first)
+        start = one - slope * first
+        return lambda sizes: sign * (slope * _float(math.prod([sizes[i] for i in names])) + start) ** power
+
+    def _ratio(self, values: list[float], names: list[int]) -> Callable[[Sizes], Any]:
+        """`(a * q + c) / (q + b)` of the product of the sizes: Bessel's correction."""
+        places = [0, 1 + names[0], len(self.at) - 2]
+        products = np.array([math.prod(self.at[place][i] for i in names) for place in places], np.float64)
+        known = np.array([values[place] for place in places])
+        try:
+            slope, start, offset = np.linalg.solve(np.stack([products, np.ones(3), -known], 1), known * products).tolist()
+        except np.linalg.LinAlgError:
+            return lambda sizes: math.nan
+
+        def found(sizes: Sizes) -> Any:
+            product = _float(math.prod([sizes[i] for i in names]))
+            return (slope * product + start) / (product + offset)
+
+        return found if abs(offset) <= 2 else lambda sizes: math.nan  # else a pole could fit any number
+
+
+def _at(found: Callable[[Sizes], Any], point: Sizes) -> float:
+    try:
+        return float(found(point))
+    except (ArithmeticError, ValueError):
+        return math.nan
+
+
+def _float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) else value.astype(jnp.float64)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(str(v) for v in values)
+
+
+__all__ = ["Inexact", "Points", "Sizes", "Unknown", "Values"]

@@ -1,0 +1,79 @@
+"""A program for padded arguments, and its results cut to today's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from spmd.base._convert import exact_dtypes
+from spmd.device._arrays import fetched
+from spmd.device._storage import Buffer
+from spmd.program._program import Options, Program
+from spmd.program.sizes._family import Family
+from spmd.program.sizes._formulas import Inexact
+from spmd.program.xla._compilation import Making
+from spmd.program.xla._executable import on_all_devices
+
+
+class SizedProgram(Program):
+    """See Note [Padding]. Its last host argument is the sizes of the call."""
+
+    def __init__(
+        self,
+        family: Family,
+        bucket: Sequence[int],
+        buffers: list[Buffer],
+        options: Options,
+        name: str,
+        spent: tuple[float, float],
+        making: Making,
+    ) -> None:
+        """Raises Inexact: it is not proved to be exact."""
+        self.family = family
+        captured, dims, self._room = family.padded(bucket, buffers)
+        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite) + bool(captured.checks)
+        num_written = len(captured.written)
+        self._of_outputs, of_written, self._of_gradients = (
+            dims[:num_outputs],
+            dims[num_outputs : num_outputs + num_written],
+            dims[num_outputs + num_written :],
+        )
+        if any(self._room.is_padded(dim) for own in of_written for dim in own):
+            raise Inexact("a write to an argument whose size varies, or of such a value to a tensor of the state")
+        super().__init__(captured, buffers, options, name, spent, making)
+
+    def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
+        """Why it does not hold for a call; None if it does."""
+        return self.family.reason(self.family.today) or super().reason_to_trace(numbers, buffers)
+
+    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
+        """Run once; the last of `hosts` is int64[names]."""
+        self.family.today = tuple(hosts[-1].tolist())
+        return super().__call__(arg_buffers, hosts, given)
+
+    def _cut(self, values: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+        return [self._cut_one(value, own) for value, own in zip(values, dims, strict=True)]
+
+    def _cut_one(self, value: Any, dims: Any) -> Any:
+        real = tuple(int(self._room.points.integer(self._room.product(dim))(self.family.today)) for dim in dims)
+        if real == tuple(value.shape):
+            return value
+        if self.is_on_cpu:
+            return on_all_devices(np.ascontiguousarray(fetched(value)[tuple(slice(0, n) for n in real)]), self.replicated)
+        with exact_dtypes():
+            return jnp.asarray(lax.slice(value, (0,) * len(real), real))
+
+    def _result(self, outputs: list[Any], given: Any, held: list[Any]) -> Any:
+        self.captured.leaves = self.family.leaves()
+        return super()._result(self._cut(outputs, self._of_outputs), given, held)
+
+    def _leave_gradients(self, grads: list[Any], given: Any) -> None:
+        super()._leave_gradients(self._cut(grads, self._of_gradients), given)
+
+
+__all__ = ["SizedProgram"]

@@ -1,0 +1,218 @@
+"""Steps whose arguments have sizes that vary: the unpadded run's numbers, in few programs, from few traces."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import mesh
+import spmd
+from spmd.device._random_stream import default_stream
+from tests.oracle import assert_same, batch, on_device, twins
+
+BATCH = spmd.Dim("batch", max=32)
+
+
+def network(p: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(p), nn.Linear(16, 3))
+
+
+def stepping(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(out, y, label_smoothing=0.1) + out.std() + out.var(0).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss, out
+
+    return train_step
+
+
+def labels(size: int) -> torch.Tensor:
+    return torch.arange(size) % 3
+
+
+ROWS: dict[str, Any] = {"x": {0: BATCH}, "y": {0: "batch"}}
+
+
+def test_training_with_many_batch_sizes_is_few_programs_from_one_set_of_traces() -> None:
+    host, device = twins(network)
+    step, expected = spmd.compile(stepping(device), dynamic=ROWS), stepping(host)
+    num_traces = 0
+    for size in (5, 3, 17, 32, 9, 2, 30, 8):
+        x, y = batch(size, 4, seed=size), labels(size)
+        assert_same(step(x.to("jax"), y.to("jax")), expected(x, y))
+        num_traces = num_traces or step.num_traces
+    assert step.num_traces == num_traces == 4
+    assert step.num_executables == 3  # 8, 16 and 32 rows
+    assert step.flops() > 0
+    for one, other in zip(device.state_dict().values(), host.state_dict().values(), strict=True):
+        assert_same(one, other)
+
+
+def test_dropout_draws_what_the_unpadded_step_draws() -> None:
+    (_, first), (_, second) = (twins(lambda: network(0.5)) for _ in range(2))
+    padded, plain = spmd.compile(stepping(first), dynamic=ROWS), spmd.compile(stepping(second))
+    for size in (5, 7):
+        x, y, start = batch(size, 4).to("jax"), labels(size).to("jax"), default_stream.draws
+        found = padded(x, y)
+        default_stream.draws = start
+        assert_same(found, tuple(t.cpu() for t in plain(x, y)))
+
+
+class Attention(nn.Module):
+    """Embedding, causal attention, a head that is the embedding again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(11, 8), nn.Embedding(32, 8)
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        B, T = ids.shape
+        x = self.embed(ids) + self.place(torch.arange(T, device=ids.device))
+        q, k, v = (t.view(B, T, 2, 4).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, 8)
+        return x @ self.embed.weight.t()
+
+
+def language_step(model: nn.Module) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        out = model(ids)
+        loss = F.cross_entropy(out[:, :-1].reshape(-1, 11), ids[:, 1:].reshape(-1), ignore_index=3)
+        loss.backward()
+        optimizer.step()
+        return loss, out
+
+    return train_step
+
+
+def test_batch_and_sequence_vary_at_once() -> None:
+    host, device = twins(Attention)
+    dims = {"ids": {0: spmd.Dim("batch", max=8), 1: spmd.Dim("seq", max=16)}}
+    step, expected = spmd.compile(language_step(device), dynamic=dims), language_step(host)
+    for B, T in ((3, 7), (8, 16), (5, 9), (2, 5)):
+        ids = (torch.arange(B * T) * 7 % 11).view(B, T)
+        assert_same(step(ids.to("jax")), expected(ids))
+    assert step.num_traces == 5
+    assert step.num_executables == 2
+
+
+def test_sharded_batches_and_parameters_give_the_same_numbers() -> None:
+    grid = mesh.Mesh(range(8), (2, 4), ("data", "model"))
+    host, device = twins(network)
+    spmd.mark_sharding(device[0].weight, grid, ("model", None))
+    step, expected = spmd.compile(stepping(device), dynamic=ROWS), stepping(host)
+    for size in (6, 12, 7):
+        x, y = batch(size, 4, seed=size), labels(size)
+        x_device, y_device = spmd.mark_sharding(x.to("jax"), grid, ("data", None)), spmd.mark_sharding(y.to("jax"), grid, ("data",))
+        assert_same(step(x_device, y_device), expected(x, y))
+    assert step.num_executables == 2
+
+
+def test_a_branch_on_the_size_is_a_program_of_its_own() -> None:
+    def double_large(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 10 else x - x.mean(0)
+
+    step = spmd.compile(double_large, dynamic={"x": {0: BATCH}})
+    for size in (4, 20, 11, 10, 3, 1):
+        x = batch(size, 3)
+        assert_same(step(x.to("jax")), double_large(x))
+
+
+def test_sizes_are_python_numbers_that_follow_the_call() -> None:
+    def count(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return x.shape[0] * 2 + 1, x * x.shape[0] ** 0.5, x[1:].t()
+
+    step = spmd.compile(count, dynamic={"x": {0: BATCH}})
+    for size in (4, 6, 20):
+        x = batch(size, 3)
+        number, scaled, view = step(x.to("jax"))
+        assert (number, tuple(view.shape), view.stride()) == (2 * size + 1, (3, size - 1), x[1:].t().stride())
+        assert_same([scaled, view], list(count(x)[1:]))
+
+
+def test_buckets_can_be_given() -> None:
+    step = spmd.compile(lambda x: x.sum(), dynamic={"x": {0: spmd.Dim("n", max=20, buckets=(6, 20))}})
+    for size in (3, 6, 7, 20):
+        assert_same(step(torch.ones(size).to("jax")), torch.tensor(float(size)))
+    assert step.num_executables == 2
+
+
+def test_a_model_that_masks_itself_gets_padding_of_its_own() -> None:
+    dim = spmd.Dim("n", max=8, masked_by_model=True, fill=-1)
+    step = spmd.compile(lambda x: (x * (x >= 0)).sum() / (x >= 0).sum(), dynamic={"x": {0: dim}})
+    for size in (3, 5, 8):
+        assert_same(step(torch.arange(float(size)).to("jax")), torch.arange(float(size)).mean())
+    assert (step.num_executables, step.num_traces) == (1, 1)
+
+
+def test_arguments_in_containers_are_named_by_their_keys() -> None:
+    step = spmd.compile(lambda batch: batch["x"].mean() + batch["y"].sum(), dynamic={"batch": {"x": {0: BATCH}, "y": {0: "batch"}}})
+    for size in (3, 12):
+        given = {"x": batch(size, 2), "y": batch(size)}
+        assert_same(step(on_device(given)), given["x"].mean() + given["y"].sum())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((40, 40), "dim 'batch' has size 40, which is not within 1 and 32"),
+        ((0, 0), "dim 'batch' has size 0, which is not within 1 and 32"),
+        ((4, 5), "dim 'batch' has two sizes in one call\n  dim 0 of x is 4, dim 0 of y is 5"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_before_anything_runs(sizes: tuple[int, int], text: str) -> None:
+    _, device = twins(network)
+    step = spmd.compile(stepping(device), dynamic=ROWS)
+    with pytest.raises(spmd.SpmdError, match=text.replace("'", ".")):
+        step(batch(sizes[0], 4).to("jax"), labels(sizes[1]).to("jax"))
+    assert step.num_traces == 0
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "text"),
+    [
+        ({"z": {0: BATCH}}, "dynamic names an argument 'z' that the function does not have"),
+        ({"x": {0: "rows"}}, "dynamic names a dim 'rows' that is described nowhere"),
+        ({"x": {0: 64}}, "dynamic has 64 where a dim is described"),
+        ({"x": {0: BATCH, 1: spmd.Dim("batch", max=8)}}, "dim 'batch' is described twice"),
+    ],
+)
+def test_what_dynamic_cannot_mean_is_refused(dynamic: Any, text: str) -> None:
+    with pytest.raises(spmd.SpmdError, match=text):
+        spmd.compile(lambda x: x, dynamic=dynamic)
+
+
+def test_a_dim_that_a_tensor_does_not_have_is_refused() -> None:
+    step = spmd.compile(lambda x: x, dynamic={"x": {3: BATCH}})
+    with pytest.raises(spmd.SpmdError, match="dynamic names dim 3 of x, which has 2 dims"):
+        step(batch(4, 2).to("jax"))
+
+
+@pytest.mark.parametrize("buckets", [(8, 4), (4, 8), ()])
+def test_buckets_rise_to_the_largest_size(buckets: tuple[int, ...]) -> None:
+    with pytest.raises(spmd.SpmdError, match="the buckets of dim 'n' rise to its largest size"):
+        spmd.Dim("n", max=16, buckets=buckets)
+
+
+def test_an_operation_that_cannot_be_exact_is_refused_with_its_line() -> None:
+    step = spmd.compile(lambda x: torch.linalg.inv(x @ x.t() + torch.eye(x.shape[0], device="jax")), dynamic={"x": {0: BATCH}})
+    with pytest.raises(spmd.TraceError, match=r"not proved to compute the same[\s\S]*operation [\s\S]*test_dynamic_sizes.py:\d+"):
+        step(batch(4, 2).to("jax"))
+
+
+@pytest.mark.parametrize("option", [{"steps_per_call": 2}, {"check": True}])
+def test_options_that_do_not_go_with_dynamic_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(spmd.SpmdError, match=f"dynamic and {next(iter(option))} do not go together"):
+        spmd.compile(lambda x: x, dynamic={"x": {0: BATCH}}, **option)
