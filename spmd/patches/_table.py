@@ -55,6 +55,7 @@ class Patch:
 _ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_dlpack.py", "spmd/compat/torch_xla/_device_names.py"
 _CONTROL_FLOW, _REMAT = "spmd/program/flow/_control_flow.py", "spmd/program/flow/_remat.py"
 _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.optim._preparation.traceable"
+_SIZE_READS, _SIZES_READ = "spmd/program/sizes/_size_reads.py", "spmd.program.sizes._size_reads.sizes_read"
 _RECOMPUTE = "spmd.program.flow._remat.barrier_on_recompute"
 _CONSTRAINTS, _WITHOUT_BRANCHES = "spmd/patches/_constraints.py", "spmd.patches._constraints.without_branches"
 _UNINSTALL = "spmd.compat.torch_xla.uninstall"
@@ -293,6 +294,11 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(f"torch.distributed.tensor.parallel.{name}._apply", "the same: the style says a layout", _WORDS, parameters=_STYLE)
         for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel", *_BORDER_STYLES)
+    ),
+    # sizes that vary
+    *(
+        Patch(f"torch.Tensor.{name}", "what Python asks of a size decides for which sizes a trace holds", _SIZE_READS, _SIZES_READ)
+        for name in ("shape", "nbytes", "size", "numel", "nelement", "stride", "storage_offset", "__len__")
     ),
     # device "xla" in programs written for torch_xla, while its names are installed
     Patch("threading.Thread.run", "the mode that translates devices is one thread's", _DEVICE_NAMES, _UNINSTALL, "self"),

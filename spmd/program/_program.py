@@ -47,7 +47,7 @@ from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._compilation import Compilation, Making, Order, Timings
 from spmd.program.xla._digest import NoDigest
 from spmd.program.xla._executable import Executable, on_all_devices
-from spmd.program.xla._target import common_mesh, lies_on, platform_of
+from spmd.program.xla._target import lies_on, mesh_of, platform_of, program_mesh
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Program(Executable):
         written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
         self.num_donated = sum(b.shape != () for b in written)
         read = [b for b in dict.fromkeys(buffers) if b not in set(written)]
-        self.mesh = common_mesh(b.annotation for b in (*written, *read, *captured.arg_buffers))
+        self.mesh = program_mesh((*written, *read, *captured.arg_buffers), captured.layouts)
         self.platform = platform_of(self.mesh)
         start = time.perf_counter()
         self.rolled = rolled_program(captured, options.roll, self.platform)
@@ -172,8 +172,7 @@ class Program(Executable):
             run = repeated(run, self.options.steps_per_call, self.captured.draws, has_args, has_born, self.options.keep_grads)
         run.__name__ = run.__qualname__ = name
         donated = state[: self.num_donated], [given[i] for i in self.written_args]
-        self.shardings = [v.sharding for v in state] if self.mesh is not None else None
-        self.read_shardings = [v.sharding for v in read] if self.mesh is not None else None
+        self.shardings, self.read_shardings = [v.sharding for v in state], [v.sharding for v in read]
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
@@ -291,7 +290,9 @@ class Program(Executable):
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
         """Why it does not hold for a call with these numbers and tensors among its arguments; None if it does."""
         self.captured.refresh(numbers, buffers)
-        return self.captured.guards.reason()
+        state = self.written or self.read
+        over = mesh_of(state[0].value) if self.mesh is None and state else None
+        return self.captured.guards.reason() if over is None else f"its state lies over {over} now, and was on one device"
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
@@ -312,8 +313,8 @@ class Program(Executable):
         read = self._values(self.read, self.last_read.values, self.read_shardings, changed)
         self.last_read.values = read
         for i, buffer in enumerate(arg_buffers):
-            if buffer.value is None or (self.mesh is not None and buffer.value.sharding != self.arg_shardings[i]):
-                buffer.place(self.arg_shardings[i] if self.mesh is not None else None)
+            if buffer.value is None or buffer.value.sharding != self.arg_shardings[i]:
+                buffer.place(self.arg_shardings[i] if self.mesh is not None or buffer.value is not None else None)
         donated = own(state[: self.num_donated]), own([arg_buffers[i].value for i in self.written_args])
         if changed:
             self._refuse_shared(donated[0])
@@ -403,21 +404,21 @@ class Program(Executable):
                     )
                 )
 
-    def _values(self, buffers: list[Buffer], last: list[Any], shardings: list[Any] | None, changed: list[Any]) -> list[Any]:
+    def _values(self, buffers: list[Buffer], last: list[Any], shardings: list[Any], changed: list[Any]) -> list[Any]:
         """The buffers' arrays; those that are not what the last call left (`last`) are laid out anew, and added to `changed`."""
         values = list(map(_value, buffers))
         if len(last) == len(values) and all(map(is_, values, last)):
             return values
         for i, value in enumerate(values):
             if value is not last[i]:
-                values[i] = self._fitted(buffers[i], None if shardings is None else shardings[i])
+                values[i] = self._fitted(buffers[i], shardings[i])
                 changed.append(values[i])
         return values
 
     def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
         """A state value that somebody else wrote since the last call, laid out as the program expects."""
         self._settle(buffer)
-        if sharding is not None and buffer.raw().sharding != sharding:
+        if buffer.raw().sharding != sharding:
             buffer.place(sharding)
         return buffer.value
 

@@ -22,6 +22,7 @@ from spmd.patches._running_averages import counting_on_device
 from spmd.patches._table import PATCHES, Patch, current, owner_of, replace, replaced
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import traceable
+from spmd.program.sizes._size_reads import sizes_read
 from spmd.program.trace._watch import report_compiling
 from tests.base.test_private_names import SOURCES, dotted
 
@@ -105,6 +106,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "spmd.patches._running_averages.counting_on_device": counting_on_device,
     "spmd.program.trace._watch.report_compiling": report_compiling,
     "spmd.program.optim._preparation.traceable": lambda: traceable([]),
+    "spmd.program.sizes._size_reads.sizes_read": sizes_read,
     "spmd.compat.torch_xla.uninstall": spmd.compat.torch_xla.installed,
     "spmd.huggingface.train_on": lambda: train_on(Mesh(range(1), (1,), ("data",))),
 }

@@ -1,5 +1,6 @@
 """Steps whose arguments have sizes that vary: the unpadded run's numbers, in few programs, from few traces."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,46 @@ def test_an_operation_that_cannot_be_exact_is_refused_with_its_line() -> None:
 def test_options_that_do_not_go_with_dynamic_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(spmd.SpmdError, match=f"dynamic and {next(iter(option))} do not go together"):
         spmd.compile(lambda x: x, dynamic={"x": {0: BATCH}}, **option)
+
+
+ASKED: dict[str, Callable[[torch.Tensor], bool]] = {
+    "shape": lambda x: x.shape[0] > 11,
+    "len": lambda x: len(x) > 11,
+    "numel": lambda x: x.numel() > 44,
+    "nelement": lambda x: x.nelement() > 44,
+    "torch.numel": lambda x: torch.numel(x) > 44,
+    "shape.numel": lambda x: x.shape.numel() > 44,
+    "prod": lambda x: math.prod(x.shape) > 44,
+    "nbytes": lambda x: x.nbytes > 176,
+    "stride": lambda x: x.t().contiguous().stride(0) > 11,
+    "strides": lambda x: x.t().contiguous().stride()[0] > 11,
+    "int": lambda x: int(x.shape[0]) > 11,
+    "float": lambda x: float(x.shape[0]) > 11.5,
+    "sqrt": lambda x: math.sqrt(x.shape[0]) > 3.4,
+    "half": lambda x: int(x.shape[0] / 2) > 5,
+    "floor": lambda x: math.floor(x.shape[0] * 0.5) > 5,
+    "round": lambda x: round(x.shape[0] / 2) > 5,
+    "divmod": lambda x: divmod(x.shape[0], 4)[0] > 2,
+    "bit_length": lambda x: x.shape[0].bit_length() > 3,
+    "shift": lambda x: (x.shape[0] >> 2) > 2,
+    "power of two": lambda x: x.shape[0] & (x.shape[0] - 1) == 0,
+    "shapes": lambda x: x.shape == (12, 4),
+    "member": lambda x: x.shape[0] in (12, 13),
+    "key": lambda x: {12: True}.get(x.shape[0], False),
+    "max": lambda x: max(x.shape) == 12,
+    "index": lambda x: bool(([0] * 12 + [1] * 30)[x.shape[0]]),
+    "range": lambda x: sum(1 for _ in range(x.shape[0])) > 11,
+    "min": lambda x: min(len(x), 12) == 12,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_branch_is_the_unpadded_functions_however_the_size_is_asked_for(name: str) -> None:
+    asked = ASKED[name]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * 2 if asked(x) else x.mean() - 1
+
+    step = spmd.compile(fn, dynamic={"x": {0: BATCH}})
+    for size in (6, 7, 11, 12, 13, 16, 31, 2):
+        assert_same(step(batch(size, 4).to("jax")), fn(batch(size, 4)))

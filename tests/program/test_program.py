@@ -9,6 +9,7 @@ from torch import nn
 import mesh
 import spmd
 from spmd.device._storage import buffer_of
+from tests.oracle import assert_same, assert_same_model, batch, twins
 
 
 def array(tensor: torch.Tensor) -> Any:
@@ -79,3 +80,38 @@ def test_program_says_what_it_costs_without_a_call() -> None:
     assert program.flops() == 2 * 4**3
     assert program.memory().argument_bytes >= 64
     assert program.collectives().counts() == {}
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("order", ["eval train eval", "train eval train", "eval eval train train"])
+def test_a_layout_inside_one_program_leaves_the_others_right(mesh_4x2: mesh.Mesh, order: str) -> None:
+    """No parameter is marked: the mesh of the program is that of the layout inside, and its state lies there from then on."""
+    host, model = twins()
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (host, model))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        hidden = model(x)
+        hidden = spmd.mark_sharding(hidden, mesh_4x2, ("data", None)) if hidden.device.type == "jax" else hidden
+        loss = hidden.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    steps = {"eval": spmd.compile(lambda x: model(x) * 2), "train": spmd.compile(lambda x: train(model, ours, x))}
+    expected = {"eval": lambda x: host(x) * 2, "train": lambda x: train(host, theirs, x)}
+    x = batch(8, 8)
+    for name in (*order.split(), *order.split()):
+        assert_same(steps[name](x.to("jax")).detach(), expected[name](x).detach())
+    assert_same_model(model, host)
+    assert steps["train"].mesh == mesh_4x2 and steps["train"].num_traces == 1
+    assert steps["eval"].num_traces <= 2
+
+
+@pytest.mark.multidevice(num=8)
+def test_an_argument_that_another_program_left_on_a_mesh(mesh_4x2: mesh.Mesh) -> None:
+    x = batch(8, 8)
+    double = spmd.compile(lambda t: t * 2)
+    spread = spmd.compile(lambda t: spmd.mark_sharding(t + 1, mesh_4x2, ("data", None)) * 1)
+    for given in (x.to("jax"), spread(x.to("jax")), x.to("jax")):
+        assert_same(double(given), given.cpu() * 2)

@@ -26,7 +26,7 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.base._torch import pytree
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
-from spmd.program.reads._varying import Varying, fixed, is_varying, replaced, with_fixed_keys
+from spmd.program.reads._varying import Varying, fixed, is_noted, is_varying, replaced, with_fixed_keys
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -86,6 +86,18 @@ def is_endless(iterator: Any) -> bool:
     return isinstance(iterator, itertools.repeat)
 
 
+def _of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
+    """What answers in C for a size of which is noted what Python asks (see `sizes`), so that this is; else None."""
+    if fn is range and any(map(is_noted, args)):
+        return lambda *limits: range(*(n.plain() if is_noted(n) else n for n in limits))
+    if fn is len and args and isinstance(args[0], torch.Tensor) and any(map(is_noted, args[0].shape)):
+        return lambda tensor: tensor.shape[0]
+    if fn is torch.numel and args and any(map(is_noted, args[0].shape)):
+        return torch.Tensor.numel
+    shape = getattr(fn, "__self__", None)
+    return (lambda: math.prod(shape)) if type(shape) is torch.Size and fn.__name__ == "numel" and any(map(is_noted, shape)) else None
+
+
 def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     """Note what a call of `fn` reads and writes."""
     if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
@@ -99,6 +111,9 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
     kind = type(fn)
+    of_noted = _of_noted_size(fn, args) if kind is types.BuiltinFunctionType or fn is range else None
+    if of_noted is not None:
+        return of_noted
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
         return told(recording, inner, args)

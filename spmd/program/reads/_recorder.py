@@ -37,7 +37,7 @@ from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._places import PLAIN, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead
 from spmd.program.reads._replaced import Held, replaced
-from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying, with_fixed_keys
+from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, with_fixed_keys
 from spmd.program.reads._varying_index import index_of, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__"}
@@ -143,6 +143,8 @@ class Recording(PlacesRead):
             if is_device_tensor(holder) and not self.fixes_indices and (found := read_at(holder, key)) is not None:
                 return 0, (found,)
             key = fixed(key)
+        elif is_noted(key) and not isinstance(holder, torch.Tensor):
+            key = key.plain()
         self._read_item(holder, key)
         return key, holder
 

@@ -168,6 +168,11 @@ _PURE = frozenset(map(id, (v for v in vars(math).values() if callable(v)))) | fr
 )
 
 
+def is_noted(number: Any) -> bool:
+    """Whether it is a size of which is noted what Python asks; see `sizes/_size_reads`."""
+    return type(number) is not int and isinstance(number, int) and hasattr(number, "plain")
+
+
 def is_varying(key: Any) -> bool:
     """Whether a key of an item holds numbers that vary."""
     if type(key) is slice:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mesh import ShardingSpec, entry_axes
+from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.base._torch import pytree
@@ -32,7 +32,7 @@ class TraceRecorder:
 
     Attributes:
         layers: of layers that must become one loop, for each run of them and each layer the variables of its results.
-        constrained: axes over which values were split at some point.
+        layouts: those to which values were constrained at some point.
         known: answers of the host; None where it has none, since what is traced is not what a call is given.
         has_counts: integers that the host knows are Python's own; else `counts` are those that were asked for.
     """
@@ -66,7 +66,7 @@ class TraceRecorder:
     reduce_dtype: Any = None
     platform: str | None = None
     axes: tuple[str, ...] | None = None
-    constrained: set[str] = field(default_factory=set[str])
+    layouts: dict[ShardingSpec, None] = field(default_factory=dict[ShardingSpec, None])
     known: KnownInputs | None = None
     has_counts: bool = False
     counts: list[Any] = field(default_factory=list[Any])
@@ -107,7 +107,7 @@ class TraceRecorder:
         self.written[buffer] = None
 
     def laid_out(self, spec: ShardingSpec) -> None:
-        self.constrained.update(axis for entry in spec.partition_spec for axis in entry_axes(entry) if isinstance(axis, str))
+        self.layouts[spec] = None
 
     def ran_layers(self, results: Sequence[Any]) -> None:
         found = ([t for t in pytree.tree_leaves(result) if is_device_tensor(t)] for result in results)

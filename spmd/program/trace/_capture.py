@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import torch
 
+from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import DroppedValueError, TraceAgain, line_of, nothing_swallowed
 from spmd.device._arrays import padded
@@ -88,7 +89,7 @@ class Captured:
         checks: checks of values that it makes: the program's flags of them are one output behind those of the result.
         effects: what it wrote to Python objects, for every call to write; their values follow the function's result in `leaves`.
         stepped: the optimizers that stepped.
-        constrained: axes over which values were split at some point.
+        layouts: those to which values were constrained at some point.
         actions: what it changed in the optimizers' state, for every call to change.
         held: what a name holds to which the function assigns anew.
         shared: arguments that the function also reaches without being passed them.
@@ -118,7 +119,7 @@ class Captured:
     checks: list[Check]
     effects: list[Effect]
     stepped: list[torch.optim.Optimizer]
-    constrained: set[str]
+    layouts: list[ShardingSpec]
     actions: list[Action]
     held: list[Held]
     born: list[tuple[torch.Tensor, torch.Tensor]]
@@ -247,7 +248,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         checks=[check for check, _ in recorder.checks],
         effects=state.effects,
         stepped=recorder.stepped,
-        constrained=recorder.constrained,
+        layouts=[*recorder.layouts],
         actions=state.actions,
         held=held,
         born=state.optim.born,

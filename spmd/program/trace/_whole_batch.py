@@ -22,9 +22,9 @@ def whole_batch(name: str, mesh: Mesh | None, captured: Captured, buffers: Seque
     """
     if mesh is None or not captured.stepped:
         return None
-    idle = [a for a in batch_axes(mesh) if mesh.axis_size(a) > 1 and a not in captured.constrained]
-    split = {axis for b in buffers if b.annotation is not None for entry in b.annotation.partition_spec for axis in entry_axes(entry)}
-    idle = [a for a in idle if a not in split]
+    layouts = [*captured.layouts, *(b.annotation for b in buffers if b.annotation is not None)]
+    split = {axis for spec in layouts for entry in spec.partition_spec for axis in entry_axes(entry)}
+    idle = [a for a in batch_axes(mesh) if mesh.axis_size(a) > 1 and a not in split]
     batches = [tuple(t.shape) for t in (*buffers, *hosts) if t.shape]
     if not idle or not batches or any(rows[0] < mesh.axis_size(idle[0]) for rows in batches):
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -30,6 +31,23 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
                 )
             )
     return found
+
+
+def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> Mesh | None:
+    """The mesh of a program with these buffers, which constrains values to these layouts: the one that is named, or else the one over which
+    another program has left a value.
+
+    Raises:
+        SpmdError: there are several, of different devices.
+    """
+    named = common_mesh((*(b.annotation for b in buffers), *layouts))
+    return named or next((mesh for mesh in map(mesh_of, (b.value for b in buffers)) if mesh is not None), None)
+
+
+def mesh_of(value: Any) -> Mesh | None:
+    """The mesh that an array lies over, if that is more than one device."""
+    sharding = getattr(value, "sharding", None)
+    return Mesh.from_jax(sharding.mesh) if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
 
 
 def platform_of(mesh: Mesh | None) -> str:
