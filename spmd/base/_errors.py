@@ -54,6 +54,9 @@
     +-- Now                                            an operation that cannot wait for the end of its step
     +-- _LoweredText                                   a program was lowered to be read, and not to run
     +-- NoDigest                                       a traced program whose text does not say all of it
+    +-- Inexact                                        what padding would change is in the way of one program for several sizes
+        +-- SizeDecides                                ... Python goes another way for another size
+        +-- Unknown                                    ... a number is no known function of the sizes
     +-- NotByRows                                      a graph of Dynamo's that is no program for padded sizes
     +-- Left                                           a call of generate that is left to transformers
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process

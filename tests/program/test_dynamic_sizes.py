@@ -260,3 +260,32 @@ def test_a_branch_is_the_unpadded_functions_however_the_size_is_asked_for(name: 
     step = spmd.compile(fn, dynamic={"x": {0: BATCH}})
     for size in (6, 7, 11, 12, 13, 16, 31, 2):
         assert_same(step(batch(size, 4).to("jax")), fn(batch(size, 4)))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_ends_where_the_real_steps_end(kind: Any) -> None:
+    """Both directions, over batches and lengths that vary."""
+    host, device = twins(lambda: kind(4, 3, batch_first=True, bidirectional=True))
+    dynamic = {"x": {0: spmd.Dim("batch", max=8), 1: spmd.Dim("seq", max=16)}}
+
+    def outputs(layer: nn.Module) -> Callable[[torch.Tensor], Any]:
+        def fn(x: torch.Tensor) -> Any:
+            layer.zero_grad()
+            out, last = layer(x)
+            (out.square().sum() + sum(t.sum() for t in (last if isinstance(last, tuple) else (last,)))).backward()
+            return out
+
+        return fn
+
+    step, expected = spmd.compile(outputs(device), dynamic=dynamic, keep_grads=True), outputs(host)
+    for size in ((3, 5), (7, 9), (8, 16), (2, 3)):
+        assert_same(step(batch(*size, 4).to("jax")).detach(), expected(batch(*size, 4)).detach())
+        for one, other in zip(device.parameters(), host.parameters(), strict=True):
+            assert_same(one.grad, other.grad)
+    assert step.num_executables <= 3
+
+
+def test_a_diagonal_of_a_square_of_the_size() -> None:
+    step = spmd.compile(lambda x: (x @ x.mT).diagonal(dim1=1, dim2=2).sum(1), dynamic={"x": {0: BATCH, 1: spmd.Dim("seq", max=16)}})
+    for size in ((3, 5), (17, 9), (8, 16)):
+        assert_same(step(batch(*size, 4).to("jax")), batch(*size, 4).square().sum((1, 2)))

@@ -111,8 +111,7 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
     kind = type(fn)
-    of_noted = _of_noted_size(fn, args) if kind is types.BuiltinFunctionType or fn is range else None
-    if of_noted is not None:
+    if (kind is types.BuiltinFunctionType or id(fn) == id(range)) and (of_noted := _of_noted_size(fn, args)) is not None:
         return of_noted
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace

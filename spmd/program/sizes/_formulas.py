@@ -124,13 +124,14 @@ class Points:
         return lambda sizes: (a * sizes[name] * sizes[name] + b * sizes[name] + c) // below
 
     def _squares(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
-        """`c * n * n * m`, as of attention's scores."""
+        """`a * n * n * m + b`, as of attention's scores, and of the last of them."""
         for powers in itertools.product((1, 2), repeat=len(names)):
             terms = [i for i, power in zip(names, powers, strict=True) for _ in range(power)]
-            scale = Fraction(values[0], math.prod(self.at[0][i] for i in terms))
-            count = int(scale)
-            if scale == count and all(count * math.prod(p[i] for i in terms) == v for p, v in zip(self.at, values, strict=True)):
-                return lambda sizes, count=count, terms=terms: count * math.prod([sizes[i] for i in terms])
+            products = [math.prod(point[i] for i in terms) for point in self.at]
+            slope = Fraction(values[1 + names[0]] - values[0], products[1 + names[0]] - products[0])
+            a, b = int(slope), values[0] - int(slope) * products[0]
+            if slope == a and all(a * product + b == v for product, v in zip(products, values, strict=True)):
+                return lambda sizes, a=a, b=b, terms=terms: a * math.prod([sizes[i] for i in terms]) + b
         return None
 
     def _floored(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:

@@ -209,6 +209,13 @@ def stack(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]
     return [Padded(eqn.bind(*(v.array for v in values))[0], (*dims[:axis], (count,), *dims[axis:]))]
 
 
+@rule("unstack")
+def unstack(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
+    """Along a dim that has one size: else there would be other arrays for another size."""
+    value, axis = operands[0], eqn.fixed("axis")
+    return [Padded(array, (*value.dims[:axis], *value.dims[axis + 1 :])) for array in eqn.bind(value.array)]
+
+
 @rule("sort")
 def sort(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
     """Padding comes behind all real elements, NaN included."""

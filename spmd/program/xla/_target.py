@@ -47,7 +47,8 @@ def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> 
 def mesh_of(value: Any) -> Mesh | None:
     """The mesh that an array lies over, if that is more than one device."""
     sharding = getattr(value, "sharding", None)
-    return Mesh.from_jax(sharding.mesh) if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
+    found: Any = sharding.mesh if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
+    return None if found is None else Mesh.from_jax(found)
 
 
 def platform_of(mesh: Mesh | None) -> str:
