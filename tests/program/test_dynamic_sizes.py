@@ -289,3 +289,14 @@ def test_a_diagonal_of_a_square_of_the_size() -> None:
     step = spmd.compile(lambda x: (x @ x.mT).diagonal(dim1=1, dim2=2).sum(1), dynamic={"x": {0: BATCH, 1: spmd.Dim("seq", max=16)}})
     for size in ((3, 5), (17, 9), (8, 16)):
         assert_same(step(batch(*size, 4).to("jax")), batch(*size, 4).square().sum((1, 2)))
+
+
+def test_an_index_out_of_bounds_is_found_before_the_call() -> None:
+    table = torch.arange(12.0).reshape(4, 3)
+    device = table.to("jax")
+    step = spmd.compile(lambda ids: device[ids].sum(0) + device[ids[1:]].sum(0), dynamic={"ids": {0: BATCH}})
+    for ids in (torch.arange(9) % 4, torch.arange(5) % 4):
+        assert_same(step(ids.to("jax")), table[ids].sum(0) + table[ids[1:]].sum(0))
+    for size in (5, 7, 20):
+        with pytest.raises(IndexError, match="index 4 is out of bounds for dimension 0 with size 4"):
+            step(torch.tensor([0] * (size - 1) + [4]).to("jax"))

@@ -15,7 +15,7 @@ from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.base._torch import pytree
 from spmd.device._checks import Check
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
 from spmd.program.trace._known_inputs import KnownInputs
 
@@ -121,8 +121,9 @@ class TraceRecorder:
 
     def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
         if self.known is not None:
-            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            self.known.each_call(buffer_of(tensor).value, place, look)
+            buffer = buffer_of(tensor)
+            place = None if is_whole(tensor, buffer) else (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            self.known.each_call(buffer, place, look)
 
     def counted(self, value: Any) -> int | None:
         if self.has_counts:

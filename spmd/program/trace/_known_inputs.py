@@ -47,19 +47,22 @@ class _Look:
     """What is looked at before each call.
 
     Attributes:
-        place: sizes, strides and offset of the view of argument number `argument` that `look` sees.
+        shape: of argument number `argument` in the trace; a call has other sizes where these vary.
+        place: sizes, strides and offset of the view of it that `look` sees; None: all of it.
         seen: what the argument held the last time.
     """
 
     argument: int
-    place: tuple[tuple[int, ...], tuple[int, ...], int]
+    shape: tuple[int, ...]
+    place: tuple[tuple[int, ...], tuple[int, ...], int] | None
     look: Callable[[np.ndarray[Any, Any]], None]
     seen: np.ndarray[Any, Any] | None = None
 
     def __call__(self, host: np.ndarray[Any, Any] | None) -> None:
-        values = None if host is None or host is self.seen else window(host, *self.place)
-        if values is not None:
-            self.look(values)
+        if host is not None and host is not self.seen:
+            known = host if self.place is None else window(host, *self.place) if host.shape == self.shape else None
+            if known is not None and known.size:
+                self.look(known)
         self.seen = host
 
 
@@ -87,11 +90,12 @@ class KnownInputs:
         self._tracers = tracers  # held: an id names nothing once its owner is gone
         self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
 
-    def each_call(self, value: Any, place: Any, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
-        """Let `look` see what a view of an argument shows, now and before each call; `value`: the argument's tracer, or none of one."""
-        if id(value) in self._positions:
-            self._looks.append(_Look(self._positions[id(value)], place, look))
-            self._looks[-1](self._hosts[self._looks[-1].argument])
+    def each_call(self, buffer: Buffer, place: Any, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
+        """Let `look` see what a view of an argument shows, now and before each call, unless the trace has written to it."""
+        position = self._positions.get(id(buffer.value))
+        if position is not None:
+            self._looks.append(_Look(position, buffer.shape, place, look))
+            self._looks[-1](self._hosts[position])
 
     def look(self, arguments: Sequence[Buffer]) -> None:
         """A call begins, with these arguments."""
