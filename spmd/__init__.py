@@ -52,6 +52,7 @@ from spmd.program.lazy._session import sync as sync
 from spmd.program.optim._state_rules import register_state_rule as register_state_rule
 from spmd.program.optim._state_rules import set_state_sharding as set_state_sharding
 from spmd.program.sizes._dims import Dim as Dim
+from spmd.program.sizes._learned_dims import mark_dynamic as mark_dynamic
 from spmd.rules import shard_module as shard_module
 from spmd.shard_map import shard_map as shard_map
 from spmd.sharding._annotate import clear_sharding as clear_sharding
@@ -140,6 +141,7 @@ __all__ = [
     "gradient_accumulation",
     "Lazy",
     "lazy",
+    "mark_dynamic",
     "remat",
     "scan",
     "scan_layers",

@@ -12,7 +12,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +28,7 @@ from spmd.program.sizes._dims import SMALLEST, AskedDims, Named
 from spmd.program.sizes._evaluate import SizeDecides
 from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact, Points
+from spmd.program.sizes._learned_dims import LearnedDims
 from spmd.program.sizes._size_reads import sizes_read
 from spmd.program.sizes._sized_arguments import padded, parts_of, replaced, stand_in
 from spmd.program.sizes._sized_program import SizedProgram
@@ -47,12 +48,13 @@ class _Call:
 class SizedStep(Step[Any, Any]):
     """A step with dims that vary. Sizes of 1, and sizes for which Python goes another way, have a program each, without padding."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options, dynamic: Mapping[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options, dynamic: Mapping[str, Any] | Literal[True]) -> None:
         self._own_traces = 0
         self._exact: Step[Any, Any] = Step(fn, options)
         super().__init__(fn, options)
         self._parameters = _parameters(fn)
-        self._asked = AskedDims(dynamic, self._parameters and [*self._parameters.parameters])
+        names = self._parameters and [*self._parameters.parameters]
+        self._asked = LearnedDims() if dynamic is True else AskedDims(dynamic, names)
         self._families: dict[Any, list[Family]] = {}
         self._now: _Call | None = None
         if options.steps_per_call > 1 or options.check:
@@ -97,12 +99,12 @@ class SizedStep(Step[Any, Any]):
         call.tensors = {id(others[id(n.tensor)]): n for n in call.named}
         try:
             program, found = super()._found(*replaced(args, kwargs, others, self._way.holders), is_beside=is_beside)
-        except SizeDecides as why:
+        except Inexact as why:
+            if not isinstance(why, SizeDecides) and isinstance(self._asked, AskedDims):
+                raise self._refused(why) from why
             if str(why) not in self.retraces:
                 self.retraces.append(str(why))
             return self._exact._found(args, kwargs, is_beside=is_beside)
-        except Inexact as error:
-            raise self._refused(error) from error
         finally:
             self._now = None
         return program, found._replace(hosts=[*found.hosts, torch.tensor([call.sizes[name] for name in call.names])])

@@ -417,7 +417,7 @@ def compile(
     debug_nans: bool = False,
     check_indices: bool | None = None,
     roll: bool | Literal["auto"] = "auto",
-    dynamic: Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Any] | bool | None = None,
 ) -> Step[P, R]: ...
 @overload
 def compile(
@@ -432,7 +432,7 @@ def compile(
     debug_nans: bool = False,
     check_indices: bool | None = None,
     roll: bool | Literal["auto"] = "auto",
-    dynamic: Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Any] | bool | None = None,
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def compile(
     fn: Any = None,
@@ -446,7 +446,7 @@ def compile(
     debug_nans: bool = False,
     check_indices: bool | None = None,
     roll: bool | Literal["auto"] = "auto",
-    dynamic: Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Any] | bool | None = None,
     **unknown: Any,
 ) -> Any:
     """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
@@ -470,6 +470,7 @@ def compile(
             None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
         dynamic: sizes that vary: for each argument a `Dim`, or the name of one, by the number of its dim (and by key where the argument
             is a dict or list of tensors). Few programs of larger sizes run all, with the numbers of the unpadded function (docs/sizes.md).
+            True: of dims that have had a second size, or that `spmd.mark_dynamic` names.
 
     Raises:
         TypeError: there is no such option.
@@ -480,7 +481,7 @@ def compile(
         name, known = next(iter(unknown)), [*(field.name for field in fields(Options)), "dynamic"]
         raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
     options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices, roll)
-    make: Callable[[Any], Any] = lambda real: Step(real, options) if dynamic is None else _sized(real, options, dynamic)  # noqa: E731
+    make: Callable[[Any], Any] = lambda real: _sized(real, options, dynamic) if dynamic else Step(real, options)  # noqa: E731
     return make if fn is None else make(fn)
 
 

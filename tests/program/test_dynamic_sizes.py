@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import mesh
 import spmd
 from spmd.device._random_stream import default_stream
-from tests.oracle import assert_same, batch, on_device, twins
+from tests.oracle import assert_same, assert_same_model, batch, on_device, twins
 
 BATCH = spmd.Dim("batch", max=32)
 
@@ -300,3 +300,54 @@ def test_an_index_out_of_bounds_is_found_before_the_call() -> None:
     for size in (5, 7, 20):
         with pytest.raises(IndexError, match="index 4 is out of bounds for dimension 0 with size 4"):
             step(torch.tensor([0] * (size - 1) + [4]).to("jax"))
+
+
+def test_dims_that_have_a_second_size_are_found() -> None:
+    """The first size is a program as it is; the batch is one name of inputs and labels; features are none."""
+    host, device = twins(network)
+    step, expected = spmd.compile(stepping(device), dynamic=True), stepping(host)
+    traces = []
+    for size in (5, 3, 17, 9, 2, 13, 15, 16, 40, 33, 60):
+        x, y = batch(size, 4, seed=size), labels(size)
+        assert_same(step(x.to("jax"), y.to("jax")), expected(x, y))
+        traces.append(step.num_traces)
+    assert traces[:3] == [1, 5, 9]  # as it is; up to 8 rows; up to 64 rows
+    assert traces[3:8] == [9] * 5
+    assert step.num_executables <= 6
+    assert_same_model(device, host)
+
+
+def test_dims_part_where_their_sizes_do() -> None:
+    step = spmd.compile(lambda d: (d["x"] @ d["y"]).mean() + d["x"].std(), dynamic=True)
+    for n, m in ((8, 8), (9, 8), (11, 9), (12, 12), (5, 11)):
+        given = {"x": batch(n, 4), "y": batch(4, m)}
+        assert_same(step(on_device(given)), (given["x"] @ given["y"]).mean() + given["x"].std())
+
+
+@pytest.mark.parametrize(
+    "mark", [lambda t: spmd.mark_dynamic(t, 0, max=32), lambda t: torch._dynamo.mark_dynamic(t, 0)], ids=["spmd", "torch"]
+)
+def test_a_marked_dim_varies_from_the_first_call_on(mark: Callable[[torch.Tensor], None]) -> None:
+    step = spmd.compile(lambda x: x.softmax(0), dynamic=True)
+    num_traces = 0
+    for size in (9, 12, 16):
+        x = batch(size, 3).to("jax")
+        mark(x)
+        assert_same(step(x), batch(size, 3).softmax(0))
+        num_traces = num_traces or step.num_traces
+    assert (step.num_traces, step.num_executables) == (num_traces, 1)
+
+
+def test_what_is_not_proved_has_a_program_for_each_size() -> None:
+    step = spmd.compile(lambda x: torch.linalg.det(x @ x.mT + torch.eye(x.shape[0], device=x.device)), dynamic=True)
+    for size in (3, 5, 4):
+        x = batch(size, 4)
+        assert_same(step(x.to("jax")), torch.linalg.det(x @ x.mT + torch.eye(size)), (1e-4, 1e-4))
+    assert step.num_executables == 3 and "size" in step.retraces[0]
+
+
+def test_a_mark_that_means_nothing_is_refused() -> None:
+    with pytest.raises(spmd.SpmdError, match="dim 2 of a tensor of shape"):
+        spmd.mark_dynamic(torch.zeros(3, 4), 2)
+    with pytest.raises(spmd.SpmdError, match="max=2 for dim 0 of size 3"):
+        spmd.mark_dynamic(torch.zeros(3, 4), 0, max=2)

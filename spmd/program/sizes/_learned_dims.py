@@ -1,0 +1,108 @@
+"""Dims whose sizes are found to vary: those that had a second size, or that were marked. `spmd.compile(dynamic=True)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from spmd.base._errors import SpmdError, message
+from spmd.program.sizes._dims import SMALLEST, Dim, Named
+
+_MARK = "_spmd_dynamic_dims"
+_TORCHS_MARK = "_dynamo_dynamic_indices"
+_Place = tuple[tuple[Any, ...], int, int]  # path, number of dims, dim
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int, *, max: int | None = None) -> None:
+    """Say of an argument that the size of a dim will vary, before it has had a second one; for functions of `spmd.compile(dynamic=True)`.
+
+    Args:
+        dim: from -tensor.ndim to tensor.ndim - 1.
+        max: the largest size, in elements; None: found out.
+
+    Raises:
+        SpmdError: the tensor has no such dim, or is larger.
+    """
+    if not -tensor.ndim <= dim < tensor.ndim:
+        what = f"mark_dynamic was given dim {dim} of a tensor of shape {tuple(tensor.shape)}"
+        raise SpmdError(message(what, fix="name a dim that it has: spmd.mark_dynamic(x, 0)"))
+    if max is not None and max < tensor.shape[dim]:
+        what = f"mark_dynamic was given max={max} for dim {dim} of size {tensor.shape[dim]}"
+        raise SpmdError(message(what, fix=f"spmd.mark_dynamic(x, {dim}, max={tensor.shape[dim]})"))
+    marks: dict[int, int | None] = getattr(tensor, _MARK, {})
+    setattr(tensor, _MARK, {**marks, dim % tensor.ndim: max})
+
+
+class LearnedDims:
+    """What calls have shown.
+
+    Dims that have had the same sizes in all calls are one name; two of them that differ for the first time are two from then on.
+
+    Attributes:
+        dims: by name.
+    """
+
+    def __init__(self) -> None:
+        self.dims: dict[str, Dim] = {}
+        self._first: dict[_Place, int] = {}  # the size that a dim had when it was met
+        self._class: dict[_Place, Any] = {}  # equal for dims that had equal sizes so far
+        self._vary: dict[_Place, int] = {}  # with the largest size so far
+        self._given: dict[_Place, int] = {}  # the largest that `mark_dynamic` was told, or 0
+
+    def found(self, arguments: Mapping[str, Any]) -> list[Named]:
+        """The tensors of a call that have such dims."""
+        tensors = [(path, tensor) for name, value in arguments.items() for path, tensor in _tensors((name,), value)]
+        for path, tensor in tensors:
+            self._note(path, tensor)
+        sizes = {(path, t.ndim, d): int(n) for path, t in tensors for d, n in enumerate(t.shape)}
+        numbers: dict[Any, int] = {}
+        for place, size in sizes.items():
+            known = self._class.get(place, self._first[place])
+            self._class[place] = numbers.setdefault((known, size), len(numbers))
+        names = self._names(sizes)
+        found = [Named(p, t, {d: names[p, t.ndim, d] for d in range(t.ndim) if (p, t.ndim, d) in names}) for p, t in tensors]
+        return [named for named in found if named.dims]
+
+    def _note(self, path: tuple[Any, ...], tensor: torch.Tensor) -> None:
+        marks: dict[int, int | None] = getattr(tensor, _MARK, {})
+        marked = {**dict.fromkeys(getattr(tensor, _TORCHS_MARK, ())), **marks}
+        for d, size in enumerate(tensor.shape):
+            place = path, tensor.ndim, d
+            if self._first.setdefault(place, int(size)) != size or d in marked:
+                self._vary[place] = max(self._vary.get(place, 0), int(size))
+                self._given[place] = max(self._given.get(place, 0), marked.get(d) or 0)
+
+    def _names(self, sizes: Mapping[_Place, int]) -> dict[_Place, str]:
+        """The name of each dim of a call that varies, which has its `Dim`."""
+        titles: dict[Any, str] = {}
+        names: dict[_Place, str] = {}
+        for place, size in sizes.items():
+            if place in self._vary and size > 0:
+                path, _, d = place
+                title = titles.setdefault(self._class[place], f"{Named(path, torch.empty(0), {}).title}.shape[{d}]")
+                names[place] = title
+                known, most = self.dims.get(title), self._vary[place]
+                if known is None or known.max < most:
+                    given = self._given[place]
+                    self.dims[title] = Dim(title, max=given if given >= most else max(2 * SMALLEST, 2 << (most - 1).bit_length()))
+        return names
+
+    def sizes(self, found: Sequence[Named]) -> dict[str, int]:
+        """The size of each name in a call."""
+        return {name: int(named.tensor.shape[d]) for named in found for d, name in named.dims.items()}
+
+
+def _tensors(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors((*path, key), item)
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _tensors((*path, i), item)
+
+
+__all__ = ["LearnedDims", "mark_dynamic"]
