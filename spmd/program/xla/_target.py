@@ -34,14 +34,15 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
 
 
 def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> Mesh | None:
-    """The mesh of a program with these buffers, which constrains values to these layouts: the one that is named, or else the one over which
-    another program has left a value.
+    """The mesh of a program with these buffers, which constrains values to these layouts: the one that buffers are marked over, or else that
+    of a layout inside, or else the one over which another program has left a value.
 
     Raises:
-        SpmdError: there are several, of different devices.
+        SpmdError: buffers are marked over several, of different devices.
     """
-    named = common_mesh((*(b.annotation for b in buffers), *layouts))
-    return named or next((mesh for mesh in map(mesh_of, (b.value for b in buffers)) if mesh is not None), None)
+    marked = common_mesh(b.annotation for b in buffers)
+    others = (*(spec.mesh for spec in layouts), *map(mesh_of, (b.value for b in buffers)))
+    return marked or next((mesh for mesh in others if mesh is not None), None)
 
 
 def mesh_of(value: Any) -> Mesh | None:
