@@ -24,7 +24,7 @@ from mesh.job._timeouts import FIRST_STEP_S, SILENT_S, WATCHDOG_S
 FOLDER = "spmd/beat"
 _FACTOR = 20
 _SLOW_FACTOR, _SLOW_S, _SLOW_STEPS = 3, 1.0, 5  # when to say that a step is slow: so many medians, seconds, and steps before
-_ANSWER_S = 0.3
+_ANSWER_S, _STOP_S = 0.3, 5.0
 _LEFT = "left"  # the phase of a process that has ended in order
 
 
@@ -92,8 +92,10 @@ class Watchdog:
         self._answered = time.monotonic()
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._before: tuple[float, dict[int, Beat] | None] = (0.0, {})
-        for target, name in ((self._publish, "beats"), (self._watch, "watchdog")):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        named = (self._publish, "beats"), (self._watch, "watchdog")
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for target, name in named]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self) -> None:
         """A step begins."""
@@ -136,8 +138,11 @@ class Watchdog:
         return max(self._limits.least_s, _FACTOR * statistics.median(self._durations)) if self._durations else self._limits.least_s
 
     def stop(self) -> None:
-        """The process ends: no more beats, and `on_stall` is not called."""
+        """The process ends: no more beats, `on_stall` is not called, and no thread is left in jax's client, which would abort."""
         self._over.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_S)
 
     def _publish(self) -> None:
         count, key = 0, f"{FOLDER}/{self._index}"

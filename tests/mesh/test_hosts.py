@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -433,6 +434,23 @@ def test_watchdog_calls_when_steps_stop_and_names_the_process_that_is_behind() -
     assert here.stalls[0][0] == 1
     assert "process 1 stopped first: it entered step 1 as the last, between steps" in here.stalls[0][1]
     there.dog.stop()
+
+
+class SlowKeys(SharedKeys):
+    """A service that takes its time."""
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
+        time.sleep(0.3)
+        super().set(key, value, overwrite=overwrite)
+
+
+def test_no_beat_is_under_way_when_a_watchdog_has_stopped() -> None:
+    """Python would shut down while a thread is in jax's client, which aborts the process."""
+    service = SlowKeys(2)
+    dog = Bitten(cast("Service", service), 1, Limits(1.0, 60.0)).dog
+    dog.stop()
+    assert not any(thread.is_alive() for thread in dog._threads)
+    assert "left" in service.below("spmd/beat")["1"]
 
 
 def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -> None:

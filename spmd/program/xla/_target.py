@@ -34,8 +34,8 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
 
 
 def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> Mesh | None:
-    """The mesh of a program with these buffers, which constrains values to these layouts: the one that buffers are marked over, or else that
-    of a layout inside, or else the one over which another program has left a value.
+    """The mesh of a program with these buffers, which constrains values to these layouts: the one that buffers are marked over, or else
+    that of a layout inside, or else the one over which another program has left a value.
 
     Raises:
         SpmdError: buffers are marked over several, of different devices.
