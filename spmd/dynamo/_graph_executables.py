@@ -19,7 +19,7 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_inputs import Given, example_of, given_as, layout_of, write_back
-from spmd.dynamo._graph_node import Node
+from spmd.dynamo._graph_node import on_tape
 from spmd.dynamo._graph_results import Made, Plain, Shown, made_of
 from spmd.dynamo._graph_trace import GraphTrace, Traced
 from spmd.program._job_checks import compiling
@@ -60,7 +60,8 @@ class Program:
         self._outer = [value for value, _ in traced.outer]
         self._no_words: Any = on_all_devices(np.zeros(4, np.uint32), self._replicated)  # an array: the host's would be sent in each call
         self._forward = self._jitted(traced.run_forward, name)
-        self._backward = None if traced.backward is None else self._jitted(traced.backward, f"{name}_backward")
+        self._name = name
+        self._backwards: dict[tuple[bool, ...], tuple[Any, list[int]]] = {}  # by which cotangents are given
         self._is_plain = all(isinstance(r, Made) and r.position == i for i, r in enumerate(traced.results))
 
     def _given_as(self, tensor: torch.Tensor, position: int, with_gradient: bool) -> Given:
@@ -131,10 +132,10 @@ class Program:
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """What the graph returns for these inputs."""
         tensors = self._tensors(args)
-        if self._backward is None:
+        if self.traced.backward is None:
             made: Sequence[torch.Tensor] = self.forward(tensors, args)[0]
         else:
-            made = Node.apply(self, tensors, args, *[tensors[i] for i in self.traced.gradients])
+            made = on_tape(self, tensors, args)
         if self._is_plain:
             return made
         return [self._result(result, made, tensors) for result in self.traced.results]
@@ -168,14 +169,29 @@ class Program:
 
         return call
 
-    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], size: int | None) -> list[torch.Tensor]:
-        """Gradients of the inputs at `traced.gradients`."""
-        assert self._backward is not None
+    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], size: int | None) -> list[torch.Tensor | None]:
+        """Gradients of the inputs at `traced.gradients`. See Note [Outputs without a gradient]
+
+        Args:
+            cotangents: of the outputs at `traced.flowing`; None where an output has none.
+        """
+        run, found = self._backward_for(tuple(c is not None for c in cotangents), kept)
         with exact_dtypes():
-            grads = self._backward(*kept, *cotangents)
+            grads = run(*kept, *(c for c in cotangents if c is not None))
         if self.mesh is not None:
             note_operation(grads)
-        return list(map(wrap, grads))
+        made: list[torch.Tensor | None] = [None] * len(self.traced.gradients)
+        for place, grad in zip(found, grads, strict=True):
+            made[place] = wrap(grad)
+        return made
+
+    def _backward_for(self, is_given: tuple[bool, ...], kept: Sequence[Any]) -> tuple[Any, list[int]]:
+        if is_given not in self._backwards:
+            assert self.traced.backward is not None
+            with compiling(), underway(f"tracing {self._name}_backward"):
+                run, found = self.traced.backward.for_outputs(is_given, kept)
+            self._backwards[is_given] = self._jitted(run, f"{self._name}_backward"), found
+        return self._backwards[is_given]
 
     def arrays(self, tensors: Sequence[torch.Tensor], given: Sequence[Given]) -> list[Any]:
         """What the executable takes for today's tensors."""

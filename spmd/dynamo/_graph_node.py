@@ -3,25 +3,52 @@
 What the backward pass needs of the inputs is saved as these tensors, so a write in between is found. What the forward pass computed
 for it hangs on one tensor without elements, which is saved with them: a hundred arrays cost what one does. Where saved-tensor
 hooks are on, each is a tensor of its own, which they see.
+
+Where the outputs do not all reach the same inputs, autograd must not visit inputs that only outputs without a gradient reach: their hooks
+would run. So there is a node for each group of inputs that the same outputs reach, and before these one for each output. The
+backward program runs once for all groups, with the gradients that arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from spmd.base._torch import top_saved_tensors_default_hooks
-from spmd.device._storage import load, wrap, wrap_unset
+from spmd.device._storage import buffer_of, load, wrap, wrap_unset
 
 if TYPE_CHECKING:
     from spmd.dynamo._graph_executables import Program
 
 _BYTE = np.dtype(np.uint8)
+Gradient = torch.Tensor | None
 
 
-class Node(torch.autograd.Function):
+def on_tape(program: Program, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+    """The computed values of a call, with their gradient."""
+    traced = program.traced
+    assert traced.backward is not None
+    groups = traced.backward.groups
+    if len(groups) == 1:
+        return _Whole.apply(program, tensors, args, *[tensors[i] for i in traced.gradients])
+    with torch.no_grad():
+        made, computed = program.forward(tensors, args)
+    call = _Call(program, program.size_of(args))
+    before: dict[int, list[torch.Tensor]] = {}
+    for outputs, gradients in groups.items():
+        shapes = [made[traced.flowing[i]] for i in outputs]
+        found = _Group.apply(call, outputs, tensors, computed, shapes, *[tensors[traced.gradients[i]] for i in gradients])
+        for i, stand_in in zip(outputs, found, strict=True):
+            before.setdefault(i, []).append(stand_in)
+    for i, stand_ins in before.items():
+        made[traced.flowing[i]] = _Output.apply(call, i, [made[traced.flowing[i]]], *stand_ins)
+    return made
+
+
+class _Whole(torch.autograd.Function):
     """apply(program, tensors, args, *those of the tensors that get a gradient)"""
 
     @staticmethod
@@ -30,10 +57,7 @@ class Node(torch.autograd.Function):
         traced = program.traced
         made, computed = program.forward(tensors, args)
         ctx.program, ctx.size = program, program.size_of(args)
-        ctx.is_carried = top_saved_tensors_default_hooks(False) is None
-        ctx.save_for_backward(
-            *(tensors[i] for i in traced.kept_inputs), *([_carrying(computed)] if ctx.is_carried else map(wrap, computed))
-        )
+        _keep(ctx, program, tensors, computed)
         if len(traced.flowing) < len(made):
             flowing = set(traced.flowing)
             ctx.mark_non_differentiable(*(t for i, t in enumerate(made) if i not in flowing))
@@ -41,14 +65,92 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of `wanted`."""
         program: Program = ctx.program
-        traced, saved = program.traced, ctx.saved_tensors
-        count = len(traced.kept_inputs)
-        inputs = program.arrays(saved[:count], [program.given[i] for i in traced.kept_inputs])
-        computed = saved[count].untyped_storage().spmd_carried if ctx.is_carried else list(map(load, saved[count:]))
-        return None, None, None, *program.backward([*inputs, *computed], [load(grads[i]) for i in traced.flowing], ctx.size)
+        given = [grads[i] for i in program.traced.flowing]
+        return None, None, None, *program.backward(_kept(ctx, program), list(map(_loaded, given)), ctx.size)
+
+
+class _Call:
+    """What the nodes of one call share.
+
+    Attributes:
+        arrived: gradients of outputs, of a backward pass whose program did not run yet.
+        ready: for each group whose node did not run yet, the gradients of its outputs that the program had, and those that it gave.
+    """
+
+    def __init__(self, program: Program, size: Any) -> None:
+        self.program, self.size = program, size
+        self.arrived: dict[int, torch.Tensor] = {}
+        self.ready: dict[tuple[int, ...], tuple[dict[int, torch.Tensor], list[Gradient]]] = {}
+
+    def gradients(self, outputs: tuple[int, ...], own: dict[int, torch.Tensor], ctx: Any) -> list[Gradient]:
+        """Of the inputs of a group whose outputs have these gradients; the program runs for all groups at once."""
+        had, made = self.ready.pop(outputs, ({}, []))
+        if made and _is_same(had, own):
+            return made
+        given = self.arrived if _is_same(_part(self.arrived, outputs), own) else own
+        self.arrived = {}
+        traced = self.program.traced
+        assert traced.backward is not None
+        cotangents = [_loaded(given.get(i)) for i in range(len(traced.flowing))]
+        found = self.program.backward(_kept(ctx, self.program), cotangents, self.size)
+        for others, gradients in traced.backward.groups.items():
+            self.ready[others] = _part(given, others), [found[i] for i in gradients]
+        return self.ready.pop(outputs)[1]
+
+
+class _Group(torch.autograd.Function):
+    """apply(call, outputs, tensors, computed, tensors of the outputs' shapes, *inputs that just these outputs reach)"""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, outputs: tuple[int, ...], tensors: Any, computed: Any, like: Any, *wanted: torch.Tensor) -> Any:
+        """For each of the outputs a tensor without a value: an edge for its gradient."""
+        ctx.call, ctx.outputs = call, outputs
+        _keep(ctx, call.program, tensors, computed)
+        return tuple(wrap_unset(tuple(t.shape), buffer_of(t).dtype) for t in like)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients of `wanted`."""
+        own = {i: grad for i, grad in zip(ctx.outputs, grads, strict=True) if grad is not None}
+        return (None,) * 5 + tuple(ctx.call.gradients(ctx.outputs, own, ctx))
+
+
+class _Output(torch.autograd.Function):
+    """apply(call, which output, [its value], *what stands for it at its groups)"""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, output: int, value: list[torch.Tensor], *stand_ins: torch.Tensor) -> torch.Tensor:
+        """The value."""
+        ctx.call, ctx.output, ctx.count = call, output, len(stand_ins)
+        ctx.set_materialize_grads(False)
+        return value[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradient, for each group."""
+        if grad is not None:
+            ctx.call.arrived[ctx.output] = grad
+        return None, None, None, *([grad] * ctx.count)
+
+
+def _keep(ctx: Any, program: Program, tensors: list[torch.Tensor], computed: list[Any]) -> None:
+    """Save what the backward pass needs."""
+    ctx.set_materialize_grads(False)
+    ctx.is_carried = top_saved_tensors_default_hooks(False) is None
+    own = [_carrying(computed)] if ctx.is_carried else map(wrap, computed)
+    ctx.save_for_backward(*(tensors[i] for i in program.traced.kept_inputs), *own)
+
+
+def _kept(ctx: Any, program: Program) -> list[Any]:
+    """The arrays that were saved."""
+    positions, saved = program.traced.kept_inputs, ctx.saved_tensors
+    inputs = program.arrays(saved[: len(positions)], [program.given[i] for i in positions])
+    return [*inputs, *(saved[len(positions)].untyped_storage().spmd_carried if ctx.is_carried else map(load, saved[len(positions) :]))]
 
 
 def _carrying(arrays: list[Any]) -> torch.Tensor:
@@ -57,4 +159,16 @@ def _carrying(arrays: list[Any]) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["Node"]
+def _loaded(grad: Gradient) -> Any:
+    return None if grad is None else load(grad)
+
+
+def _part(gradients: Mapping[int, torch.Tensor], outputs: Sequence[int]) -> dict[int, torch.Tensor]:
+    return {i: gradients[i] for i in outputs if i in gradients}
+
+
+def _is_same(one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[i] is other[i] for i in one)
+
+
+__all__ = ["on_tape"]

@@ -99,13 +99,13 @@ class RowsProgram(Program):
         made, kept = super().forward(tensors, args)
         return [self._cut(t, dim, args[self._size_position]) for t, dim in zip(made, self._value_rows, strict=True)], kept
 
-    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], size: int | None) -> list[torch.Tensor]:
+    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], size: int | None) -> list[torch.Tensor | None]:
         assert size is not None
         dims = [self._value_rows[i] for i in self.traced.flowing]
         with exact_dtypes():
-            padded = [value if dim is None else self._padded(value, dim) for value, dim in zip(cotangents, dims, strict=True)]
+            padded = [v if dim is None or v is None else self._padded(v, dim) for v, dim in zip(cotangents, dims, strict=True)]
         grads = super().backward(kept, padded, size)
-        return [self._cut(grad, dim, size) for grad, dim in zip(grads, self._gradient_rows, strict=True)]
+        return [None if grad is None else self._cut(grad, dim, size) for grad, dim in zip(grads, self._gradient_rows, strict=True)]
 
 
 def _resized(given: Given, dim: int, size: int) -> Given:

@@ -21,6 +21,7 @@ from spmd.base._errors import called_at, message
 from spmd.base._jax import eval_jaxpr, split_by_dependence, with_constants_as_inputs
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
+from spmd.dynamo._graph_backward import Backward, reached_by, tie_derivatives
 from spmd.dynamo._graph_inputs import Given
 from spmd.dynamo._graph_results import Made, Plain, Results, Shown, Untraceable
 from spmd.dynamo._size_buckets import NotByRows, Rows, by_rows
@@ -39,7 +40,7 @@ class Traced:
     Attributes:
         forward: jaxpr of values from outside, inputs, random words to computed values, new values of written inputs, what is kept for
             `backward`; each flat.
-        backward: what it needs and cotangents to gradients, of arrays; None where none flow.
+        backward: what it needs and cotangents to gradients; None where none flow.
         outer: values from outside the graph: with the buffer to read in each call, or None where it never changes.
         results: how each of the graph's results is made.
         windows: of the computed values, as in `Results`.
@@ -52,7 +53,7 @@ class Traced:
     """
 
     forward: Any
-    backward: Callable[..., list[Any]] | None
+    backward: Backward | None
     outer: list[tuple[Any, Buffer | None]]
     results: list[Made | Shown | Plain]
     windows: list[Window | None]
@@ -99,6 +100,7 @@ class GraphTrace:
         self._found: Results
         self._written: list[int] = []
         self._gradients: list[int] = []
+        self._reached: list[list[bool]] = []
         self._reads: dict[int, Buffer] = {}
         self._draws = 0
 
@@ -167,14 +169,19 @@ class GraphTrace:
             if any(inputs[i].grad_fn is not None for i in self._written):
                 raise Untraceable(message("a graph writes a value with a gradient to an input", fix="return the new value instead"))
             grads: Any = ()
+            reaches: list[list[bool]] = []
             if cotangents:
                 flowing, sources = [found.made[i] for i in found.flowing], [inputs[i] for i in self._wanted]
+                reaches = [reached_by(output, sources) if len(flowing) > 1 else [True] * len(sources) for output in flowing]
+                if len(flowing) > 1:
+                    tie_derivatives(flowing)
                 try:
                     grads = torch.autograd.grad(flowing, sources, list(map(wrap, cotangents)), allow_unused=True)
                 except RuntimeError as error:  # eagerly, it is raised where somebody asks for gradients
                     raise Untraceable(message("the gradient of a graph cannot be computed", str(error), fix="see there")) from error
             reached = [(i, g) for i, g in zip(self._wanted, grads, strict=False) if g is not None]
             self._gradients = [i for i, _ in reached]
+            self._reached = [[r for r, g in zip(own, grads, strict=True) if g is not None] for own in reaches]
             self._draws = default_stream.draws - part.start_draws
             self._reads = {id(value): buffer for buffer, value in part.seen.items()}
             new = [self._laid(i, buffers[i].raw()) for i in self._written]
@@ -194,14 +201,7 @@ class GraphTrace:
         kept_inputs, backward = list[int](), None
         if num_cotangents:
             forward, kept_inputs, places = self._without_inputs(forward, num_own, len(outer))
-            split = sum(is_known)  # gradients that no cotangent has part in are computed forwards
-
-            def run(*arrays: Any) -> list[Any]:
-                values, cotangents = [arrays[i] for i in places], arrays[len(arrays) - num_cotangents :]
-                known, news = iter(values[:split]), iter(eval_jaxpr(rest.jaxpr, rest.consts, *values[split:], *cotangents))
-                return [next(known) if of_forward else next(news) for of_forward in is_known]
-
-            backward = run
+            backward = Backward(rest, places, is_known, self._reached)  # gradients that no cotangent has part in are computed forwards
         return Traced(
             *(forward, backward, outer, found.results, found.windows, found.flowing if num_cotangents else [], self._written),
             *(kept_inputs, self._gradients, self._draws),
