@@ -314,7 +314,7 @@ def call_of(exported: Any) -> dict[str, Any]:
         return [None if s is None else [list(entry) if isinstance(entry, tuple) else entry for entry in s.spec] for s in shardings]
 
     def kinds(avals: Any) -> list[Any]:
-        return [[list(aval.shape), str(aval.dtype)] for aval in avals]
+        return [[[n if isinstance(n, int) else str(n) for n in aval.shape], str(aval.dtype)] for aval in avals]
 
     return {
         "in": kinds(exported.in_avals),

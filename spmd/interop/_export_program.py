@@ -2,6 +2,7 @@
 
     spmd.export(train_step, (x, y), "step.spmd")          # state in, state out
     spmd.export(model.eval(), (x,), "model.spmd")         # inference
+    spmd.export(model.eval(), (x,), "model.spmd", dynamic={"x": {0: spmd.Dim("batch", max=512)}})    # for all these sizes
 
 The file is a zip archive: `program.bin` (StableHLO in its portable form, by `jax.export`), `manifest.json` (names, layouts, what the
 result looks like), the state's values as `.npy`, and the loader, `spmd_exported.py` (see `_exported_program`).
@@ -9,12 +10,14 @@ result looks like), the state's values as `.npy`, and the loader, `spmd_exported
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +36,15 @@ from spmd.device._partitioner import avoid_faults
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.interop import _exported_program
+from spmd.interop._export_traces import FileTraces, Traced
 from spmd.interop._state_names import number_names, state_names
-from spmd.program._program import Program
-from spmd.program._step import Step, compile
+from spmd.program._sized_step import SizedStep
+from spmd.program._step import Step
 from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._static import name_of
+from spmd.program.sizes._expressions import Expression
 from spmd.program.trace._remade import remade
+from spmd.program.trace._results import Leaf
 
 _PLAIN = (type(None), bool, int, float, str)
 RANDOM = "random state"
@@ -53,6 +59,7 @@ def export(
     also: Sequence[tuple[Any, ...]] = (),
     platforms: Sequence[str] | None = None,
     weights: bool = True,
+    dynamic: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write what a call of `fn` with these arguments runs, as a file that JAX runs without torch.
 
@@ -63,6 +70,8 @@ def export(
         also: other positional arguments that calls may have, for other sizes or Python values: a program each, over one state.
         platforms: what it shall run on ("cpu", "cuda", "rocm", "tpu"), None: where the tensors are.
         weights: the file has the state's values; else whoever loads it gives them. Tensors over a topology have none.
+        dynamic: sizes that vary, as `spmd.compile` has them; None: those that the step was compiled with, if any. Calls of the file
+            may have all of them, from `min` to `max`, and in multiples of the shards; nothing is padded, so buckets have no part in it.
 
     Returns:
         The path.
@@ -70,18 +79,20 @@ def export(
     Raises:
         SpmdError: the function does what a program without Python cannot: writes to Python objects, updates an argument, returns what is no
             container of tensors and plain values, or depends on values of the host.
-        TraceError: as `spmd.compile`.
+        TraceError: as `spmd.compile`; or it is not proved that one program, and a few for small sizes, are those of all sizes.
     """
     source = fn._fn if isinstance(fn, Step) else fn
     name = name_of(source)
 
+    @_named_like(source)
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad() if isinstance(source, nn.Module) else torch.enable_grad():
             result = source(*args, **kwargs)
         return pytree.tree_map(lambda leaf: leaf.detach().clone() if is_device_tensor(leaf) else leaf, result)
 
+    traces = FileTraces(call, (fn.dynamic if isinstance(fn, SizedStep) else {}) if dynamic is None else dynamic)
     calls: list[Any] = [_on_device((these, kwargs or {})) for these in (args, *also)]
-    writer = _Writer(name, source, calls, [compile(call, roll=False).program(*given[0], **given[1]) for given in calls])
+    writer = _Writer(name, source, calls[0], [traced for given in calls for traced in traces.of_call(*given)])
     first = writer.parts[0].program
     chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.platform,))
     with zipfile.ZipFile(path, "w") as archive:
@@ -98,6 +109,18 @@ def export(
             if item["file"]:
                 archive.writestr(item["file"], _npy(value))
     return Path(path)
+
+
+def _named_like(source: Any) -> Callable[[Any], Any]:
+    """Has a function take its arguments by the names that `source` has for them."""
+
+    def rename(call: Any) -> Any:
+        call.__name__ = call.__qualname__ = name_of(source)
+        with suppress(TypeError, ValueError):  # else it takes any
+            call.__signature__ = inspect.signature(source.forward if isinstance(source, nn.Module) else source)
+        return call
+
+    return rename
 
 
 def _on_device(tree: Any) -> Any:
@@ -118,15 +141,15 @@ class _Writer:
         state: buffers by name, those that some program writes first.
     """
 
-    def __init__(self, name: str, fn: Any, calls: Sequence[Any], programs: Sequence[Program]) -> None:
+    def __init__(self, name: str, fn: Any, call: Any, traces: Sequence[Traced]) -> None:
         self.name = name
-        found = reachable(fn, *calls[0])
+        found, programs = reachable(fn, *call), [traced.program for traced in traces]
         written, read = ([b for p in programs for b in getattr(p, kind)] for kind in ("written", "read"))
         buffers = list({id(b): b for b in (*written, *read)}.values())
         names = state_names(found, buffers)
         self.state = {names[id(b)]: b for b in buffers}
         self.is_written = {names[id(b)] for b in written}
-        self.parts = [_Part(name, program, names, found, *given) for given, program in zip(calls, programs, strict=True)]
+        self.parts = [_Part(name, traced, names, found) for traced in traces]
         self.draws = any(part.captured.draws for part in self.parts)
 
     def values(self) -> list[Any]:
@@ -141,7 +164,7 @@ class _Writer:
             raise SpmdError(message(f"the calls of {self.name} lie on different meshes", fix="mark their arguments over one mesh"))
         numbers = {name: value for part in self.parts for name, value in part.numbers.items()}
         state = [
-            {**_described(name, buffer), "is_written": name in self.is_written, "file": f"state/{i}.npy" if has_values else None}
+            {**_described(name, buffer, {}), "is_written": name in self.is_written, "file": f"state/{i}.npy" if has_values else None}
             for i, (name, buffer) in enumerate(self.state.items())
         ]
         if self.draws:
@@ -154,6 +177,7 @@ class _Writer:
             "mesh": None if mesh is None else {"shape": list(mesh.mesh_shape), "axes": [str(axis) for axis in mesh.axis_names]},
             "state": state,
             "numbers": [{"name": name, "value": value} for name, value in numbers.items()],
+            "sizes": {name: [r.least, r.most, r.multiple] for part in self.parts for name, r in part.traced.declared.items()},
             "programs": [part.manifest() for part in self.parts],
         }
 
@@ -161,13 +185,16 @@ class _Writer:
 class _Part:
     """A program as a function of flat arrays (written state, other state, arguments, numbers), and what is to be known of it."""
 
-    def __init__(self, name: str, program: Program, names: dict[int, str], found: Reachable, args: Any, kwargs: Any) -> None:
-        self.name, self.program, self.captured = name, program, program.captured
+    def __init__(self, name: str, traced: Traced, names: dict[int, str], found: Reachable) -> None:
+        program = traced.program
+        if traced.trace is not None:
+            program.captured = traced.trace.captured
+        self.name, self.traced, self.program, self.captured = name, traced, program, program.captured
         self._require_no_python()
         self.written = {names[id(b)]: b for b in program.written}
         self.read = {names[id(b)]: b for b in program.read}
         self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=True))
-        self.arguments, self.constants = _paths(args, kwargs)
+        self.arguments, self.constants = _paths(traced)
 
     def _require_no_python(self) -> None:
         captured = self.captured
@@ -205,13 +232,20 @@ class _Part:
         run.__name__ = run.__qualname__ = self.name
         written, random = self._shapes(self.written.values()), [self._whole((4,), np.uint32)] if draws else []
         state = [*written, *random]
-        flat = [*state, *self._shapes(self.read.values()), *self._shapes(captured.arg_buffers)]
+        flat = [*state, *self._shapes(self.read.values()), *self._given()]
         with exact_dtypes():
             count = len(jax.eval_shape(run, *flat, self._whole((len(self.numbers),), np.float64))) - len(state)
             pinned = None if program.mesh is None else [*(shape.sharding for shape in state), *[None] * count]
             jitted = jax.jit(run, donate_argnums=range(num_written), out_shardings=pinned)
             amend = (lambda lowered: None) if program.mesh is None else (lambda lowered: avoid_faults(lowered, program.platform))
             return exported_by(jitted, (*flat, self._whole((len(self.numbers),), np.float64)), platforms, amend)
+
+    def _given(self) -> list[Any]:
+        """The arguments' shapes, which may have symbols."""
+        shapes, inputs = self._shapes(self.captured.arg_buffers), self.captured.jaxpr.jaxpr.invars
+        if self.traced.trace is None:
+            return shapes
+        return [jax.ShapeDtypeStruct(v.aval.shape, s.dtype, sharding=s.sharding) for v, s in zip(inputs, shapes, strict=False)]
 
     def _shapes(self, buffers: Any) -> list[Any]:
         return [self._shape(buffer) for buffer in buffers]
@@ -225,23 +259,29 @@ class _Part:
 
     def manifest(self) -> dict[str, Any]:
         """What the loader needs to know to call it."""
-        captured = self.captured
+        captured, trace = self.captured, self.traced.trace
         written = [*self.written, *([RANDOM] if captured.draws else [])]
+        described = [_described(item["name"], b, dims) for (item, dims), b in zip(self.arguments, captured.arg_buffers, strict=True)]
         return {
             "written": written,
             "read": list(self.read),
-            "arguments": [{**_described(item["name"], b), **item} for item, b in zip(self.arguments, captured.arg_buffers, strict=True)],
+            "arguments": [{**own, **item} for own, (item, _) in zip(described, self.arguments, strict=True)],
             "constants": self.constants,
             "numbers": list(self.numbers),
             "checks": [str(check.text) for check in captured.checks],
             "result": self._result(),
+            "sizes": {name: [r.least, r.most, r.multiple] for name, r in self.traced.ranges.items()},
+            "limits": [] if trace is None else trace.limits,
+            "constraints": [] if trace is None else trace.symbols.constraints,
         }
 
     def _result(self) -> Any:
         flat: list[Any] = []
         position = 0
-        for leaf in self.captured.leaves:
-            if leaf.kind in ("array", "number"):
+        for leaf, own in zip(self.captured.leaves, self._leaves(), strict=True):
+            if own.kind == "computed" and leaf.kind == "static":
+                flat.append(own.value())  # of the sizes
+            elif leaf.kind in ("array", "number"):
                 flat.append(_Output(position))
                 position += 1
             else:
@@ -249,9 +289,19 @@ class _Part:
         (result, *_) = remade(self.captured.nodes, self.captured.refs, flat)
         return self._described_result(result)
 
+    def _leaves(self) -> Sequence[Leaf]:
+        """What is returned, numbers that are computed of sizes as functions of expressions."""
+        family = self.traced.family
+        if family is None:
+            return self.captured.leaves
+        family.today = cast(Any, tuple(map(Expression, family.names)))
+        return family.leaves()
+
     def _described_result(self, value: Any) -> Any:
         if isinstance(value, _Output):
             return "output", value.position
+        if isinstance(value, Expression):
+            return "size", value.tree
         if isinstance(value, dict):
             return "dict", [(str(key), self._described_result(item)) for key, item in value.items()]
         if isinstance(value, (list, tuple)):
@@ -274,15 +324,18 @@ def _refused(name: str, what: str, fix: str) -> SpmdError:
     return SpmdError(message(f"{name} cannot be exported: it {what}", "a file has no Python", fix=fix))
 
 
-def _described(name: str, buffer: Buffer) -> dict[str, Any]:
+def _described(name: str, buffer: Buffer, dims: Mapping[int, str]) -> dict[str, Any]:
+    """`dims`: those whose sizes vary, by name."""
     spec: ShardingSpec | None = buffer.annotation
     entries = None if spec is None else [list(e) if isinstance(e, tuple) else e for e in spec.partition_spec]
-    return {"name": name, "shape": list(buffer.shape), "stored": list(buffer.stored), "dtype": str(buffer.dtype), "spec": entries}
+    shape, stored = ([dims.get(d, n) for d, n in enumerate(own)] for own in (buffer.shape, buffer.stored))
+    return {"name": name, "shape": shape, "stored": stored, "dtype": str(buffer.dtype), "spec": entries}
 
 
-def _paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Where the tensors among the arguments are, and the other values with theirs."""
-    tensors: list[dict[str, Any]] = []
+def _paths(traced: Traced) -> tuple[list[tuple[dict[str, Any], Mapping[int, str]]], list[dict[str, Any]]]:
+    """Where the tensors among the arguments are, with the names of their dims that vary, and the other values with theirs."""
+    tensors: list[tuple[dict[str, Any], Mapping[int, str]]] = []
+    names = {id(named.tensor): named.dims for named in traced.named}
     constants: list[dict[str, Any]] = []
     seen: set[int] = set()
 
@@ -291,7 +344,7 @@ def _paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[dict[str
             if id(buffer_of(value)) in seen:
                 raise SpmdError(message(f"{name} is an argument twice", fix="pass a clone"))
             seen.add(id(buffer_of(value)))
-            tensors.append({"name": name, "path": path})
+            tensors.append(({"name": name, "path": path}, names.get(id(value), {})))
         elif isinstance(value, dict):
             for key, item in value.items():
                 visit(item, (*path, key), f"{name}[{key!r}]" if len(path) > 1 or path[:1] == (0,) else str(key))
@@ -303,8 +356,8 @@ def _paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[dict[str
         else:
             raise SpmdError(message(f"{name} is a {type(value).__name__}: a file takes arrays and plain values", fix="pass its tensors"))
 
-    visit(args, (0,), "args")
-    visit(kwargs, (1,), "kwargs")
+    visit(traced.args, (0,), "args")
+    visit(traced.kwargs, (1,), "kwargs")
     return tensors, constants
 
 

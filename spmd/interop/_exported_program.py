@@ -6,7 +6,7 @@
 
     program = spmd_exported.load("step.spmd")
     state = program.state()                       # name -> jax.Array, laid out over the mesh
-    state, loss = program(state, x, y)            # what is updated of the state is donated
+    state, loss = program(state, x, y)            # what is updated of the state is donated; sizes that vary: compiled for each
     print(program)                                # also: python step.spmd
 
 It imports jax and numpy.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import operator
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-FORMAT = 1
+FORMAT = 2
 
 
 class ExportedProgramError(ValueError):
@@ -81,20 +82,31 @@ class ExportedProgram:
             raise _error(what, f"written with {made_with}: {error}", fix=f"pip install jax=={self.manifest['versions']['jax']}") from error
 
     def _callable(self, file: str, part: dict[str, Any]) -> Any:
-        exported = self._exported(self._archive.read(file), part["call"])
+        call = part["call"]
+        exported = self._exported(self._archive.read(file), call, part["constraints"])
         with jax.enable_x64(True):
             jitted = jax.jit(exported.call, donate_argnums=range(len(part["written"])))
-            jitted.lower(*(self._example(*item) for item in zip(exported.in_avals, part["call"]["in_specs"], strict=True)))
+            jitted.lower(
+                *(self._example(*item) for item in zip(self._least_shapes(part), exported.in_avals, call["in_specs"], strict=True))
+            )
         return jitted
 
-    def _example(self, aval: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.sharding(spec))
+    def _least_shapes(self, part: dict[str, Any]) -> list[tuple[int, ...]]:
+        """Of the program's inputs, for sizes that it holds for."""
+        shapes, first = [tuple(shape) for shape, _ in part["call"]["in"]], len(part["written"]) + len(part["read"])
+        sizes = {name: max(least, most - most % multiple) for name, (least, most, multiple) in part["sizes"].items()}
+        given = [tuple(sizes.get(n, n) for n in item["stored"]) for item in part["arguments"]]
+        return [*shapes[:first], *given, *shapes[first + len(given) :]]
 
-    def _exported(self, module: bytes, call: dict[str, Any]) -> export.Exported:
+    def _example(self, shape: tuple[int, ...], aval: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.sharding(spec))
+
+    def _exported(self, module: bytes, call: dict[str, Any], constraints: Sequence[str]) -> export.Exported:
         """What `jax.export.deserialize` gives; its own form of a file needs a package that jax does not bring."""
+        scope = export.SymbolicScope(constraints)
 
         def avals(kinds: Any) -> tuple[Any, ...]:
-            return tuple(jax.core.ShapedArray(tuple(shape), jax.numpy.dtype(dtype)) for shape, dtype in kinds)
+            return tuple(jax.core.ShapedArray(_symbolic(shape, scope), jax.numpy.dtype(dtype)) for shape, dtype in kinds)
 
         def shardings(specs: Any) -> tuple[Any, ...]:
             mesh = None if self.mesh is None else self.mesh.abstract_mesh
@@ -152,7 +164,9 @@ class ExportedProgram:
             lines.append(f"{title}:")
             for item in items:
                 written = " updated" if item.get("is_written") else ""
-                lines.append(f"  {item['name']}: {item['dtype']}{item['shape']} {_shown(item['spec'])}{written}")
+                lines.append(f"  {item['name']}: {item['dtype']}{_listed(item['shape'])} {_shown(item['spec'])}{written}")
+        if self.manifest["sizes"]:
+            lines.append("sizes: " + ", ".join(f"{name} {_range(*own)}" for name, own in self.manifest["sizes"].items()))
         lines.append("numbers: " + (", ".join(f"{n['name']}={n['value']:g}" for n in self.manifest["numbers"]) or "none"))
         return "\n".join(lines)
 
@@ -179,15 +193,15 @@ class ExportedProgram:
             if not item["file"]:
                 raise _error(f"the file has no value of {item['name']!r}", fix=f"program.state({{{item['name']!r}: array, ...}})")
             value = np.load(io.BytesIO(self._archive.read(item["file"]))).view(_dtype(item)).reshape(item["stored"])
-        return self._given(item, value)
+        return self._given(item, value, {})
 
-    def _given(self, item: dict[str, Any], value: Any) -> jax.Array:
+    def _given(self, item: dict[str, Any], value: Any, sizes: Mapping[str, int]) -> jax.Array:
         """A value where the program wants it, padded as it is stored there."""
         with jax.enable_x64(True):
             if not hasattr(value, "dtype"):
                 value = np.asarray(value, _dtype(item))
-            _require_fit(item, value)
-            shape, wanted = tuple(value.shape), tuple(item["stored"])
+            _require_fit(item, value, sizes)
+            shape, wanted = tuple(value.shape), tuple(sizes.get(n, n) for n in item["stored"])
             if value.dtype != _dtype(item):
                 value = value.astype(_dtype(item))
             if shape != wanted:
@@ -208,9 +222,9 @@ class ExportedProgram:
             ExportedProgramError: an argument does not fit.
             RuntimeError: a check of values that the function makes failed.
         """
-        number = self._fitting(args, kwargs)
+        number, sizes = self._fitting(args, kwargs)
         part = self.manifest["programs"][number]
-        arrays = [self._given(item, _at(args, kwargs, item)) for item in part["arguments"]]
+        arrays = [self._given(item, _at(args, kwargs, item), sizes) for item in part["arguments"]]
         values = {n["name"]: n["value"] for n in self.manifest["numbers"]}
         for name, value in (numbers or {}).items():
             if name not in values:
@@ -224,34 +238,92 @@ class ExportedProgram:
         for flag, text in zip(failed, part["checks"], strict=False):
             if flag:
                 raise RuntimeError(text)
-        return {**state, **dict(zip(part["written"], results, strict=False))}, _built(part["result"], outputs)
+        return {**state, **dict(zip(part["written"], results, strict=False))}, _built(part["result"], outputs, sizes)
 
-    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Which of the programs is for these arguments; the error of the last one where none is."""
+    def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, dict[str, int]]:
+        """Which of the programs is for these arguments, and the sizes that vary in it; the error of the last one where none is."""
         raised: ExportedProgramError | None = None
         for number, part in enumerate(self.manifest["programs"]):
             try:
-                for item in part["arguments"]:
-                    _require_fit(item, _at(args, kwargs, item))
+                sizes = self._sizes(part, [(item, _at(args, kwargs, item)) for item in part["arguments"]])
                 for constant in part["constants"]:
                     value = _at(args, kwargs, constant)
                     if type(value) is not type(constant["value"]) or value != constant["value"]:
                         what = f"{constant['name']} is {constant['value']!r} in this program, the call has {value!r}"
                         raise _error(what, fix="export a program for this value too: spmd.export(..., also=[(x, value)])")
-                return number
+                return number, sizes
             except ExportedProgramError as error:
                 raised = error
         assert raised is not None
         raise raised
 
+    def _sizes(self, part: dict[str, Any], given: Sequence[tuple[dict[str, Any], Any]]) -> dict[str, int]:
+        """The sizes that vary in a program, as these values have them.
 
-def _require_fit(item: dict[str, Any], value: Any) -> None:
+        Raises:
+            ExportedProgramError: the values do not fit it.
+        """
+        sizes: dict[str, int] = {}
+        where: dict[str, str] = {}
+        for item, value in given:
+            shape = np.shape(value)
+            for d, name in enumerate(item["shape"]):
+                if isinstance(name, str) and len(shape) == len(item["shape"]):
+                    if sizes.setdefault(name, shape[d]) != shape[d]:
+                        what = f"{name} has two sizes: {sizes[name]} in {where[name]}, {shape[d]} in {item['name']}"
+                        raise _error(what, fix="pass arrays of one size there")
+                    where.setdefault(name, item["name"])
+            _require_fit(item, value, sizes)
+        for name, size in sizes.items():
+            least, most, multiple = self.manifest["sizes"][name]
+            if not least <= size <= most or size % multiple:
+                what = f"{name} is {size} in {where[name]}, the program takes {_range(least, most, multiple)}"
+                raise _error(what, fix=f'spmd.export(..., dynamic=...) with spmd.Dim("{name}", min=..., max=...), or other sizes')
+        is_below = any(size < part["sizes"][name][0] for name, size in sizes.items())
+        if is_below or not all(value_of(limit, sizes) for limit in part["limits"]):
+            listed = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            what = "a dim would have fewer than two elements, or what Python asked of the sizes has another answer"
+            raise _error(f"no program of this file is for {listed}", what, fix="export a program for it too: spmd.export(..., also=[(x,)])")
+        return sizes
+
+
+_OPERATIONS = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "/": operator.truediv, "%": operator.mod},
+    **{"**": operator.pow, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne},
+}
+
+
+def value_of(tree: Any, sizes: Mapping[str, Any]) -> Any:
+    """What is computed of sizes: a number, the name of a size, or [sign, operand, operand]."""
+    if isinstance(tree, str):
+        return sizes[tree]
+    if not isinstance(tree, list):
+        return tree
+    sign, one, other = tree
+    return _OPERATIONS[sign](value_of(one, sizes), value_of(other, sizes))
+
+
+def _require_fit(item: dict[str, Any], value: Any, sizes: Mapping[str, int]) -> None:
     shape, dtype = np.shape(value), getattr(value, "dtype", _dtype(item))
-    if tuple(shape) not in (tuple(item["shape"]), tuple(item["stored"])) or not _fits(dtype, _dtype(item)):
+    wanted = [tuple(sizes.get(n, n) for n in item[name]) for name in ("shape", "stored")]
+    if tuple(shape) not in wanted or not _fits(dtype, _dtype(item)):
         raise _error(
-            f"{item['name']} is {item['dtype']}{item['shape']} in this program, the value is {dtype}{list(shape)}",
+            f"{item['name']} is {item['dtype']}{_listed(item['shape'])} in this program, the value is {dtype}{list(shape)}",
             fix="export a program for it too: spmd.export(..., also=[(x,)])",
         )
+
+
+def _symbolic(shape: Sequence[int | str], scope: Any) -> tuple[Any, ...]:
+    """A shape in which text is an expression of symbols."""
+    return tuple(export.symbolic_shape(n, scope=scope)[0] if isinstance(n, str) else n for n in shape)
+
+
+def _listed(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _range(least: int, most: int, multiple: int) -> str:
+    return f"{least} to {most}" + (f" in multiples of {multiple}" if multiple > 1 else "")
 
 
 def _spec(entries: Sequence[Any]) -> PartitionSpec:
@@ -282,16 +354,18 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], item: dict[str, Any]) -> 
         raise _error(f"the call has no {item['name']}", fix="call it with the arguments that it was exported for") from error
 
 
-def _built(tree: Any, outputs: Sequence[Any]) -> Any:
+def _built(tree: Any, outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
     """The function's result: containers around outputs and constants."""
     kind, content = tree
     if kind == "output":
         return outputs[content]
     if kind == "value":
         return content
+    if kind == "size":
+        return value_of(content, sizes)
     if kind == "dict":
-        return {key: _built(item, outputs) for key, item in content}
-    made = [_built(item, outputs) for item in content]
+        return {key: _built(item, outputs, sizes) for key, item in content}
+    made = [_built(item, outputs, sizes) for item in content]
     return made if kind == "list" else tuple(made)
 
 

@@ -46,12 +46,17 @@ class _Call:
 
 
 class SizedStep(Step[Any, Any]):
-    """A step with dims that vary. Sizes of 1, and sizes for which Python goes another way, have a program each, without padding."""
+    """A step with dims that vary. Sizes of 1, and sizes for which Python goes another way, have a program each, without padding.
+
+    Attributes:
+        dynamic: what it was told of them.
+    """
 
     def __init__(self, fn: Callable[..., Any], options: Options, dynamic: Mapping[str, Any] | Literal[True]) -> None:
         self._own_traces = 0
         self._exact: Step[Any, Any] = Step(fn, options)
         super().__init__(fn, options)
+        self.dynamic: Mapping[str, Any] = {} if dynamic is True else dynamic
         self._parameters = _parameters(fn)
         names = self._parameters and [*self._parameters.parameters]
         self._asked = LearnedDims() if dynamic is True else AskedDims(dynamic, names)

@@ -1,8 +1,6 @@
 """`spmd.export`: files that run without torch, in processes where torch cannot be imported, and what they refuse."""
 
 import json
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,29 +17,7 @@ import spmd
 from spmd.interop import _exported_program
 from tests.grids import grid, line
 from tests.oracle import MLP, REORDERED, TOLERANCE, batch
-
-LOADER = """
-import json, sys
-sys.modules.update(dict.fromkeys(("torch", "spmd", "mesh")))
-path, *files = sys.argv[1:]
-sys.path.insert(0, path)
-import numpy as np, spmd_exported
-program = spmd_exported.load(path)
-state, inputs, results = program.state(), [np.load(f) for f in files], []
-"""
-
-
-def without_torch(code: str, path: Path, *inputs: torch.Tensor, num_devices: int) -> Any:
-    """What `code`, after `LOADER`, prints last as JSON; in a process that has JAX and no torch."""
-    files = [path.with_name(f"input{i}.npy") for i in range(len(inputs))]
-    for file, value in zip(files, inputs, strict=True):
-        np.save(file, value.numpy())
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "HOME": str(path.parent)}
-    command = [sys.executable, "-I", "-c", LOADER + code, str(path), *map(str, files)]
-    done = subprocess.run(command, env=environment, cwd=path.parent, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+from tests.without_torch import without_torch
 
 
 def marked_mlp() -> tuple[nn.Module, mesh.Mesh]:
@@ -171,7 +147,7 @@ def no_program(path: Path) -> Path:
 VERSIONS = {"spmd": "9", "jax": "9.9"}
 NOT_LOADED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no file of ours": (lambda p: no_program(p), "is no exported program"),
-    "format": (lambda p: changed(p, format=99), r"has format 99, this loader reads 1\n  written with spmd"),
+    "format": (lambda p: changed(p, format=99), r"has format 99, this loader reads 2\n  written with spmd"),
     "platform": (lambda p: changed(p, platforms=["tpu"]), r"is a program for tpu, these devices are cpu(?s:.*)platforms=\(\"cpu\",\)"),
     "devices": (
         lambda p: changed(p, mesh={"shape": [512], "axes": ["data"]}),

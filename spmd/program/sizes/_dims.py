@@ -29,6 +29,7 @@ class Dim:
         masked_by_model: the model masks what is padding itself: tensors are padded with `fill`, nothing is proved, and a result comes as
             the model made it.
         fill: what padding holds.
+        min: the smallest size; a call with a smaller one is an error.
 
     Raises:
         SpmdError: these say nothing.
@@ -39,11 +40,15 @@ class Dim:
     buckets: tuple[int, ...] | None = None
     masked_by_model: bool = False
     fill: float = 0
+    min: int = 1
 
     def __post_init__(self) -> None:
         if not self.name or type(self.max) is not int or self.max < 1:
             what = f"Dim({self.name!r}, max={self.max!r}) is no dim with a largest size"
             raise SpmdError(message(what, fix='spmd.Dim("batch", max=64)'))
+        if type(self.min) is not int or not 1 <= self.min <= self.max:
+            what = f"the smallest size of dim {self.name!r} is from 1 to its largest"
+            raise SpmdError(message(what, f"min={self.min!r}, max={self.max}", fix=f"spmd.Dim({self.name!r}, min=1, max={self.max})"))
         if self.buckets is not None:
             sizes = tuple(self.buckets)
             if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1 or sizes[-1] != self.max:
@@ -158,12 +163,15 @@ class AskedDims:
                 if known != size:
                     what = f"dim {name!r} has two sizes in one call"
                     raise SpmdError(message(what, f"{first} is {known}, {where} is {size}", fix="give the second one a name of its own"))
-                if not 1 <= size <= self.dims[name].max:
-                    limit = self.dims[name].max
-                    what = f"dim {name!r} has size {size}, which is not within 1 and {limit}"
-                    raise SpmdError(
-                        message(what, f"{where}, shape {tuple(named.tensor.shape)}", fix=f"spmd.Dim({name!r}, max={max(size, 1)})")
+                dim = self.dims[name]
+                if not dim.min <= size <= dim.max:
+                    what = f"dim {name!r} has size {size}, which is not within {dim.min} and {dim.max}"
+                    fix = (
+                        f"spmd.Dim({name!r}, max={max(size, 1)})"
+                        if dim.min == 1
+                        else f"spmd.Dim({name!r}, min={max(min(size, dim.min), 1)}, max={max(size, dim.max)})"
                     )
+                    raise SpmdError(message(what, f"{where}, shape {tuple(named.tensor.shape)}", fix=fix))
         return {name: size for name, (size, _) in sizes.items()}
 
 

@@ -186,6 +186,10 @@ class Evaluation:
         if eqn.name in _CALLS:
             inner = next(k for k, v in eqn.first.params.items() if is_jaxpr(v))
             return self.call(eqn.param(inner), operands)
+        return self.operation(eqn, operands)
+
+    def operation(self, eqn: Equation, operands: list[Padded]) -> list[Padded]:
+        """What an equation that calls no other function makes of its operands."""
         applied = RULES.get(eqn.name)
         if not eqn.has_sizes() and (applied is None or eqn.name not in LOOPS):
             arrays = eqn.bind(*(v.array for v in operands))

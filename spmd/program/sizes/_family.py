@@ -48,6 +48,16 @@ class Family:
         self._needs: dict[tuple[Values, int], None] = {}
         self._made: dict[tuple[int, ...], tuple[Any, list[Dims], Room]] = {}
 
+    @property
+    def traces(self) -> tuple[Points, list[Any]]:
+        """The points, and the closed jaxpr of each trace."""
+        return self._points, self._jaxprs
+
+    @property
+    def asked(self) -> tuple[list[Values], list[Any]]:
+        """The sizes that Python read, at each point, and what it asked of them with the answers."""
+        return self._asked
+
     def _leaf(self, same: Sequence[Leaf]) -> Leaf:
         """One leaf of the result, as a function of the sizes where it is a Python integer made of them."""
         first = same[0]

@@ -1,0 +1,261 @@
+"""What `spmd.export` traces: a program for the example's sizes, or one for all sizes that `dynamic=` allows. Nothing is compiled.
+
+Note [Sizes in a file]
+Where sizes vary, the function is traced at a few of them and the traces become one program over symbols (`sizes._symbolic`). It holds for
+sizes of 2 and more for which no dim in it has fewer than two elements, and for which Python's questions have the answers of the traces.
+The few sizes of a name for which this is not so (1, which broadcasts; 2 where the function takes `x[1:]`) get programs of their own, in
+which the other names still vary. What stays out is refused here, or, for several names at once, by the loader.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd.base._errors import SpmdError, TraceError, message, place_of
+from spmd.base._torch_late import without_dynamo
+from spmd.base._underway import underway
+from spmd.interop._exported_program import value_of
+from spmd.program._job_checks import compiling
+from spmd.program._program import Options, Program
+from spmd.program._step import Step, uncollected
+from spmd.program.reuse._signature import Signature
+from spmd.program.sizes._dims import AskedDims, Named
+from spmd.program.sizes._family import Family
+from spmd.program.sizes._formulas import Inexact, Points
+from spmd.program.sizes._size_reads import sizes_read
+from spmd.program.sizes._sized_arguments import parts_of, replaced, stand_in
+from spmd.program.sizes._symbolic import Range, SymbolicTrace, symbolic
+from spmd.program.trace._way import Way
+from spmd.program.xla._compilation import Making
+
+_MOST_APART = 4  # sizes of a name that get programs of their own
+
+
+class Traced(NamedTuple):
+    """One program of a file.
+
+    Attributes:
+        program: of the trace; where sizes vary, of the first of them.
+        args, kwargs: those of the trace.
+        named: the tensors among them that have sizes that vary.
+        ranges: of each size that varies in it.
+        declared: of each size that varies in the call.
+        trace: over symbols, or None.
+        family: the traces that it is made of, or None.
+    """
+
+    program: Program
+    args: Any
+    kwargs: Any
+    named: Sequence[Named] = ()
+    ranges: Mapping[str, Range] = {}
+    declared: Mapping[str, Range] = {}
+    trace: SymbolicTrace | None = None
+    family: Family | None = None
+
+
+class _TracedProgram(Program):
+    """Never compiled."""
+
+    def _compile(self, arg_buffers: Any, name: str, making: Making) -> Any:
+        for buffer in (*self.written, *self.read, *arg_buffers) if not self.is_ahead else ():
+            self._settle(buffer)
+
+
+class _Varying(NamedTuple):
+    """The sizes at which to trace.
+
+    Attributes:
+        named: by id of what stands for it in the call.
+        limits: for each name, the least and the largest.
+        shift: another number gives other sizes.
+    """
+
+    named: Mapping[int, Named]
+    free: Mapping[str, Range]
+    shift: int
+
+
+class FileTraces(Step[Any, Any]):
+    """The traces of one function for a file."""
+
+    def __init__(self, fn: Callable[..., Any], dynamic: Mapping[str, Any]) -> None:
+        super().__init__(fn, Options(roll=False))
+        self._parameters = inspect.signature(fn)
+        self._asked = AskedDims(dynamic, [*self._parameters.parameters])
+        self._sizes: _Varying | None = None
+        self._family: Family | None = None
+
+    def of_call(self, args: Any, kwargs: Any) -> list[Traced]:
+        """The programs for calls with these arguments: that for most sizes last.
+
+        Raises:
+            SpmdError: a size is not within its dim's.
+            TraceError: it cannot be traced, or not at all of these sizes by few programs.
+        """
+        named = self._asked.found(self._parameters.bind(*args, **kwargs).arguments)
+        if not named:
+            return [Traced(self._program_of(args, kwargs, None), args, kwargs)]
+        declared = self._declared(named)
+        found, seen, waiting = list[Traced](), list[dict[str, int]](), [dict[str, int]()]
+        while waiting:
+            fixed = waiting.pop(0)
+            if fixed not in seen:
+                seen.append(fixed)
+                traced = self._at(args, kwargs, named, declared, fixed)
+                found.insert(0, traced)
+                waiting += [{**fixed, name: size} for name in traced.ranges for size in self._apart(traced, name)]
+        return found
+
+    def _declared(self, named: Sequence[Named]) -> dict[str, Range]:
+        """The sizes that the file will take: multiples of the shards."""
+        sizes = self._asked.sizes(named)
+        multiples = dict.fromkeys(sizes, 1)
+        for one, parts in zip(named, parts_of(named), strict=True):
+            for d, name in one.dims.items():
+                multiples[name] = math.lcm(multiples[name], parts[d])
+        found: dict[str, Range] = {}
+        for name, size in sizes.items():
+            dim, multiple = self._asked.dims[name], multiples[name]
+            found[name] = Range(-(-dim.min // multiple) * multiple, dim.max // multiple * multiple, multiple)
+            if size % multiple:
+                what = f"dim {name!r} has size {size}, and where it lies it is cut into {multiple} parts"
+                raise SpmdError(message(what, "a file takes multiples of these", fix=f"give an example with {name} = {found[name].least}"))
+            if found[name].most < max(found[name].least, 2) + 3 * multiple:  # no formula follows from so few
+                what = f"dim {name!r} varies from {dim.min} to {dim.max} in steps of {multiple}: too little to trace at several sizes"
+                raise SpmdError(message(what, fix="drop it from dynamic=, and export the other sizes too: also=[(x,)]"))
+        return found
+
+    def _at(self, args: Any, kwargs: Any, named: Sequence[Named], declared: Mapping[str, Range], fixed: Mapping[str, int]) -> Traced:
+        """The program with some sizes fixed."""
+        free = {name: Range(max(own.least, 2), own.most, own.multiple) for name, own in declared.items() if name not in fixed}
+        sizes = {**fixed, **{name: own.least for name, own in free.items()}}
+        others = {id(n.tensor): stand_in(n, sizes) for n in named}
+        args, kwargs = replaced(args, kwargs, others, self._way.holders)
+        named = [Named(n.path, others[id(n.tensor)], {d: name for d, name in n.dims.items() if name in free}) for n in named]
+        try:
+            if not free:
+                return Traced(self._program_of(args, kwargs, None), args, kwargs, named, free, declared)
+            return self._symbolic(args, kwargs, named, free, declared)
+        except Inexact as error:
+            raise self._not_for_all(error) from error
+        except Exception as error:
+            if not fixed:
+                raise
+            raise self._not_for(fixed, error) from error
+
+    def _symbolic(self, args: Any, kwargs: Any, named: Sequence[Named], free: Mapping[str, Range], declared: Mapping[str, Range]) -> Traced:
+        varying = {id(n.tensor): n for n in named if n.dims}
+        for shift in (0, 1):  # once more at other points: a size that is the model's own constant can be taken for it
+            try:
+                program = self._program_of(args, kwargs, _Varying(varying, free, shift))
+                assert self._family is not None
+                trace = symbolic(self._family, list(free.values()))
+                return Traced(program, args, kwargs, named, free, declared, trace, self._family)
+            except Inexact as error:
+                if shift or not error.may_depend_on_range:
+                    raise
+        raise AssertionError("the second try returns or raises")
+
+    def _program_of(self, args: Any, kwargs: Any, sizes: _Varying | None) -> Program:
+        self._sizes, self._family = sizes, None
+        self.clear()
+        return self._found(args, kwargs)[0]
+
+    def _compiled(self, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, int]:
+        with compiling(), uncollected(), without_dynamo():
+            if self._sizes is None:
+                captured, buffers = self._traced(call, way)[0], call.buffers
+            else:
+                self._family = self._traced_at(self._sizes, call, way)
+                captured = self._family.captured
+                buffers = captured.arg_buffers
+            return _TracedProgram(captured, buffers, self._options, self._name, (0.0, 0.0), Making()), 1
+
+    def _traced_at(self, varying: _Varying, call: Signature, way: Way) -> Family:
+        traces, reads, names = [], [], tuple(varying.free)
+        points = _points(list(varying.free.values()), varying.shift)
+        for point in points:
+            sizes = dict(zip(names, point, strict=True))
+            others = {i: stand_in(named, sizes) for i, named in varying.named.items()}
+            args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
+            with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
+                traces.append(self._traced(call._replace(args=args, kwargs=kwargs), way)[0])
+            reads.append(read)
+        return Family(names, Points(points), traces, reads, [(own.least, own.most) for own in varying.free.values()])
+
+    def _apart(self, traced: Traced, name: str) -> list[int]:
+        """The sizes of a name for which a program does not hold, whatever the others are.
+
+        Raises:
+            TraceError: they are many.
+        """
+        assert traced.trace is not None
+        own = traced.ranges[name]
+        sizes = np.arange(traced.declared[name].least, own.most + 1, own.multiple)
+        holds = sizes >= own.least
+        for limit in traced.trace.limits:
+            others = [{other: r.most if end else r.least + 3 * r.multiple for other, r in traced.ranges.items()} for end in (0, 1)]
+            holds &= np.any([np.broadcast_to(value_of(limit, {**one, name: sizes}), sizes.shape) for one in others], axis=0)
+        found = [int(n) for n in sizes[~holds]]
+        if len(found) > _MOST_APART:
+            raise self._too_many(name, sizes, holds)
+        return found
+
+    def _too_many(self, name: str, sizes: Any, holds: Any) -> TraceError:
+        groups = itertools.groupby(zip(sizes, holds, strict=True), lambda pair: bool(pair[1]))
+        runs = [[int(n) for n, _ in group] for is_held, group in groups if is_held]
+        text = " and ".join(f"{run[0]} to {run[-1]}" for run in runs) or "none"
+        longest = max(runs, key=len, default=[1, 1])
+        return TraceError(
+            message(
+                f"{self._name} is not one program for all sizes of dim {name!r}",
+                f"what Python asked of the sizes, or a part of few elements, leaves one program for {name} = {text}",
+                fix=f"spmd.Dim({name!r}, min={longest[0]}, max={longest[-1]})",
+            )
+        )
+
+    def _not_for(self, fixed: Mapping[str, int], error: Exception) -> TraceError:
+        listed = ", ".join(f"{name} = {size}" for name, size in fixed.items())
+        name, size = list(fixed.items())[-1]
+        what = f"{self._name} cannot be traced for {listed}, a size that dynamic= allows"
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return TraceError(message(what, first, fix=f"spmd.Dim({name!r}, min={size + 1}, max={self._asked.dims[name].max})"))
+
+    def _not_for_all(self, error: Inexact) -> TraceError:
+        details, equation = [str(error)], error.equation
+        if equation is not None:
+            shapes = ", ".join(str(v.aval) for v in equation.invars)
+            details.insert(0, f"operation {equation.primitive.name} of {shapes}, {place_of(equation.source_info.traceback)}")
+        name, dim = next(iter(self._asked.dims.items()))
+        narrower = f"spmd.Dim({name!r}, min={max(2, dim.max // 2)}, max={dim.max})"
+        return TraceError(
+            message(
+                f"{self._name} is not one program for all sizes that dynamic= allows",
+                *details,
+                fix=f"narrow the sizes, {narrower}, or drop the dim: also=[(x,)] adds sizes",
+            )
+        )
+
+
+def _points(ranges: Sequence[Range], shift: int) -> list[tuple[int, ...]]:
+    """See Note [Points]."""
+    low, high, middle, other = list[int](), list[int](), list[int](), list[int]()
+    for place, (least, most, multiple) in enumerate((r.least, r.most, r.multiple) for r in ranges):
+        first = max(least + shift * multiple, min(3 + 2 * place + 4 * shift, most // 2))
+        low.append(min(-(-first // multiple) * multiple, most - 3 * multiple))
+        high.append(most)
+        steps = (high[-1] - low[-1]) // multiple
+        middle.append(low[-1] + max(2, int(steps * (0.618 + 0.07 * shift))) * multiple)
+        other.append(low[-1] + max(1, int(steps * (0.31 + 0.05 * shift))) * multiple)
+    found = [tuple(low), *(tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low)))]
+    return [*found, tuple(middle), tuple(other)]
+
+
+__all__ = ["FileTraces", "Traced"]

@@ -1,0 +1,227 @@
+"""The traces of one function at several sizes as one program whose sizes are symbols of jax's: `[batch, 4]`, `[batch * seq]`.
+
+Nothing is padded: what differs between the traces is a formula of the sizes (Note [Points]), and the program's equations are recorded
+once more with these formulas of symbols. jax's rules for shapes then prove that an operation has a meaning for all sizes, or refuse it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.errors import InconclusiveDimensionOperation
+
+from spmd.base._convert import exact_dtypes
+from spmd.base._jax import is_jaxpr
+from spmd.program.sizes._evaluate import LOOPS, RULES, Equation, Evaluation, SizeDecides
+from spmd.program.sizes._expressions import Expression, tree_of
+from spmd.program.sizes._family import Family
+from spmd.program.sizes._formulas import Inexact, Points, Values
+from spmd.program.sizes._padded import Padded, Room
+from spmd.program.trace._capture import Captured
+from spmd.program.xla._jaxpr import with_constants_first
+
+_REFUSALS = (InconclusiveDimensionOperation, TypeError, ValueError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The sizes that a name may have: from `least` to `most`, multiples of `multiple`."""
+
+    least: int
+    most: int
+    multiple: int = 1
+
+
+class Symbols:
+    """Sizes as symbols.
+
+    Attributes:
+        points: of the traces.
+        constraints: what holds of them, in the words of `jax.export.symbolic_shape`.
+        sizes: one for each name: a symbol, or a multiple of one.
+    """
+
+    def __init__(self, names: Sequence[str], points: Points, ranges: Sequence[Range], extents: Sequence[Values]) -> None:
+        """`extents`: those that occur in the traces."""
+        self.points = points
+        texts = [_symbol(name, i, own.multiple) for i, (name, own) in enumerate(zip(names, ranges, strict=True))]
+        free = _symbols(texts, ())
+        found = [f"{points.integer(values)(free)} >= 2" for values in extents]
+        for text, own in zip(texts, ranges, strict=True):
+            found += [f"{text} >= {own.least}", f"{text} <= {own.most}"]
+        self.constraints = tuple(dict.fromkeys(found))
+        self.sizes = _symbols(texts, self.constraints)
+
+    def shape(self, shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+        """A shape, from what it is at each point."""
+        return tuple(self.points.integer(tuple(column))(self.sizes) for column in zip(*shapes, strict=True)) if shapes[0] else ()
+
+
+def _symbol(name: str, place: int, multiple: int) -> str:
+    is_word = name.isidentifier() and name.isascii() and name not in ("floordiv", "mod", "max", "min", "non_negative")
+    symbol = name if is_word else f"size{place}"
+    return symbol if multiple == 1 else f"{multiple}*{symbol}"
+
+
+def _symbols(texts: Sequence[str], constraints: Sequence[str]) -> list[Any]:
+    scope = export.SymbolicScope(constraints)
+    return [export.symbolic_shape(text, scope=scope)[0] for text in texts]
+
+
+class SymbolicRoom(Room):
+    """The sizes are symbols."""
+
+    def size(self, values: Values) -> Any:
+        """A quantity, as an expression of the symbols."""
+        return self.points.integer(values)(self.bucket)
+
+
+class SymbolicEvaluation(Evaluation):
+    """Traces evaluated at symbols. Its values have no padding, and carry no dims."""
+
+    def fixed(self, array: Any) -> Padded:
+        return Padded(array, ())
+
+    def operation(self, eqn: Equation, operands: list[Padded]) -> list[Padded]:
+        """The equation at the symbols.
+
+        Raises:
+            Inexact: jax cannot say that it has a meaning for all sizes.
+        """
+        try:
+            if eqn.name == "scan":
+                return self._scan(eqn, operands)
+            if eqn.name in LOOPS:
+                return RULES[eqn.name](self, eqn, operands)
+            return [Padded(array, ()) for array in eqn.bind(*(v.array for v in operands))]
+        except _REFUSALS as error:
+            raise Inexact(f"jax: {str(error).splitlines()[0]}") from error
+
+    def _scan(self, eqn: Equation, operands: list[Padded]) -> list[Padded]:
+        num_consts, num_carry = eqn.fixed("num_consts"), eqn.fixed("num_carry")
+        consts, arrays = operands[:num_consts], [v.array for v in operands[num_consts:]]
+
+        def step(carry: Any, row: Any) -> Any:
+            found = [v.array for v in self.call(eqn.param("jaxpr"), [*consts, *(Padded(a, ()) for a in (*carry, *row))])]
+            return tuple(found[:num_carry]), tuple(found[num_carry:])
+
+        rows = tuple(arrays[num_carry:])
+        length = None if rows else self.room.size(tuple(eqn.param("length")))
+        last, stacked = lax.scan(step, tuple(arrays[:num_carry]), rows, length=length, reverse=eqn.fixed("reverse"))
+        return [Padded(array, ()) for array in (*last, *stacked)]
+
+
+def evaluated(symbols: Symbols, jaxprs: Sequence[Any], consts: Sequence[Sequence[Any]], args: Sequence[Any]) -> list[Any]:
+    """The results of jaxprs, one for each point, at the symbols; inside a trace."""
+    room = SymbolicRoom(symbols.points, symbols.sizes, [jnp.asarray(size, np.int64) for size in symbols.sizes])
+    return [v.array for v in SymbolicEvaluation(room).run(jaxprs, consts, [Padded(array, ()) for array in args])]
+
+
+def extents(jaxprs: Sequence[Any]) -> list[Values]:
+    """The extents of dims, at each point, that are not the same at all."""
+    found: dict[Values, None] = {}
+
+    def visit(opened: Sequence[Any]) -> None:
+        for each in zip(*(j.eqns for j in opened), strict=False):
+            for same in zip(*(one.outvars for one in each), strict=False):
+                shapes = [getattr(v.aval, "shape", ()) for v in same]
+                found.update((tuple(column), None) for column in zip(*shapes, strict=False) if len(set(column)) > 1)
+            for same in zip(*(_functions(one) for one in each), strict=False):
+                visit([getattr(j, "jaxpr", j) for j in same])
+
+    visit([getattr(j, "jaxpr", j) for j in jaxprs])
+    return list(found)
+
+
+def _functions(equation: Any) -> list[Any]:
+    """The traced functions among the parameters of an equation."""
+    found: list[Any] = []
+    for value in equation.params.values():
+        found.extend(v for v in (value if isinstance(value, tuple) else (value,)) if is_jaxpr(v))
+    return found
+
+
+@dataclass(frozen=True)
+class SymbolicTrace:
+    """The traces of a family as one.
+
+    Attributes:
+        captured: the first of them, its jaxpr over symbols.
+        symbols: these.
+        limits: what must be true of the sizes of a call, as plain data.
+    """
+
+    captured: Captured
+    symbols: Symbols
+    limits: list[Any]
+
+
+def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
+    """One program for all sizes in these ranges for which its limits hold.
+
+    Raises:
+        Inexact: it is not proved that there is one; with the equation.
+    """
+    captured, (points, closed_jaxprs) = family.captured, family.traces
+    jaxprs = [c.jaxpr for c in closed_jaxprs]
+    _require_alike(jaxprs)
+    own = extents(closed_jaxprs)
+    symbols = Symbols(family.names, points, ranges, own)
+    kept = [i for i, b in enumerate(captured.const_buffers) if b is not None]
+    consts = [list(column) for column in zip(*(c.consts for c in closed_jaxprs), strict=True)]
+
+    def run(state: list[Any], given: list[Any]) -> list[Any]:
+        for i, value in zip(kept, state, strict=True):
+            consts[i] = [value] * len(jaxprs)
+        return evaluated(symbols, jaxprs, [list(c) for c in zip(*consts, strict=True)] or [[]] * len(jaxprs), given)
+
+    def example(same: Sequence[Any]) -> Any:
+        return jax.ShapeDtypeStruct(symbols.shape([v.aval.shape for v in same]), same[0].aval.dtype)
+
+    with exact_dtypes():
+        closed = jax.make_jaxpr(run)(
+            [example([j.constvars[i] for j in jaxprs]) for i in kept],
+            [example(same) for same in zip(*(j.invars for j in jaxprs), strict=True)],
+        )
+    closed = with_constants_first(closed, len(kept))
+    buffers = [captured.const_buffers[i] for i in kept]
+    found = replace(captured, jaxpr=closed, const_buffers=[*buffers, *([None] * (len(closed.consts) - len(kept)))])
+    return SymbolicTrace(found, symbols, _limits(family, own))
+
+
+def _require_alike(jaxprs: Sequence[Any]) -> None:
+    """Raise SizeDecides with the first equation that another size has not."""
+    for each in itertools.zip_longest(*(j.eqns for j in jaxprs)):
+        if None in each or any(one.primitive is not each[0].primitive for one in each):
+            error = SizeDecides("the size decides what is computed")
+            longest = max(range(len(jaxprs)), key=lambda i: len(jaxprs[i].eqns))
+            error.equation = each[longest]  # what the others leave out
+            raise error
+
+
+def _limits(family: Family, own: Sequence[Values]) -> list[Any]:
+    """Dims keep two elements, as one would broadcast; what Python asked of sizes has the answers of the traces."""
+    sizes = [Expression(name) for name in family.names]
+    points, _ = family.traces
+    known = [points.integer(values)(sizes) for values in own]
+    found = [number >= 2 for number in known if number.tree not in family.names]  # a size itself is within its range
+    leaves, asked = family.asked
+    numbers = [points.integer(values)(sizes) for values in leaves]
+    for tree, answer in asked:
+        try:
+            question = tree(numbers)
+        except TypeError as error:
+            raise Inexact(f"Python asks of a size what a file cannot ask again: {error}") from error
+        if isinstance(question, Expression):
+            found.append(question == answer)
+    return list({str(limit.tree): tree_of(limit) for limit in found}.values())
+
+
+__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "symbolic"]

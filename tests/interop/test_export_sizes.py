@@ -1,0 +1,311 @@
+"""`spmd.export(dynamic=...)`: one file for all sizes, with CPU torch's numbers; what is refused, and what the loader says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd
+from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
+from spmd.interop import _exported_program
+from tests.grids import grid
+from tests.oracle import MLP, TOLERANCE, assert_same, batch, twins
+from tests.without_torch import without_torch
+
+BATCH, SEQ = spmd.Dim("batch", max=64), spmd.Dim("seq", min=3, max=16)
+ROWS: dict[str, Any] = {"x": {0: BATCH}, "y": {0: "batch"}}
+CLOSE = TOLERANCE[torch.float32]
+
+
+def load(path: Path) -> Any:
+    return _exported_program.load(str(path))
+
+
+def assert_close(got: Any, want: torch.Tensor) -> None:
+    assert tuple(got.shape) == tuple(want.shape)
+    np.testing.assert_allclose(np.asarray(got), want.detach().numpy(), *CLOSE)
+
+
+def stepping(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(out, y, label_smoothing=0.1) + torch.softmax(out, 0).var(0, correction=0).mean()
+        loss.backward()
+        optimizer.step()
+        return loss, out
+
+    return train_step
+
+
+def test_a_training_step_is_one_file_for_every_batch(tmp_path: Path) -> None:
+    host, device = twins(lambda: nn.Sequential(MLP(), nn.LayerNorm(8)))
+    path = spmd.export(stepping(device), (batch(5, 8), torch.arange(5) % 8), tmp_path / "step.spmd", dynamic=ROWS)
+    expected = stepping(host)
+    xs = [batch(size, 8, seed=size) for size in (5, 1, 17)]
+    code = """
+for x in inputs:
+    state, (loss, out) = program(state, x, np.arange(len(x)) % 8)
+    results.append([float(loss), np.asarray(out).tolist()])
+print(json.dumps([results, np.asarray(state["0.up.weight"]).tolist()]))
+"""
+    results, weight = without_torch(code, path, *xs, num_devices=1)
+    for x, (loss, out) in zip(xs, results, strict=True):
+        want_loss, want = expected(x, torch.arange(len(x)) % 8)
+        np.testing.assert_allclose(loss, want_loss.item(), *CLOSE)
+        assert_close(np.array(out), want)
+    assert_close(np.array(weight), host[0].up.weight)
+
+
+def test_dropout_draws_what_the_step_draws(tmp_path: Path) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5) + torch.rand_like(x)
+
+    torch.manual_seed(3)
+    program = load(spmd.export(forward, (batch(4, 6),), tmp_path / "draws.spmd", dynamic={"x": {0: BATCH}}))
+    state = program.state()
+    for size in (4, 7, 1):
+        state, out = program(state, batch(size, 6).numpy())
+        assert_close(out, forward(batch(size, 6).to("jax")).cpu())
+
+
+def language(p: float = 0.0) -> nn.Module:
+    return GPT(GPTConfig(vocabulary=32, seq=16, width=16, layers=1, heads=2, dropout=p))
+
+
+def language_step(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train_step(ids: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["one device", "sharded"])
+def test_a_language_model_with_batch_and_sequence_at_once(is_sharded: bool, tmp_path: Path, num_devices: int) -> None:
+    host, device = twins(language)
+    ids = (torch.arange(4 * 9) * 7 % 32).view(4, 9)
+    given = ids.to("jax")
+    if is_sharded:
+        m = grid()
+        spmd.shard_module(device, m, SHARDINGS)
+        given = spmd.mark_sharding(given, m, ("data", None))
+    dims = {"ids": {0: spmd.Dim("batch", max=32), 1: SEQ}}
+    program = load(spmd.export(language_step(device), (given,), tmp_path / "lm.spmd", dynamic=dims))
+    expected, state = language_step(host), program.state()
+    least = program.manifest["sizes"]["batch"][0]
+    for B, T in ((8, 16), (least, 4)):
+        ids = (torch.arange(B * T) * 5 % 32).view(B, T)
+        state, loss = program(state, ids.numpy())
+        assert_close(loss, expected(ids))
+    assert_close(state["blocks.0.mlp.up.weight"], host.get_parameter("blocks.0.mlp.up.weight"))
+    if is_sharded and num_devices > 1:
+        with pytest.raises(ValueError, match=r"batch is 3 in args\[0\], the program takes \d to 32 in multiples of \d"):
+            program(state, np.zeros((3, 9), np.int64))
+
+
+def heads(x: torch.Tensor, i: torch.Tensor) -> Any:
+    """What no bucket could have: a problem of linear algebra, max pooling, along the dim that varies."""
+    pooled = F.max_pool1d(x.t()[None], 3, 1, 1)
+    return (
+        torch.linalg.svdvals(x @ x.t() + torch.eye(x.shape[0], device=x.device)),
+        pooled,
+        x.sort(0),
+        x[i].cumsum(0),
+        x.index_add(0, i, x[i]),
+    )
+
+
+def rows(x: torch.Tensor, i: torch.Tensor) -> Any:
+    B = x.shape[0]
+    return F.pad(x, (0, 0, 1, 2)).roll(1, 0), x.view(B, 2, 3).flip(0).reshape(B * 2, 3), x - x.mean(0), torch.cat([x, x[1:]]), x.argmax(0)
+
+
+def attention(x: torch.Tensor, i: torch.Tensor) -> Any:
+    q = x.view(1, -1, 2, 3).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True), torch.softmax(x @ x.t(), -1), F.one_hot(i, 7)
+
+
+@pytest.mark.parametrize("fn", [heads, rows, attention])
+def test_operations_along_a_dim_that_varies(fn: Callable[..., Any], tmp_path: Path) -> None:
+    def values(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(size, 6, seed=size), torch.arange(size) * 3 % min(size, 7)
+
+    dims = {"x": {0: BATCH}, "i": {0: "batch"}}
+    program = load(spmd.export(fn, values(5), tmp_path / "fn.spmd", dynamic=dims))
+    state = program.state()
+    for size in (1, 2, 3, 9, 64):
+        x, i = values(size)
+        found = program(state, x.numpy(), i.numpy())[1]
+        flat = [leaf for part in found for leaf in (part if isinstance(part, (tuple, list)) else (part,))]
+        want = [leaf for part in fn(x, i) for leaf in (part if isinstance(part, tuple) else (part,))]
+        for one, other in zip(flat, want, strict=True):
+            assert_close(one, other)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(F.relu(self.norm(self.conv(x))), 2).amax((2, 3))
+
+
+def test_images_of_any_height(tmp_path: Path) -> None:
+    host, device = twins(lambda: Pooled().eval())
+    dims = {"x": {0: BATCH, 2: spmd.Dim("height", min=4, max=37)}}
+    program = load(spmd.export(device, (batch(2, 3, 8, 8),), tmp_path / "image.spmd", dynamic=dims))
+    for B, H in ((2, 8), (1, 5), (3, 31), (4, 4)):
+        x = batch(B, 3, H, 8, seed=H)
+        assert_close(program(program.state(), x.numpy())[1], host(x))
+
+
+def test_numbers_made_of_sizes_are_those_of_the_call(tmp_path: Path) -> None:
+    def count(batches: dict[str, torch.Tensor], scale: float) -> dict[str, Any]:
+        n = batches["x"].shape[0]
+        return {"n": n * 2 - 1, "root": n**0.5, "x": batches["x"] * n * scale}
+
+    dims = {"batches": {"x": {0: BATCH}}}
+    program = load(spmd.export(count, ({"x": batch(4, 2)}, 0.5), tmp_path / "count.spmd", dynamic=dims))
+    for size in (1, 3, 50):
+        found, want = program({}, {"x": batch(size, 2).numpy()}, 0.5)[1], count({"x": batch(size, 2)}, 0.5)
+        assert (found["n"], found["root"]) == (want["n"], want["root"])
+        assert_close(found["x"], want["x"])
+
+
+def test_a_step_that_was_compiled_with_sizes_has_them_in_its_file(tmp_path: Path) -> None:
+    step = spmd.compile(lambda x: x - x.mean(0), dynamic={"x": {0: BATCH}})
+    program = load(spmd.export(step, (batch(4, 3),), tmp_path / "step.spmd"))
+    assert_close(program({}, batch(9, 3).numpy())[1], batch(9, 3) - batch(9, 3).mean(0))
+    assert "sizes: batch 1 to 64" in str(program)
+    assert "args[0]: float32[batch, 3]" in str(program)
+    fixed = load(spmd.export(step, (batch(4, 3),), tmp_path / "fixed.spmd", dynamic={}))
+    with pytest.raises(ValueError, match=r"args\[0\] is float32\[4, 3\]"):
+        fixed({}, batch(9, 3).numpy())
+
+
+def test_other_values_vary_in_size_too(tmp_path: Path) -> None:
+    def scaled(x: torch.Tensor, is_doubled: bool) -> torch.Tensor:
+        return x * 2 if is_doubled else x
+
+    calls = [(batch(4, 3), True), (batch(4, 3), False)]
+    program = load(spmd.export(scaled, calls[0], tmp_path / "two.spmd", also=calls[1:], dynamic={"x": {0: BATCH}}))
+    for is_doubled in (True, False):
+        assert_close(program({}, batch(6, 3).numpy(), is_doubled)[1], scaled(batch(6, 3), is_doubled))
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[0] > 10 else x
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    return x[:12] * 2
+
+
+def equals(x: torch.Tensor) -> torch.Tensor:
+    return x * (2 if True in [x.shape[0] == n for n in range(25, 32)] else 1)
+
+
+def noted(x: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+X: dict[str, Any] = {"x": {0: BATCH}}
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "a branch": (
+        branch,
+        X,
+        r"branch is not one program for all sizes(?s:.*)Python asks(?s:.*)fix: narrow the sizes, spmd.Dim\('batch', min=",
+    ),
+    "a slice": (cut, X, r"cut is not one program for all sizes(?s:.*)operation slice of(?s:.*)in cut(?s:.*)fix: narrow the sizes"),
+    "questions": (equals, X, r"for all sizes of dim 'batch'(?s:.*)batch = 2 to 24 and 32 to 64(?s:.*)spmd.Dim\('batch', min=32, max=64\)"),
+    "a size of 1": (noted, X, r"noted cannot be traced for batch = 1(?s:.*)more than 1 value(?s:.*)spmd.Dim\('batch', min=2, max=64\)"),
+    "too few sizes": (branch, {"x": {0: spmd.Dim("batch", min=4, max=6)}}, r"varies from 4 to 6(?s:.*)too little(?s:.*)also="),
+    "a size of the example": (
+        branch,
+        {"x": {0: spmd.Dim("batch", min=6, max=64)}},
+        r"dim 'batch' has size 5, which is not within 6 and 64",
+    ),
+    "an argument": (branch, {"z": {0: BATCH}}, r"names an argument 'z' that the function does not have"),
+}
+
+
+@pytest.mark.parametrize(("fn", "dynamic", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_one_program_is_refused(fn: Callable[..., Any], dynamic: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(spmd.SpmdError, match=text):
+        spmd.export(fn, (batch(5, 3),), tmp_path / "no.spmd", dynamic=dynamic)
+
+
+@pytest.mark.parametrize(("fn", "least"), [(branch, 11), (cut, 12), (equals, 32), (noted, 2)])
+def test_narrower_sizes_are_one_program(fn: Callable[..., Any], least: int, tmp_path: Path) -> None:
+    dims = {"x": {0: spmd.Dim("batch", min=least, max=64)}}
+    program = load(spmd.export(fn, (batch(40, 3),), tmp_path / "yes.spmd", dynamic=dims))
+    for size in (least, 41, 64):
+        assert_close(program({}, batch(size, 3).numpy())[1], fn(batch(size, 3)))
+    with pytest.raises(ValueError, match=rf"batch is {least - 1} in args\[0\], the program takes {least} to 64"):
+        program({}, batch(least - 1, 3).numpy())
+
+
+def pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.sum() * (3 if x.shape[0] == y.shape[0] else 2) + y.sum()
+
+
+def test_sizes_for_which_python_would_do_something_else_are_refused_by_the_loader(tmp_path: Path) -> None:
+    dims = {"x": {0: BATCH}, "y": {0: spmd.Dim("other", max=64)}}
+    program = load(spmd.export(pairs, (batch(4, 3), batch(5, 3)), tmp_path / "pairs.spmd", dynamic=dims))
+    assert_close(program({}, batch(9, 3).numpy(), batch(8, 3).numpy())[1], pairs(batch(9, 3), batch(8, 3)))
+    with pytest.raises(ValueError, match=r"no program of this file is for batch = 9, other = 9(?s:.*)another answer"):
+        program({}, batch(9, 3).numpy(), batch(9, 3).numpy())
+
+
+NOT_CALLED: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
+    "too many": ((65, 8), (65,), r"batch is 65 in args\[0\], the program takes 1 to 64"),
+    "none": ((0, 8), (0,), r"batch is 0 in args\[0\]"),
+    "two sizes": ((4, 8), (5,), r"batch has two sizes: 4 in args\[0\], 5 in args\[1\]"),
+    "another dim": ((4, 9), (4,), r"args\[0\] is float32\[batch, 8\] in this program, the value is float32\[4, 9\]"),
+    "a rank": ((4, 8, 1), (4,), r"args\[0\] is float32\[batch, 8\] in this program, the value is float32\[4, 8, 1\]"),
+}
+
+
+@pytest.fixture(scope="module")
+def step_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    arguments = batch(5, 8), torch.arange(5)
+    return spmd.export(stepping(MLP().to("jax")), arguments, tmp_path_factory.mktemp("sizes") / "step.spmd", dynamic=ROWS)
+
+
+@pytest.mark.parametrize(("x", "y", "text"), NOT_CALLED.values(), ids=NOT_CALLED)
+def test_sizes_outside_are_clear_errors(x: tuple[int, ...], y: tuple[int, ...], text: str, step_file: Path) -> None:
+    program = load(step_file)
+    with pytest.raises(_exported_program.ExportedProgramError, match=text):
+        program(program.state(), np.zeros(x, np.float32), np.zeros(y, np.int64))
+
+
+def test_the_smallest_size_is_one_that_a_compiled_step_has_too() -> None:
+    step = spmd.compile(lambda x: x[-3:].sum(0), dynamic={"x": {0: spmd.Dim("batch", min=4, max=32)}})
+    for size in (4, 5, 32):
+        assert_same(step(batch(size, 3).to("jax")), batch(size, 3)[-3:].sum(0))
+    with pytest.raises(spmd.SpmdError, match=r"dim 'batch' has size 3, which is not within 4 and 32"):
+        step(batch(3, 3).to("jax"))
+    with pytest.raises(spmd.SpmdError, match=r"the smallest size of dim 'batch' is from 1 to its largest(?s:.*)min=9, max=8"):
+        spmd.Dim("batch", min=9, max=8)
+
+
+def test_the_file_says_what_it_holds_for(step_file: Path) -> None:
+    manifest = load(step_file).manifest
+    assert manifest["sizes"] == {"batch": [1, 64, 1]}
+    assert [part["sizes"] for part in manifest["programs"]] == [{}, {"batch": [2, 64, 1]}]
+    assert json.loads(json.dumps(manifest)) == manifest
