@@ -39,6 +39,9 @@ _TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float8_e5m2fnuz: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 _TO_TORCH: dict[np.dtype[Any], torch.dtype] = {v: k for k, v in _TO_NUMPY.items()}
+_LARGEST_E4M3 = 448.0
+# of what is too large some versions of torch make the largest number, others NaN, as jax does
+_E4M3_SATURATES = bool((torch.tensor(1e4).to(torch.float8_e4m3fn).float() == _LARGEST_E4M3).item())
 # numpy has no such element type in torch's own conversion: travel as bits of the same width
 _AS_BITS = {2: torch.int16, 1: torch.uint8}
 
@@ -75,6 +78,8 @@ def cast(array: Any, dtype: Any) -> Any:
         array = array.astype(np.int8)
     if jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
         return _truncated(array, np.dtype(dtype))
+    if _E4M3_SATURATES and dtype == ml_dtypes.float8_e4m3fn and not jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.clip(array, -_LARGEST_E4M3, _LARGEST_E4M3)  # NaN stays NaN
     return array.astype(dtype)
 
 

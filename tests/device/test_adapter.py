@@ -79,3 +79,35 @@ def test_a_product_with_a_bool_is_one_of_numbers() -> None:
     for run in (products, spmd.compile(products)):
         for got, want in zip(run(x.to("jax"), mask.to("jax")), products(x, mask), strict=True):
             torch.testing.assert_close(got.cpu(), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_a_number_becomes_follows_the_default_dtype(compiled: bool) -> None:
+    def step(i: torch.Tensor) -> list[torch.Tensor]:
+        made = torch.arange(0.0, 1.0, 0.5, device=i.device), torch.ones(2, device=i.device)
+        return [i / 2, i.sqrt(), i * 1.5, torch.where(i > 1, 1.0, 2.0), *made]
+
+    run = spmd.compile(step) if compiled else step
+    i = torch.arange(3)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            expected, found = step(i), run(i.to("jax"))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [r.dtype for r in found] == [r.dtype for r in expected]
+        torch.testing.assert_close([r.cpu() for r in found], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_numbers_too_large_for_eight_bits_become_what_the_cpu_makes_of_them(source: torch.dtype, dtype: torch.dtype) -> None:
+    x = torch.tensor([3.3, 449, 500, -1000, 70000, -1e9, float("inf"), float("nan")])
+    x = x.nan_to_num(7, 8, 9).to(source) if source == torch.int64 else x.to(source)
+    torch.testing.assert_close(x.to("jax").to(dtype).float().cpu(), x.to(dtype).float(), equal_nan=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_a_number_too_large_for_eight_bits_fills_nothing(device: str) -> None:
+    with pytest.raises(RuntimeError, match="without overflow"):
+        torch.full((2,), 1000.0, dtype=torch.float8_e4m3fn, device=device)
