@@ -262,9 +262,7 @@ class Adapter:
             elif name == "memory_format":  # no part of the value, but of what is refused
                 key.append(arg)
         key.extend(map(trace_setting, self.lowering.told))
-        if (default := torch.get_default_dtype()) is not torch.float32:  # what numbers and integers become; nearly always float32
-            key.append(default)
-        found = tuple(key)
+        found = (*key, torch.get_default_dtype())  # what numbers and integers become
         plan = self.plans.get(found)
         if plan is None:
             plan = self._new_plan(args, kwargs, dynamic)

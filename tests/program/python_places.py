@@ -9,9 +9,12 @@ import enum
 import functools
 import operator
 import os
+import queue
 import sys
+import tempfile
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -926,3 +929,166 @@ def in_an_object_that_is_deleted() -> tuple[Read, Write]:
         held.scale = value
 
     return lambda: held.scale, write
+
+
+@place
+def in_a_cached_property_that_is_dropped() -> tuple[Read, Write]:
+    class Settings:
+        value = 2.0
+
+        @functools.cached_property
+        def scale(self) -> float:
+            return self.value
+
+    held = Settings()
+
+    def write(value: float) -> None:
+        held.value = value
+        vars(held).pop("scale", None)
+
+    return lambda: held.scale, write
+
+
+@place
+def in_a_cached_property_that_is_kept() -> tuple[Read, Write]:
+    class Settings:
+        value = 2.0
+
+        @functools.cached_property
+        def scale(self) -> float:
+            return self.value
+
+    held = Settings()
+    return lambda: held.scale, lambda v: setattr(held, "value", v)
+
+
+@place
+def in_a_cached_result_that_is_dropped() -> tuple[Read, Write]:
+    held = Plain()
+
+    @functools.lru_cache
+    def scale(factor: float) -> float:
+        return held.scale * factor
+
+    def write(value: float) -> None:
+        held.scale = value
+        scale.cache_clear()
+
+    return lambda: scale(1.0), write
+
+
+@place
+def in_a_cached_result_of_a_method() -> tuple[Read, Write]:
+    class Settings:
+        value = 2.0
+
+        @functools.lru_cache(maxsize=1)  # noqa: B019
+        def scale(self, *, factor: float) -> float:
+            return self.value * factor
+
+    held = Settings()
+
+    def write(value: float) -> None:
+        held.value = value
+        if value == 5.0:  # until then the old result is used
+            held.scale(factor=2.0)
+
+    return lambda: held.scale(factor=1.0), write
+
+
+@place
+def in_a_registered_function() -> tuple[Read, Write]:
+    @functools.singledispatch
+    def scale(kind: Any) -> float:
+        return 2.0
+
+    held = Plain()
+
+    def write(value: float) -> None:
+        scale.register(Plain, lambda kind: value)
+
+    return lambda: scale(held), write
+
+
+@place
+def in_a_registered_method() -> tuple[Read, Write]:
+    class Settings:
+        @functools.singledispatchmethod
+        def scale(self, kind: Any) -> float:
+            return 2.0
+
+    held = Settings()
+
+    def write(value: float) -> None:
+        vars(Settings)["scale"].register(int, lambda self, kind: value)
+
+    return lambda: held.scale(1), write
+
+
+@place
+def in_a_queue() -> tuple[Read, Write]:
+    held: queue.Queue[float] = queue.Queue()
+    held.put(2.0)
+
+    def read() -> float:
+        value = held.get()
+        held.put(value)
+        return value
+
+    def write(value: float) -> None:
+        held.get()
+        held.put(value)
+
+    return read, write
+
+
+@place
+def in_a_file() -> tuple[Read, Write]:
+    path = os.path.join(tempfile.mkdtemp(), "scale")
+
+    def read() -> float:
+        with open(path) as file:
+            return float(file.read())
+
+    Path(path).write_text("2.0")
+    return read, lambda v: Path(path).write_text(str(v))
+
+
+@place
+def in_a_file_by_its_path() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale"
+    path.write_text("2.0")
+    return lambda: float(path.read_text()), lambda v: path.write_text(str(v))
+
+
+@place
+def in_files_that_exist() -> tuple[Read, Write]:
+    folder = tempfile.mkdtemp()
+    names = {value: os.path.join(folder, str(value)) for value in (3.0, 5.0)}
+
+    def write(value: float) -> None:
+        for name in names.values():
+            Path(name).unlink(missing_ok=True)
+        if value in names:
+            Path(names[value]).touch()
+
+    return lambda: 3.0 if os.path.exists(names[3.0]) else 5.0 if Path(names[5.0]).is_file() else 2.0, write
+
+
+@place
+def in_a_setting_of_torch() -> tuple[Read, Write]:
+    cuda = torch.backends.cuda
+
+    def write(value: float) -> None:
+        cuda.enable_cudnn_sdp(value == 3.0)
+        cuda.allow_fp16_bf16_reduction_math_sdp(value == 5.0)
+
+    write(2.0)
+    return lambda: 2.0 + cuda.cudnn_sdp_enabled() + 3.0 * cuda.fp16_bf16_reduction_math_sdp_allowed(), write
+
+
+@place
+def in_a_setting_that_is_an_attribute() -> tuple[Read, Write]:
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark_limit = 2
+    return lambda: float(cudnn.benchmark_limit), lambda v: setattr(cudnn, "benchmark_limit", int(v))

@@ -26,6 +26,11 @@ REPLACED = {
     "in_a_frozen_set_that_is_replaced",
     "in_a_list_of_a_module",
     "in_a_config_of_a_module_that_is_replaced",
+    "in_a_registered_function",
+    "in_a_registered_method",
+    "in_a_cached_result_of_a_method",
+    "in_a_file",
+    "in_a_file_by_its_path",
 }
 VALUES = (2.0, 2.0, 3.0, 3.0, 2.0, 5.0, 3.0)
 

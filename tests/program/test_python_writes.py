@@ -2,9 +2,11 @@
 
 import array
 import collections
+import contextlib
 import ctypes
 import functools
 import heapq
+import queue
 import threading
 import types
 from collections.abc import Callable
@@ -86,10 +88,23 @@ class State:
         self.module.register_buffer("mean", torch.zeros(2))
         self.tensor: Any = None
         self.bytes = bytearray(2)
+        self.queue: queue.Queue[Any] = queue.Queue()
+        self.queue.put(0)
 
 
 def swap(s: State) -> None:
     s.items, s.name = [*s.items, len(s.items)], s.name + "x"
+
+
+def leave_by(write: Callable[[Any], Any], value: Any) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(write, value)
+
+
+def hooked(x: torch.Tensor, write: Callable[[Any], Any]) -> None:
+    y = x.clone().requires_grad_()
+    y.register_hook(write)
+    (y * y).sum().backward()
 
 
 ROWS: dict[str, Write] = {
@@ -118,6 +133,11 @@ ROWS: dict[str, Write] = {
     "ordered dict": lambda s, x: s.order.move_to_end(next(iter(s.order))),
     "user dict": lambda s, x: s.user.__setitem__("a", s.user["a"] + 1),
     "append": lambda s, x: s.items.append(7),
+    "append, by a library": lambda s, x: list(map(s.items.append, range(2))),
+    "append, by a context": lambda s, x: leave_by(s.items.append, len(s.items)),
+    "set, by a library": lambda s, x: any(map(s.seen.add, [len(s.seen)])),
+    "append, by a hook": lambda s, x: hooked(x, s.items.append),
+    "a queue": lambda s, x: (s.queue.put(s.queue.get() + 1), s.queue.put(x * 2) if s.queue.qsize() < 3 else s.queue.get()),
     "append what was read": lambda s, x: s.items.append(s.items[-1] + 1),
     "extend": lambda s, x: s.items.extend([1, 2]),
     "list +=": lambda s, x: s.items.__iadd__([1]),
@@ -152,6 +172,8 @@ def content(value: Any) -> Any:
         return [(k, content(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple, set, collections.deque)):
         return [content(v) for v in value]
+    if isinstance(value, queue.Queue):
+        return content(value.queue)
     if isinstance(value, Slotted):
         return value.count
     if hasattr(value, "__dict__"):

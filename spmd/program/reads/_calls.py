@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
-from spmd.base._torch import pytree
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._memos import Cache, read_registry
+from spmd.program.reads._outside import asked
 from spmd.program.reads._varying import Varying, fixed, is_noted, is_varying, replaced, with_fixed_keys
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
         return told(recording, inner, args)
+    if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
+        return functools.partial(told(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
     if kind is types.MethodType:
         _python(recording, fn.__func__, (fn.__self__, *args))
         recording.function(fn)
@@ -135,21 +138,13 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         told(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
     elif isinstance(fn, functools._lru_cache_wrapper):
         recording.hand(args)
-        return functools.partial(_cached, recording, fn)
+        return functools.partial(recording.caches.setdefault(id(fn), Cache(fn)).call, recording)
     elif not is_recorded(kind.__module__):
+        recording.ask(fn, asked(fn, args))
         recording.hand(args)
         if not isinstance(fn, torch.nn.Module):
             recording.hand(fn)
     return fn
-
-
-def _cached(recording: Recording, fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a cached function. What it computes now with tensors belongs to the trace: the cache must not keep it."""
-    misses = fn.cache_info().misses
-    result = fn(*args, **kwargs)
-    if fn.cache_info().misses != misses and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-        recording.caches.append(fn)
-    return result
 
 
 def _lists_varying(value: Any) -> bool:
@@ -176,11 +171,13 @@ _STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setde
 def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...]) -> None:
     if is_recorded(fn.__module__):
         recording.function(fn)
+        read_registry(recording, fn)
         return
     if fn.__module__ in _NOT_REPEATED:
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ == "getenv":
         recording.look_into(fn.__globals__["environ"])
+    recording.ask(fn, asked(fn, args))
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
         if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # looks at its tensors alone
@@ -194,6 +191,7 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     if (
         id(fn) in _CLOCKS
         or fn is os.urandom
+        or (fn in (time.strftime, time.asctime) and len(args) == (fn is time.strftime))
         or (isinstance(owner, type) and issubclass(owner, datetime.date) and fn.__name__ in ("now", "utcnow", "today"))
     ):
         raise refused(f"{fn.__qualname__}(): {'random numbers of the host' if fn is os.urandom else 'a clock'}")
@@ -211,6 +209,7 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
 def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
     """A function of a C module."""
     args: Any = given
+    recording.ask(fn, asked(fn, args))
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):
         recording.load_attr(args[0], args[1])
     elif fn in (builtins.setattr, builtins.delattr) and isinstance(args[1], str):
@@ -241,6 +240,7 @@ def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
             recording.iterate(arg)
         return
     if not is_recorded(cls.__module__):
+        recording.ask(cls, asked(cls, args))
         for arg in args:
             recording.hand(arg)
     else:
@@ -389,6 +389,8 @@ def parts_of(value: Any, recording: Recording) -> list[Any]:
         return [value.func, value.args, recording.parts(value, value.keywords)]
     if isinstance(value, types.MethodType):
         return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
+    if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        return [] if isinstance(value.__self__, (type, types.ModuleType)) else [value.__self__]
     if isinstance(value, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
         return []
     is_container = isinstance(value, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))

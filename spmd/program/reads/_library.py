@@ -2,7 +2,7 @@
 
 Code of a library is trusted to depend on its arguments alone; what it is handed counts as read, as deep as it can change. All
 other code is recorded instruction by instruction: the user's, and libraries that keep state in Python which a trace reads
-(torch's modules, optimizers and distributions; Hugging Face; anything unknown).
+(torch's modules, optimizers and distributions; stacks of contexts, queues; Hugging Face; anything unknown).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LIBRARIES = frozenset(
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
 _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package that use it
-_RECORDED = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions")
+_RECORDED = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions", "contextlib", "queue")
 
 
 def is_library(module_name: str | None) -> bool:

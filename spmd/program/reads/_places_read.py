@@ -14,6 +14,7 @@ from spmd.program.find._static import attributes_of
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._outside import Question, place_of
 from spmd.program.reads._places import (
     PLAIN,
     ContentPlace,
@@ -56,6 +57,13 @@ class PlacesRead:
         if key not in place.entries:
             value = place.entries[key] = dict.get(holder, key, ABSENT)
             self._met(value, name)
+
+    def ask(self, holder: Any, question: Question | None) -> None:
+        """Something outside Python's objects was asked of `holder`: its answer is expected in every call."""
+        if question is not None and hash(question[0]) not in self.places:
+            place = place_of(holder, question)
+            if place is not None:
+                self.places[hash(question[0])] = place
 
     def _dict(self, holder: dict[Any, Any], title: str) -> DictPlace:
         place: Any = self.places.get(id(holder))
@@ -181,3 +189,10 @@ class PlacesRead:
         if found is not None:
             self._owners[id(found)] = instance
         return found
+
+
+def is_simple(key: Any) -> bool:
+    """Whether a dict can be asked for the key again without the user's code."""
+    if type(key) is tuple:
+        return all(map(is_simple, key))
+    return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__

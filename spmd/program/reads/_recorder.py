@@ -33,9 +33,11 @@ from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._memos import read_registry
 from spmd.program.reads._number_place import ABSENT, INPUT
-from spmd.program.reads._places import PLAIN, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
-from spmd.program.reads._places_read import PlacesRead
+from spmd.program.reads._outside import setting_of
+from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
+from spmd.program.reads._places_read import PlacesRead, is_simple
 from spmd.program.reads._replaced import Held, replaced
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, with_fixed_keys
 from spmd.program.reads._varying_index import index_of, read_at
@@ -59,7 +61,7 @@ class Recording(PlacesRead):
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
         super().__init__(names, owners, ignored)
         self.advanced: dict[int, tuple[Any, str]] = {}
-        self.caches: list[Any] = []
+        self.caches: dict[int, Any] = {}
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.is_busy = False
         self.choice: Choice | None = None
@@ -105,6 +107,8 @@ class Recording(PlacesRead):
                 self._entry(attributes, name, "a tensor's {}", name)
         elif isinstance(instance, types.ModuleType):
             self._owners[id(instance.__dict__)] = instance
+            if cls is not types.ModuleType:
+                self.ask(instance, setting_of(instance, name))
             self._entry(instance.__dict__, name, f"{instance.__name__}.{{}}", f"{instance.__name__}.{name}")
         elif isinstance(instance, type):
             self._class_attribute(instance.__mro__, name)
@@ -122,6 +126,8 @@ class Recording(PlacesRead):
 
     def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
         found = self._class_attribute(cls.__mro__, name)
+        if isinstance(found, functools.singledispatchmethod):
+            read_registry(self, found.dispatcher)
         if isinstance(found, types.MemberDescriptorType):
             if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
                 title = f"{self._title(instance)}.{name}"
@@ -133,9 +139,9 @@ class Recording(PlacesRead):
                 if isinstance(instance, threading.local):
                     self._content(instance)
                 self._owners[id(attributes)] = instance
-                if isinstance(found, functools.cached_property):
-                    self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
                 self._entry(attributes, name, f"{self._title(instance)}.{{}}", f"{self._title(instance)}.{name}")
+                if isinstance(found, functools.cached_property) and name not in attributes:
+                    self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
 
     def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be read; returns the key and the container to use."""
@@ -155,7 +161,7 @@ class Recording(PlacesRead):
             return
         if id(holder) in self._ignored:
             return
-        if isinstance(holder, dict) and _is_simple(key):
+        if isinstance(holder, dict) and is_simple(key):
             if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
                 self._entry(holder, key, f"{self._title(holder)}[{{!r}}]", f"{self._title(holder)}[{shown_key(key)}]")
                 if isinstance(holder, collections.defaultdict) and key not in holder:
@@ -169,7 +175,7 @@ class Recording(PlacesRead):
             self.look_into(holder)
 
     def contains(self, item: Any, holder: Any) -> None:
-        if isinstance(holder, dict) and _is_simple(item) and type(holder).__contains__ is dict.__contains__:
+        if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
             if not self.journal.is_written(holder, item):
                 self._dict(holder, f"{self._title(holder)}[{{!r}}]").present.setdefault(item, dict.__contains__(holder, item))
         else:
@@ -350,7 +356,7 @@ class Recording(PlacesRead):
             return
         cls = type(holder)
         if isinstance(holder, dict) and (isinstance(cls.__setitem__, types.WrapperDescriptorType) or not is_recorded(cls.__module__)):
-            if key in holder or _is_simple(key):
+            if key in holder or is_simple(key):
                 self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
             else:
                 self.mutate(holder)
@@ -470,13 +476,6 @@ def _static(mro: tuple[type, ...], name: str) -> Any:
     return next((cls.__dict__[name] for cls in mro if name in cls.__dict__), ABSENT)
 
 
-def _is_simple(key: Any) -> bool:
-    """Whether a dict can be asked for the key again without the user's code."""
-    if type(key) is tuple:
-        return all(map(_is_simple, key))
-    return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
-
-
 @contextmanager
 def recorded(
     names: dict[int, str] | None = None, owners: dict[int, Any] | None = None, ignored: set[Any] | None = None
@@ -490,8 +489,8 @@ def recorded(
     finally:
         _swap.restore(swapped)
         recording.journal.undo(recording.is_before)
-        for cached in recording.caches:
-            cached.cache_clear()
+        for cache in recording.caches.values():
+            cache.forget()
 
 
 __all__ = ["Recording", "recorded"]

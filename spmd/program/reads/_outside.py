@@ -1,0 +1,105 @@
+"""What a trace asks of the world outside Python's objects: files, and torch's own settings. It is asked again before each call."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pathlib
+import re
+import stat
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.program.find._static import static_attribute
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._places import PLAIN, ContentPlace
+
+Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # what tells it from others, its title, what answers
+
+_ASKS_OF_FILES = (
+    "exists",
+    "lexists",
+    "isfile",
+    "isdir",
+    "islink",
+    "ismount",
+    "samefile",
+    "getmtime",
+    "getctime",
+    "getsize",
+    "is_file",
+    "is_dir",
+)
+_READS_FILES = {
+    id(fn)
+    for fn in (
+        *(builtins.open, os.stat, os.lstat, os.listdir, os.scandir, os.walk, torch.load),
+        *(np.load, np.loadtxt, np.genfromtxt, np.fromfile, np.memmap),
+    )
+}
+_READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
+_WRITES = frozenset("wxa+")
+_ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|\w+_(enabled|available|allowed)")
+_SMALL = 1 << 16
+_OTHERWISE_IN_A_TRACE = ("torch.compiler", "torch._dynamo", "torch.jit", "torch.fx", "torch.onnx", "torch.export", "torch.random")
+_IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"))
+
+
+def asked(fn: Any, args: tuple[Any, ...]) -> Question | None:
+    """What a call of a library's function asks; None if it asks nothing of the kind."""
+    name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
+    if module.partition(".")[0] == "torch" and _ASKS_OF_TORCH.fullmatch(name) and all(isinstance(a, PLAIN) for a in args):
+        if name in _IN_THE_SIGNATURE or module.startswith(_OTHERWISE_IN_A_TRACE):
+            return None
+        return (id(fn), *args), f"torch's {name}()", partial(_answer, fn, args)
+    return _of_file(fn, name, module, args) if args and isinstance(args[0], (str, bytes, os.PathLike)) else None
+
+
+def setting_of(module: types.ModuleType, name: str) -> Question | None:
+    """A setting that a module computes (`torch.backends.cudnn.benchmark`); None if the attribute is none."""
+    found = static_attribute(type(module), name)
+    if found is None or not (hasattr(type(found), "__get__") and hasattr(type(found), "__set__")) or name.startswith("__"):
+        return None
+    return (id(module), name), f"{module.__name__}.{name}", partial(_answer, getattr, (module, name))
+
+
+def place_of(holder: Any, question: Question) -> ContentPlace | None:
+    """The place of an answer, if it is a plain value."""
+    _, title, answer = question
+    place = ContentPlace(holder, title, answer)
+    return place if isinstance(place.content, (*PLAIN, tuple)) or place.content is ABSENT else None
+
+
+def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question | None:
+    path = args[0]
+    is_method = isinstance(path, pathlib.PurePath) and module.partition(".")[0] == "pathlib"
+    if name in _ASKS_OF_FILES and (is_method or module in ("posixpath", "ntpath", "genericpath", "os.path")):
+        paths = args[:2] if name == "samefile" else args[:1]
+        return (id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
+    if (is_method and name in _READS_OF_PATHS) or id(fn) in _READS_FILES:
+        if name == "open" and any(isinstance(mode, str) and set(mode) & _WRITES for mode in args[1:2]):
+            return None  # what is written is written while the function is traced
+        return ("file", os.fspath(path)), f"the file {os.fspath(path)!r}", partial(_state_of_file, path)
+    return None
+
+
+def _answer(fn: Any, args: tuple[Any, ...]) -> Any:
+    try:
+        return fn(*args)
+    except (OSError, RuntimeError, ValueError):
+        return ABSENT
+
+
+def _state_of_file(path: Any) -> Any:
+    """What tells its content from another. The clock of files is coarse, so of a small one it is the content itself."""
+    try:
+        found = os.stat(path)
+        small = pathlib.Path(os.fsdecode(path)).read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= _SMALL else b""
+    except OSError:
+        return ABSENT
+    return found.st_ino, found.st_size, found.st_mtime_ns, small
