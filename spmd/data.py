@@ -15,6 +15,7 @@ anywhere. Heavy work on the host belongs into the loader's own workers.
 from __future__ import annotations
 
 import inspect
+import json
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, as_spec
+from spmd._padded_batches import Padding
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import SpmdError, message
 from spmd.checkpoint._coordination import Gang, current_gang
@@ -47,6 +49,8 @@ def shard_loader(
     feeds: Literal["slice", "batch"] = "slice",
     check: bool = True,
     gang: Gang | None = None,
+    pad_to: Mapping[Any, Any] | None = None,
+    fill: Any = None,
 ) -> ShardedLoader:
     """Batches of `loader` as device tensors laid out over `mesh`.
 
@@ -62,14 +66,22 @@ def shard_loader(
         feeds: on several processes, whether each one's loader yields its own part of the global batch, or all of it.
         check: on several processes, compare what they feed, and name the one that feeds other or the same data.
         gang: the job's processes; those that jax knows by default.
+        pad_to: sizes that vary, for a model that masks what is padding: for each array of the batch a `Dim`, or the name of one, by the
+            number of its dim. Arrays are padded to the dim's next bucket, so that few shapes arrive, the last short batch's too where dim
+            0 is among them (then `ragged` is not asked). In a job the largest size of all processes counts.
+        fill: what that padding holds: a number, or a dict with one for each array by key; None: the dim's own `fill`, which is 0.
 
     Raises:
-        SpmdError: while iterating: batches do not fit the spec or each other.
+        SpmdError: an option means nothing; while iterating: batches do not fit the spec, pad_to or each other.
     """
     if ragged not in ("error", "drop", "pad") or feeds not in ("slice", "batch") or prefetch < 0:
         what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) has an invalid option"
         raise SpmdError(message(what, fix='ragged is "error", "drop" or "pad", feeds is "slice" or "batch", prefetch is 0 or more'))
-    return ShardedLoader(loader, as_mesh(mesh), spec, prefetch, ragged, feeds, check, current_gang() if gang is None else gang)
+    if pad_to is None and fill is not None:
+        what = f"shard_loader was given fill={fill!r}, and no pad_to that says what is padded"
+        raise SpmdError(message(what, fix='pad_to={"labels": {1: spmd.Dim("seq", max=512)}}'))
+    padding = None if pad_to is None else Padding(pad_to, fill)
+    return ShardedLoader(loader, as_mesh(mesh), spec, prefetch, ragged, feeds, check, current_gang() if gang is None else gang, padding)
 
 
 class ShardedLoader:
@@ -83,11 +95,20 @@ class ShardedLoader:
     per_process = True  # a checkpoint keeps each process's place
 
     def __init__(
-        self, loader: Iterable[Any], mesh: Mesh, spec: Any, prefetch: int, ragged: str, feeds: str, check: bool, gang: Gang
+        self,
+        loader: Iterable[Any],
+        mesh: Mesh,
+        spec: Any,
+        prefetch: int,
+        ragged: str,
+        feeds: str,
+        check: bool,
+        gang: Gang,
+        padding: Padding | None = None,
     ) -> None:
         self.epoch = self.batch = 0
         self._loader, self._mesh, self._spec, self._prefetch = loader, mesh, spec, prefetch
-        self._ragged, self._feeds, self._check, self._gang = ragged, feeds, check, gang
+        self._ragged, self._feeds, self._check, self._gang, self._padding = ragged, feeds, check, gang, padding
         self._full: int | None = None  # elements along dim 0 of a whole batch on this process
         self._streams: dict[str, Any] | None = None  # the loader's own random streams now
         self._began: dict[str, Any] | None = None  # ... and when this pass began
@@ -177,10 +198,11 @@ class ShardedLoader:
             batch = next(source, None)
             place = _place_of(self._loader, source)
         size = _END if batch is None else _size(batch)
-        if not self._goes_on(batch, size):
+        sizes, varying = self._agreed(batch, size)
+        if not self._goes_on(batch, sizes):
             return None
         if batch is None:
-            batch, size = self._padding(), 0
+            batch, size = self._nothing(), 0
         if self._full is None:
             self._full = self._divisible(size) if self._ragged == "pad" else size
         self._template = batch
@@ -188,17 +210,18 @@ class ShardedLoader:
         if self._ragged == "pad":
             mask = np.arange(self._full) < size
             batch = _mapped(batch, lambda value: _padded(value, size, self._full or 0))
+        if self._padding is not None:
+            batch = self._padding.padded(batch, varying, self._parts)
         placed = self._placed(batch, self._spec)
         return (placed if mask is None else (placed, self._array(mask, self._mask_spec()))), place
 
-    def _goes_on(self, batch: Any, size: int) -> bool:
+    def _goes_on(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Whether there is another batch, the same answer on every process."""
-        if self._gang.size > 1:
-            sizes = self._agreed_sizes(batch, size)
-        else:
-            sizes = [size]
         if all(found == _END for found in sizes):
             return False
+        known = self._template if batch is None else batch
+        if self._padding is not None and (known is None or self._padding.has_rows(known)):
+            return True
         full = max(self._full or 0, *sizes)
         short = {index: found for index, found in enumerate(sizes) if found < full}
         if self._full is not None and full > self._full:
@@ -215,14 +238,20 @@ class ShardedLoader:
             )
         return not short or self._ragged == "pad"
 
-    def _agreed_sizes(self, batch: Any, size: int) -> list[int]:
-        """Every process's size; what they feed is compared on the way."""
+    def _agreed(self, batch: Any, size: int) -> tuple[list[int], dict[str, int]]:
+        """Every process's size, and the largest of each name of `pad_to`; what they feed is compared on the way."""
+        varying = {} if self._padding is None or batch is None else self._padding.sizes(batch)
+        if self._gang.size == 1:
+            return [size], varying
         place = str(self._part()) if self._feeds == "slice" else ""
         digest = _digest(batch) if self._check and batch is not None else 0
-        answers = [text.split("|") for text in self._gang.exchange("batch", f"{size}|{digest}|{place}")]
+        names = "" if self._padding is None else f"|{json.dumps(varying)}"
+        answers = [text.split("|", 3) for text in self._gang.exchange("batch", f"{size}|{digest}|{place}{names}")]
         if self._check:
-            self._require_distinct([(int(d), p) for s, d, p in answers if int(s) != _END and int(d)])
-        return [int(found) for found, _, _ in answers]
+            self._require_distinct([(int(d), p) for s, d, p, *_ in answers if int(s) != _END and int(d)])
+        for name, found in (item for _, _, _, *text in answers for item in json.loads(*(text or ["{}"])).items()):
+            varying[name] = max(varying.get(name, 0), found)
+        return [int(found) for found, *_ in answers], varying
 
     def _require_distinct(self, fed: Sequence[tuple[int, str]]) -> None:
         """Processes that hold the same part must feed the same, others must not."""
@@ -259,7 +288,17 @@ class ShardedLoader:
         parts = max(1, len(self._part())) if self._feeds == "slice" else ShardingSpec(self._mesh, self._mask_spec()).num_shards
         return -(-max(size, 1) // parts) * parts
 
-    def _padding(self) -> Any:
+    def _parts(self, path: tuple[Any, ...], dim: int) -> int:
+        """Into how many pieces what this process feeds of a dim is cut."""
+        if dim == 0:
+            return self._divisible(1)
+        spec = self._spec
+        for key in path:
+            spec = _entry(spec, key, type(spec)) if isinstance(spec, dict | list) else spec
+        entries = () if spec is None else tuple(as_spec(spec))
+        return 1 if dim >= len(entries) else ShardingSpec(self._mesh, PartitionSpec(entries[dim])).num_shards
+
+    def _nothing(self) -> Any:
         """A batch of nothing, for a process whose loader ended before the others'."""
         if self._template is None:
             raise SpmdError(message(f"the loader of process {self._gang.index} has no batch", fix="give every process at least one batch"))

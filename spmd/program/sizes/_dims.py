@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mesh._mesh_errors import nearest
@@ -72,7 +73,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Named:
-    """One tensor of a call with dims that vary.
+    """One tensor of a call, or array of a batch, with dims that vary.
 
     Attributes:
         path: the argument's name, and keys into containers.
@@ -80,7 +81,7 @@ class Named:
     """
 
     path: tuple[Any, ...]
-    tensor: torch.Tensor
+    tensor: Any
     dims: Mapping[int, str]
 
     @property
@@ -89,15 +90,16 @@ class Named:
 
 
 class AskedDims:
-    """What `dynamic=` says.
+    """What an option says of dims, `dynamic=` as a rule.
 
     Attributes:
         dims: by name.
     """
 
-    def __init__(self, dynamic: Mapping[str, Any], parameters: Sequence[str] | None) -> None:
+    def __init__(self, dynamic: Mapping[str, Any], parameters: Sequence[str] | None, option: str = "dynamic") -> None:
         """`parameters`: names of the function's arguments; None if it takes any."""
         self.dims: dict[str, Dim] = {}
+        self._option = option
         self._tree = dict(dynamic)
         for argument in dynamic:
             if parameters is not None and argument not in parameters:
@@ -119,12 +121,12 @@ class AskedDims:
         for value in tree.values() if isinstance(tree, Mapping) else (tree,):
             if isinstance(value, str):
                 if value not in self.dims:
-                    what = f"dynamic names a dim {value!r} that is described nowhere{nearest(value, list(self.dims))}"
+                    what = f"{self._option} names a dim {value!r} that is described nowhere{nearest(value, list(self.dims))}"
                     raise SpmdError(message(what, fix=f"spmd.Dim({value!r}, max=512)"))
             elif not isinstance(value, Dim):
                 if not isinstance(value, Mapping):
-                    what = f"dynamic has {value!r} where a dim is described"
-                    raise SpmdError(message(what, fix='dynamic={"x": {0: spmd.Dim("batch", max=64)}}'))
+                    what = f"{self._option} has {value!r} where a dim is described"
+                    raise SpmdError(message(what, fix=f'{self._option}={{"x": {{0: spmd.Dim("batch", max=64)}}}}'))
                 self._require_known(value)
 
     def found(self, arguments: Mapping[str, Any]) -> list[Named]:
@@ -132,10 +134,14 @@ class AskedDims:
         return [named for name, tree in self._tree.items() if name in arguments for named in self._walk((name,), arguments[name], tree)]
 
     def _walk(self, path: tuple[Any, ...], value: Any, tree: Any) -> Iterator[Named]:
-        if isinstance(value, torch.Tensor):
+        title = Named(path, value, {}).title
+        if not isinstance(tree, Mapping):
+            what = f"{self._option} has {tree!r} for {title}, and not for a dim of it"
+            raise SpmdError(message(what, fix=f'{self._option}={{{path[-1]!r}: {{0: spmd.Dim("batch", max=64)}}}}'))
+        if isinstance(value, torch.Tensor | np.ndarray):
             for dim in tree:
                 if type(dim) is not int or not -value.ndim <= dim < value.ndim:
-                    what = f"dynamic names dim {dim!r} of {Named(path, value, {}).title}, which has {value.ndim} dims"
+                    what = f"{self._option} names dim {dim!r} of {title}, which has {value.ndim} dims"
                     raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix="name a dim that it has"))
             yield Named(path, value, {d % value.ndim: n.name if isinstance(n, Dim) else n for d, n in tree.items()})
             return
@@ -143,7 +149,7 @@ class AskedDims:
             try:
                 part = value[key]
             except (KeyError, IndexError, TypeError) as error:
-                what = f"dynamic names {key!r} of {Named(path, torch.empty(0), {}).title}, which has no such item"
+                what = f"{self._option} names {key!r} of {title}, which has no such item"
                 raise SpmdError(
                     message(what, f"it is {type(value).__name__}", fix="name an item that it has, or a tensor's dim")
                 ) from error
