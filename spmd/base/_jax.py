@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.core
+import jax.export
 import jax.extend.core
 
 from mesh._devices import host_device
@@ -23,6 +24,9 @@ try:
     from jax._src.core import trace_ctx as _trace_ctx
     from jax._src.core import trace_state_clean as _trace_state_clean
     from jax._src.export._export import _export_lowered
+    from jax._src.export.shape_poly import BoundsPrecision as _BoundsPrecision
+    from jax._src.export.shape_poly import _bounds_decision as _bounds
+    from jax._src.export.shape_poly import all_dim_vars as _all_dim_vars
     from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
     from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
     from jax._src.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
@@ -305,6 +309,23 @@ def exported_by(jitted: Any, args: Sequence[Any], platforms: Sequence[str], amen
     lowered = traced.lower(lowering_platforms=tuple(platforms), _private_parameters=parameters)
     amend(lowered)
     return _export_lowered(lowered, traced.jaxpr, traced.fun_name)
+
+
+def symbols_in(arrays: Sequence[Any]) -> dict[str, Any]:
+    """The symbols of `jax.export.symbolic_shape` in the shapes of arrays, each as an expression of its own, by name."""
+    kinds = [jax.core.ShapedArray(array.shape, array.dtype) for array in arrays]
+    dims = [n for kind in kinds for n in kind.shape if not isinstance(n, int)]
+    return {name: jax.export.symbolic_shape(name, scope=dims[0].scope)[0] for name in _all_dim_vars(kinds)}
+
+
+def bounds_of(symbol: Any) -> tuple[float, float]:
+    """The least and the largest that a symbol may be."""
+    return _bounds(symbol, _BoundsPrecision.BEST)
+
+
+def size_at(size: Any, values: Mapping[str, int]) -> int:
+    """An expression of symbols where these have values."""
+    return size if isinstance(size, int) else int(size._evaluate(dict(values)))
 
 
 def call_of(exported: Any) -> dict[str, Any]:

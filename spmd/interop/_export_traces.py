@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh._mesh_errors import Noted
 from spmd.base._errors import SpmdError, TraceError, message, place_of
 from spmd.base._torch_late import without_dynamo
 from spmd.base._underway import underway
@@ -30,7 +31,7 @@ from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._size_reads import sizes_read
 from spmd.program.sizes._sized_arguments import parts_of, replaced, stand_in
-from spmd.program.sizes._symbolic import Range, SymbolicTrace, symbolic
+from spmd.program.sizes._symbolic import Range, SymbolicTrace, points_of, symbolic
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
 
@@ -145,6 +146,8 @@ class FileTraces(Step[Any, Any]):
             return self._symbolic(args, kwargs, named, free, declared)
         except Inexact as error:
             raise self._not_for_all(error) from error
+        except Noted:
+            raise
         except Exception as error:
             if not fixed:
                 raise
@@ -180,13 +183,18 @@ class FileTraces(Step[Any, Any]):
 
     def _traced_at(self, varying: _Varying, call: Signature, way: Way) -> Family:
         traces, reads, names = [], [], tuple(varying.free)
-        points = _points(list(varying.free.values()), varying.shift)
+        points = points_of(list(varying.free.values()), varying.shift)
         for point in points:
             sizes = dict(zip(names, point, strict=True))
             others = {i: stand_in(named, sizes) for i, named in varying.named.items()}
             args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
             with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
-                traces.append(self._traced(call._replace(args=args, kwargs=kwargs), way)[0])
+                try:
+                    traces.append(self._traced(call._replace(args=args, kwargs=kwargs), way)[0])
+                except (Noted, Inexact):
+                    raise
+                except Exception as error:
+                    raise self._not_for(sizes, error) from error
             reads.append(read)
         return Family(names, Points(points), traces, reads, [(own.least, own.most) for own in varying.free.values()])
 
@@ -242,20 +250,6 @@ class FileTraces(Step[Any, Any]):
                 fix=f"narrow the sizes, {narrower}, or drop the dim: also=[(x,)] adds sizes",
             )
         )
-
-
-def _points(ranges: Sequence[Range], shift: int) -> list[tuple[int, ...]]:
-    """See Note [Points]."""
-    low, high, middle, other = list[int](), list[int](), list[int](), list[int]()
-    for place, (least, most, multiple) in enumerate((r.least, r.most, r.multiple) for r in ranges):
-        first = max(least + shift * multiple, min(3 + 2 * place + 4 * shift, most // 2))
-        low.append(min(-(-first // multiple) * multiple, most - 3 * multiple))
-        high.append(most)
-        steps = (high[-1] - low[-1]) // multiple
-        middle.append(low[-1] + max(2, int(steps * (0.618 + 0.07 * shift))) * multiple)
-        other.append(low[-1] + max(1, int(steps * (0.31 + 0.05 * shift))) * multiple)
-    found = [tuple(low), *(tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low)))]
-    return [*found, tuple(middle), tuple(other)]
 
 
 __all__ = ["FileTraces", "Traced"]

@@ -5,7 +5,7 @@
     out, buffers = fn.with_buffers(params, buffers, key, x)      # a module that writes to its buffers
 
 The function can be under `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan`, `shard_map`. What Python does in the module it does when
-JAX traces the function, as in any function under `jax.jit`.
+JAX traces the function, as in any function under `jax.jit`. Sizes that are symbols of `jax.export`: see `_symbolic_sizes`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor
 from spmd.device._turn import turn
 from spmd.interop._stand_ins import StandIns, held_by
-from spmd.interop._to_jax import as_jax_container, keeps_64_bits, require_numbers, to_jax
+from spmd.interop._symbolic_sizes import has_symbols
+from spmd.interop._to_jax import as_jax_container, keeps_64_bits, to_jax
 from spmd.interop._torch_gradient import TensorFunction, Tensors
+from spmd.interop._torch_programs import module_on_device
 from spmd.patches._constraints import without_branches
 from spmd.patches._running_averages import counting_on_device
 from spmd.program.trace._host_values import no_host_random
@@ -39,11 +41,12 @@ _NARROW = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def functionalize(module: nn.Module | Callable[..., Any]) -> tuple[Functionalized, Arrays, Arrays]:
+def functionalize(module: nn.Module | Callable[..., Any] | torch.export.ExportedProgram) -> tuple[Functionalized, Arrays, Arrays]:
     """A module as (a JAX function, its parameters, its buffers).
 
     Args:
-        module: on device 'jax'; or a function of tensors, which has no parameters and no buffers. It is not changed, now or by calls.
+        module: on device 'jax'; or a function of tensors, which has no parameters and no buffers; or a program of `torch.export`, on any
+            device: a function of every size that it allows. It is not changed, now or by calls.
 
     Returns:
         `fn`, to be called as `fn(params, buffers, key, *args, **kwargs)`; `params`, a flat dict of what requires grad; `buffers`, of all
@@ -53,6 +56,8 @@ def functionalize(module: nn.Module | Callable[..., Any]) -> tuple[Functionalize
     Raises:
         SpmdError: the module is not on device 'jax', or has float64 values where JAX has no 64-bit types.
     """
+    if isinstance(module, torch.export.ExportedProgram):
+        module = module_on_device(module)
     held = held_by(module) if isinstance(module, nn.Module) else {}
     for name, (tensor, _) in held.items():
         if tensor.device.type != "jax":
@@ -155,8 +160,6 @@ class _Call:
         self.is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         self.static = [None if is_array else leaf for leaf, is_array in zip(leaves, self.is_array, strict=True)]
         self.given = [leaf for leaf, is_array in zip(leaves, self.is_array, strict=True) if is_array]
-        for array in self.given:
-            require_numbers(array)
         self.written: list[str] = []
         self.leaves: list[Any] = []
         self.out_tree: Any = None
@@ -218,7 +221,10 @@ class _Call:
                 raise TraceError(message(what, *called_at(), fix="write to a buffer, or change params outside of the function"))
         self.written = list(written)
         leaves, self.out_tree = pytree.tree_flatten(result)
-        self.leaves = [None if is_device_tensor(leaf) else (leaf,) for leaf in leaves]
+        before, self.leaves = self.leaves, [None if is_device_tensor(leaf) else (leaf,) for leaf in leaves]
+        if has_symbols(self.given) and before not in ([], self.leaves):
+            what = f"{self.name} returns what is another value for another size, and its sizes are symbols"
+            raise SpmdError(message(what, f"{before} and {self.leaves}", fix="return tensors; an array's own shape has its sizes"))
         self._require_plain(leaves)
         return [*(leaf for leaf in leaves if is_device_tensor(leaf)), *(t.detach() for t in written.values())]
 

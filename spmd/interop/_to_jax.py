@@ -95,7 +95,7 @@ def require_numbers(array: Any) -> None:
             message(
                 f"torch code was given an array of shape {array.shape}: a tensor's sizes are numbers",
                 *called_at(),
-                fix="trace it once for each size that you need; jax.jit does so by itself",
+                fix="spmd.functionalize(fn) takes symbols; or trace each size, as jax.jit does by itself",
             )
         )
 

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import varying_axes
 from spmd.device._storage import load, wrap
+from spmd.interop._symbolic_sizes import SymbolicSizes, has_symbols
 from spmd.program.flow._joint import Joint, PureRound, trace_joint
 from spmd.program.flow._round import one_round
 
@@ -41,8 +42,10 @@ class TensorFunction:
         axes = frozenset[str]().union(*map(varying_axes, (*arrays, words)))
         return _values(self, [_varying(a, axes) for a in arrays], _varying(words, axes))
 
-    def joint(self, arrays: Sequence[Any], wanted: Sequence[bool], words: Any) -> Joint:
+    def joint(self, arrays: Sequence[Any], wanted: Sequence[bool], words: Any) -> Joint | SymbolicJoint:
         """Both passes, traced for arrays like these."""
+        if has_symbols(arrays):
+            return SymbolicJoint(self, arrays, wanted, words)
         with exact_dtypes():
             return trace_joint(lambda *tensors: self.fn(list(tensors)), [wrap(a) for a in arrays], wanted, [], words)
 
@@ -59,9 +62,58 @@ class TensorFunction:
         return TensorFunction(run)
 
 
+class SymbolicJoint:
+    """Both passes for arrays whose sizes are symbols: a joint trace for each of a few sizes.
+
+    Attributes:
+        has_gradient: per result, whether it takes a cotangent.
+    """
+
+    def __init__(self, function: TensorFunction, arrays: Sequence[Any], wanted: Sequence[bool], words: Any) -> None:
+        self._function, self._wanted = function, wanted
+        self._sizes = SymbolicSizes(arrays)
+        self._joints: list[Joint] = []
+        self._num_results = 0
+        with exact_dtypes():
+            jax.eval_shape(lambda *flat: self._forward(flat[:-1], flat[-1]), *arrays, words)
+        self.has_gradient = self._joints[0].has_gradient
+
+    def outer_values(self) -> list[Any]:
+        """None: what is read from outside is a constant of each trace."""
+        return []
+
+    def run_forward(self, consts: Sequence[Any], inputs: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
+        """(results, residuals) of arrays."""
+        found = self._forward(inputs, words)
+        return found[: self._num_results], found[self._num_results :]
+
+    def _forward(self, inputs: Sequence[Any], words: Any) -> list[Any]:
+        self._joints.clear()
+
+        def run(*flat: Any) -> list[Any]:
+            joint = self._function.joint(flat[:-1], self._wanted, flat[-1])
+            assert isinstance(joint, Joint)
+            self._joints.append(joint)
+            results, residuals = joint.run_forward(joint.outer_values(), flat[:-1], flat[-1])
+            self._num_results = len(results)
+            return [*results, *residuals]
+
+        return self._sizes.recorded([run] * len(self._sizes.points), [*inputs, words])
+
+    def run_backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of the wanted inputs."""
+        count = len(residuals)
+        runs = [lambda *flat, joint=joint: joint.run_backward(flat[:count], flat[count:]) for joint in self._joints]
+        return self._sizes.recorded(runs, [*residuals, *cotangents])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(function: TensorFunction, arrays: list[Any], words: Any) -> Any:
     """The function without a gradient."""
+    if has_symbols(arrays):
+        with exact_dtypes():
+            sizes = SymbolicSizes(arrays)
+            return sizes.recorded([lambda *flat: _values(function, [*flat[:-1]], flat[-1])] * len(sizes.points), [*arrays, words])
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with exact_dtypes(), one_round(words, PureRound), one_thread, torch.enable_grad():
         return [load(t.detach()) for t in function.fn([wrap(a) for a in arrays])]
@@ -95,7 +147,7 @@ def _dense(cotangent: Any) -> Any:
 class _Static:
     """A function, its joint trace and whose gradients that computes: what residuals have that is no array."""
 
-    def __init__(self, function: TensorFunction, joint: Joint, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...]) -> None:
         self.function, self.joint, self.wanted = function, joint, wanted
 
     def spread(self, gradients: Sequence[Any]) -> list[Any]:
@@ -105,18 +157,20 @@ class _Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _forward(function: TensorFunction, joint: Joint, wanted: tuple[bool, ...], values: list[Any], words: Any) -> Any:
+def _forward(function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...], values: list[Any], words: Any) -> Any:
     """(results, residuals): the forward pass of a joint trace."""
     with exact_dtypes():
         return joint.run_forward(joint.outer_values(), values, words)
 
 
-def _forward_fwd(function: TensorFunction, joint: Joint, wanted: tuple[bool, ...], values: list[Any], words: Any) -> Any:
+def _forward_fwd(function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...], values: list[Any], words: Any) -> Any:
     both: Any = _forward(function, joint, wanted, values, words)
     return both, (values, words, both[1])
 
 
-def _forward_bwd(function: TensorFunction, joint: Joint, wanted: tuple[bool, ...], saved: Any, cotangents: Any) -> tuple[Any, None]:
+def _forward_bwd(
+    function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...], saved: Any, cotangents: Any
+) -> tuple[Any, None]:
     values, words, residuals = saved
     return _pulled(_Static(function, joint, wanted), values, words, residuals, cotangents[0]), None
 

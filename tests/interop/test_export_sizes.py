@@ -224,6 +224,10 @@ def noted(x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
+def most(x: torch.Tensor) -> torch.Tensor:
+    return torch.topk(x, 4, dim=0)[0]
+
+
 X: dict[str, Any] = {"x": {0: BATCH}}
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a branch": (
@@ -234,6 +238,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a slice": (cut, X, r"cut is not one program for all sizes(?s:.*)operation slice of(?s:.*)in cut(?s:.*)fix: narrow the sizes"),
     "questions": (equals, X, r"for all sizes of dim 'batch'(?s:.*)batch = 2 to 24 and 32 to 64(?s:.*)spmd.Dim\('batch', min=32, max=64\)"),
     "a size of 1": (noted, X, r"noted cannot be traced for batch = 1(?s:.*)more than 1 value(?s:.*)spmd.Dim\('batch', min=2, max=64\)"),
+    "an error": (most, X, r"most cannot be traced for batch = 3, a size(?s:.*)selected index k(?s:.*)spmd.Dim\('batch', min=4, max=64\)"),
     "too few sizes": (branch, {"x": {0: spmd.Dim("batch", min=4, max=6)}}, r"varies from 4 to 6(?s:.*)too little(?s:.*)also="),
     "a size of the example": (
         branch,
@@ -250,7 +255,7 @@ def test_what_is_not_one_program_is_refused(fn: Callable[..., Any], dynamic: dic
         spmd.export(fn, (batch(5, 3),), tmp_path / "no.spmd", dynamic=dynamic)
 
 
-@pytest.mark.parametrize(("fn", "least"), [(branch, 11), (cut, 12), (equals, 32), (noted, 2)])
+@pytest.mark.parametrize(("fn", "least"), [(branch, 11), (cut, 12), (equals, 32), (noted, 2), (most, 4)])
 def test_narrower_sizes_are_one_program(fn: Callable[..., Any], least: int, tmp_path: Path) -> None:
     dims = {"x": {0: spmd.Dim("batch", min=least, max=64)}}
     program = load(spmd.export(fn, (batch(40, 3),), tmp_path / "yes.spmd", dynamic=dims))

@@ -118,9 +118,11 @@ class SymbolicEvaluation(Evaluation):
         return [Padded(array, ()) for array in (*last, *stacked)]
 
 
-def evaluated(symbols: Symbols, jaxprs: Sequence[Any], consts: Sequence[Sequence[Any]], args: Sequence[Any]) -> list[Any]:
-    """The results of jaxprs, one for each point, at the symbols; inside a trace."""
-    room = SymbolicRoom(symbols.points, symbols.sizes, [jnp.asarray(size, np.int64) for size in symbols.sizes])
+def evaluated(
+    points: Points, sizes: Sequence[Any], jaxprs: Sequence[Any], consts: Sequence[Sequence[Any]], args: Sequence[Any]
+) -> list[Any]:
+    """The results of open jaxprs, one for each point, at symbols; inside a trace."""
+    room = SymbolicRoom(points, sizes, [jnp.asarray(size, np.int64) for size in sizes])
     return [v.array for v in SymbolicEvaluation(room).run(jaxprs, consts, [Padded(array, ()) for array in args])]
 
 
@@ -171,7 +173,7 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
     """
     captured, (points, closed_jaxprs) = family.captured, family.traces
     jaxprs = [c.jaxpr for c in closed_jaxprs]
-    _require_alike(jaxprs)
+    require_alike(jaxprs)
     own = extents(closed_jaxprs)
     symbols = Symbols(family.names, points, ranges, own)
     kept = [i for i, b in enumerate(captured.const_buffers) if b is not None]
@@ -180,7 +182,7 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
     def run(state: list[Any], given: list[Any]) -> list[Any]:
         for i, value in zip(kept, state, strict=True):
             consts[i] = [value] * len(jaxprs)
-        return evaluated(symbols, jaxprs, [list(c) for c in zip(*consts, strict=True)] or [[]] * len(jaxprs), given)
+        return evaluated(points, symbols.sizes, jaxprs, [list(c) for c in zip(*consts, strict=True)] or [[]] * len(jaxprs), given)
 
     def example(same: Sequence[Any]) -> Any:
         return jax.ShapeDtypeStruct(symbols.shape([v.aval.shape for v in same]), same[0].aval.dtype)
@@ -193,10 +195,10 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
     closed = with_constants_first(closed, len(kept))
     buffers = [captured.const_buffers[i] for i in kept]
     found = replace(captured, jaxpr=closed, const_buffers=[*buffers, *([None] * (len(closed.consts) - len(kept)))])
-    return SymbolicTrace(found, symbols, _limits(family, own))
+    return SymbolicTrace(found, symbols, limits(points, family.names, own, family.asked))
 
 
-def _require_alike(jaxprs: Sequence[Any]) -> None:
+def require_alike(jaxprs: Sequence[Any]) -> None:
     """Raise SizeDecides with the first equation that another size has not."""
     for each in itertools.zip_longest(*(j.eqns for j in jaxprs)):
         if None in each or any(one.primitive is not each[0].primitive for one in each):
@@ -206,22 +208,40 @@ def _require_alike(jaxprs: Sequence[Any]) -> None:
             raise error
 
 
-def _limits(family: Family, own: Sequence[Values]) -> list[Any]:
-    """Dims keep two elements, as one would broadcast; what Python asked of sizes has the answers of the traces."""
-    sizes = [Expression(name) for name in family.names]
-    points, _ = family.traces
+def limits(points: Points, names: Sequence[str], own: Sequence[Values], asked: tuple[Sequence[Values], Sequence[Any]]) -> list[Any]:
+    """What must be true of sizes, as plain data: dims keep two elements, as one would broadcast, and Python's questions their answers.
+
+    Args:
+        own: extents in the traces.
+        asked: sizes that Python read, at each point, and what it asked of them with the answers.
+    """
+    sizes = [Expression(name) for name in names]
     known = [points.integer(values)(sizes) for values in own]
-    found = [number >= 2 for number in known if number.tree not in family.names]  # a size itself is within its range
-    leaves, asked = family.asked
+    found = [number >= 2 for number in known if number.tree not in names]  # a size itself is within its range
+    leaves, questions = asked
     numbers = [points.integer(values)(sizes) for values in leaves]
-    for tree, answer in asked:
+    for tree, answer in questions:
         try:
             question = tree(numbers)
         except TypeError as error:
-            raise Inexact(f"Python asks of a size what a file cannot ask again: {error}") from error
+            raise Inexact(f"Python asks of a size what cannot be asked again: {error}") from error
         if isinstance(question, Expression):
             found.append(question == answer)
     return list({str(limit.tree): tree_of(limit) for limit in found}.values())
 
 
-__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "symbolic"]
+def points_of(ranges: Sequence[Range], shift: int) -> list[tuple[int, ...]]:
+    """Sizes at which to trace. See Note [Points]; `shift`: another number gives others."""
+    low, high, middle, other = list[int](), list[int](), list[int](), list[int]()
+    for place, (least, most, multiple) in enumerate((r.least, r.most, r.multiple) for r in ranges):
+        first = max(least + shift * multiple, min(3 + 2 * place + 4 * shift, most // 2))
+        low.append(min(-(-first // multiple) * multiple, most - 3 * multiple))
+        high.append(most)
+        steps = (high[-1] - low[-1]) // multiple
+        middle.append(low[-1] + max(2, int(steps * (0.618 + 0.07 * shift))) * multiple)
+        other.append(low[-1] + max(1, int(steps * (0.31 + 0.05 * shift))) * multiple)
+    found = [tuple(low), *(tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low)))]
+    return [*found, tuple(middle), tuple(other)]
+
+
+__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "points_of", "require_alike", "symbolic"]

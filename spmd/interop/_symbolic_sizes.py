@@ -1,0 +1,182 @@
+"""Torch code on arrays whose sizes are symbols of `jax.export.symbolic_shape`: traced at a few sizes, and recorded once over the symbols.
+
+Torch's tensors have numbers for sizes. What the traces have in common, as a function of the sizes (Note [Points]), is what is recorded. It
+holds for sizes for which no dim has fewer than two elements, and for which Python's questions have the traces' answers: JAX must be able to
+prove that from the symbols' constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.errors import InconclusiveDimensionOperation
+
+from spmd.base._errors import SpmdError, TraceError, message, place_of
+from spmd.base._jax import bounds_of, size_at, symbols_in
+from spmd.interop._exported_program import value_of
+from spmd.program.sizes._evaluate import SizeDecides
+from spmd.program.sizes._formulas import Inexact, Points
+from spmd.program.sizes._size_reads import SizeReads, sizes_read
+from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of, require_alike
+
+_FAR = 61  # from the least size of a symbol without a largest to the largest that is traced
+Run = Callable[..., list[Any]]
+
+
+def has_symbols(arrays: Sequence[Any]) -> bool:
+    """Whether a size of an array is no number."""
+    return any(not isinstance(n, int) for array in arrays for n in array.shape)
+
+
+class SymbolicSizes:
+    """The symbols in the shapes of some arrays, and the sizes at which what is called with them is traced.
+
+    Attributes:
+        points: for each trace, the size of each symbol.
+    """
+
+    def __init__(self, arrays: Sequence[Any], shift: int = 0) -> None:
+        self._symbols = symbols_in(arrays)
+        ranges = [self._range(name, symbol) for name, symbol in self._symbols.items()]
+        self.points = points_of(ranges, shift)
+
+    def _range(self, name: str, symbol: Any) -> Range:
+        low, high = bounds_of(symbol)
+        least = max(2, int(low))
+        most = least + _FAR if high == float("inf") else int(high)
+        if most < least + 3:
+            what = f"symbol {name!r} is from {int(low)} to {most}: too little to trace at several sizes"
+            raise TraceError(message(what, fix="trace the function for each size: jax.jit does so by itself"))
+        return Range(least, most)
+
+    def recorded(self, runs: Sequence[Run], arrays: Sequence[Any]) -> list[Any]:
+        """What functions of flat arrays return, one for each point, recorded over the symbols.
+
+        Raises:
+            TraceError: they are not proved to be one program for all sizes that the symbols may have.
+        """
+        jaxprs, reads = list[Any](), list[SizeReads]()
+        for point, run in zip(self.points, runs, strict=True):
+            values = dict(zip(self._symbols, point, strict=True))
+            examples = [jax.ShapeDtypeStruct(tuple(size_at(n, values) for n in a.shape), a.dtype) for a in arrays]
+            with sizes_read() as read:
+                jaxprs.append(_traced(run, examples, values))
+            reads.append(read)
+        try:
+            return self._evaluated(jaxprs, reads, arrays)
+        except Inexact as error:
+            raise _refused(error) from error
+
+    def _evaluated(self, jaxprs: Sequence[Any], reads: Sequence[SizeReads], arrays: Sequence[Any]) -> list[Any]:
+        opened, points = [closed.jaxpr for closed in jaxprs], Points(self.points)
+        require_alike(opened)
+        asked = _asked(reads)
+        self._require(limits(points, list(self._symbols), extents(jaxprs), asked))
+        return evaluated(points, list(self._symbols.values()), opened, [closed.consts for closed in jaxprs], arrays)
+
+    def _require(self, found: Sequence[Any]) -> None:
+        """Raise where JAX cannot prove a limit, or that a symbol is at least 2."""
+        unknown = [f"{name} >= 2" for name, symbol in self._symbols.items() if bounds_of(symbol)[0] < 2]
+        for limit in found:
+            try:
+                is_true = _decided(limit, self._symbols)
+            except InconclusiveDimensionOperation:
+                is_true = False
+            if not is_true:
+                unknown.append(_text(limit, self._symbols))
+        if unknown:
+            constraints = [text.replace("!=", ">") for text in dict.fromkeys(unknown)]
+            raise TraceError(
+                message(
+                    "torch code is one program for the sizes of these symbols only where more is known of them",
+                    *(f"not known: {text}" for text in dict.fromkeys(unknown)),
+                    "a dim of one element would broadcast, and what Python asks of a size must have one answer",
+                    fix=f"jax.export.symbolic_shape({', '.join(self._symbols)!r}, constraints={constraints!r})",
+                )
+            )
+
+
+def _traced(run: Run, examples: Sequence[Any], values: Mapping[str, int]) -> Any:
+    try:
+        return jax.make_jaxpr(run)(*examples)
+    except SpmdError:
+        raise
+    except Exception as error:
+        listed = ", ".join(f"{name} = {size}" for name, size in values.items())
+        name, size = next(iter(values.items()))
+        raise TraceError(
+            message(
+                f"torch code raises {type(error).__name__} for {listed}, which the symbols may be",
+                str(error).partition("\n")[0],
+                fix=f"narrow them: jax.export.symbolic_shape({', '.join(values)!r}, constraints=['{name} >= {size + 1}'])",
+            )
+        ) from error
+
+
+def _asked(reads: Sequence[SizeReads]) -> tuple[list[tuple[int, ...]], list[Any]]:
+    """The sizes that Python read, at each point, and its questions, which the traces have in common."""
+    if len({len(r.leaves) for r in reads}) > 1 or len({len(r.asked) for r in reads}) > 1:
+        raise SizeDecides("Python does something else for another size")
+    for same in zip(*(r.asked for r in reads), strict=True):
+        if len({answer for _, answer in same}) > 1:
+            raise SizeDecides("Python asks something of a size, with another answer for another size")
+    return [tuple(column) for column in zip(*(r.leaves for r in reads), strict=True)], list(reads[0].asked)
+
+
+def _decided(limit: Any, symbols: Mapping[str, Any]) -> bool:
+    """Whether a limit is true of symbols.
+
+    Raises:
+        InconclusiveDimensionOperation: of some of their values only, for all that JAX knows.
+    """
+    sign, one, other = limit
+    if isinstance(other, bool):
+        return _decided(one, symbols) == other
+    if sign not in ("==", "!="):
+        return bool(value_of(limit, symbols))
+    first, second = value_of(one, symbols), value_of(other, symbols)
+    if first == second:  # in JAX: for all values
+        return sign == "=="
+    if _is_above(first, second) or _is_above(second, first):
+        return sign == "!="
+    raise InconclusiveDimensionOperation(f"{first} {sign} {second}")
+
+
+def _is_above(first: Any, second: Any) -> bool:
+    try:
+        return bool(first >= second + 1)
+    except InconclusiveDimensionOperation:
+        return False
+
+
+_NOT = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "=="}
+
+
+def _text(limit: Any, symbols: Mapping[str, Any]) -> str:
+    """A limit in the words of `jax.export.symbolic_shape`, which has none for "!="."""
+    sign, one, other = limit
+    if isinstance(other, bool):
+        sign, one, other = one if other else (_NOT[one[0]], *one[1:])
+    first, second = value_of(one, symbols), value_of(other, symbols)
+    texts = {"<": f"{second} >= {first + 1}", ">": f"{first} >= {second + 1}", "<=": f"{second} >= {first}"}
+    return texts.get(sign, f"{first} {sign} {second}")
+
+
+def _refused(error: Inexact) -> TraceError:
+    details = [str(error)]
+    if error.equation is not None:
+        shapes = ", ".join(str(v.aval) for v in error.equation.invars)
+        where = place_of(error.equation.source_info.traceback)
+        details.insert(0, f"operation {error.equation.primitive.name} of {shapes}, {where}")
+    return TraceError(
+        message(
+            "torch code is not one program for all sizes that the symbols may have",
+            *details,
+            fix='narrow them, jax.export.symbolic_shape("b, 4", constraints=["b >= 8"]), or trace each size: jax.jit does so by itself',
+        )
+    )
+
+
+__all__ = ["SymbolicSizes", "has_symbols"]
