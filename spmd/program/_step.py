@@ -241,7 +241,7 @@ class Step(Compiled, Generic[P, R]):
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
-        return signature(args, kwargs, self._programs.state, self._way.holders, self._varying_arguments)
+        return signature(args, kwargs, self._programs.state, self._way.holders, self._varying_arguments, self._way.attributes)
 
     def _note_numbers(self, key: Any) -> bool:
         """If a program is there for other numbers among the arguments: from now on these are inputs. Whether any became one."""

@@ -131,3 +131,19 @@ def test_an_optimizer_made_anew_by_each_trace_is_refused() -> None:
 
     with pytest.raises(spmd.TraceError, match="makes its own SGD"):
         spmd.compile(step)(batch(4, 8).to("jax"))
+
+
+def test_a_module_without_shapes_yet_is_refused_by_name_and_runs_when_it_has_them() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh()).to("jax")
+    x = torch.ones(3, 4, device="jax")
+    step = spmd.compile(lambda x: model(x))
+    with pytest.raises(spmd.TraceError, match="module '0', LazyLinear, has parameters without a shape"):
+        step(x)
+    assert type(model[0]) is nn.LazyLinear
+    expected = model(x)
+    torch.testing.assert_close(step(x).cpu(), expected.detach().cpu())
+
+
+def test_a_module_without_shapes_that_does_not_run_is_left_alone() -> None:
+    models = [nn.LazyLinear(2).to("jax"), nn.Identity()]
+    assert spmd.compile(lambda x: models[1](x) * 2)(torch.ones(1, device="jax")).item() == 2

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._objects import flatten
@@ -112,7 +113,7 @@ class Reachable:
         named = [(f"{n}.{k}", t) for n, m in self.all_modules() for r in ("_parameters", "_buffers") for k, t in m.__dict__[r].items()]
         named.extend(("a parameter of an optimizer", p) for o in self.optimizers for group in o.param_groups for p in group["params"])
         named.extend(("a tensor that the function reads", t) for t in self.tensors.values())
-        yield from {id(t): (name, t) for name, t in reversed(named) if t is not None}.values()
+        yield from {id(t): (name, t) for name, t in reversed(named) if t is not None and not is_lazy(t)}.values()
 
     def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module under the roots, once, with its qualified name."""

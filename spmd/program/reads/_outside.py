@@ -44,7 +44,7 @@ _READS_FILES = {
 }
 _READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
 _WRITES = frozenset("wxa+")
-_ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|\w+_(enabled|available|allowed)")
+_ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
 _SMALL = 1 << 16
 _OTHERWISE_IN_A_TRACE = ("torch.compiler", "torch._dynamo", "torch.jit", "torch.fx", "torch.onnx", "torch.export", "torch.random")
 _IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"))
@@ -53,7 +53,12 @@ _IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_infer
 def asked(fn: Any, args: tuple[Any, ...]) -> Question | None:
     """What a call of a library's function asks; None if it asks nothing of the kind."""
     name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
-    if module.partition(".")[0] == "torch" and _ASKS_OF_TORCH.fullmatch(name) and all(isinstance(a, PLAIN) for a in args):
+    if (
+        not isinstance(fn, type)
+        and module.partition(".")[0] == "torch"
+        and _ASKS_OF_TORCH.fullmatch(name)
+        and all(isinstance(a, PLAIN) for a in args)
+    ):
         if name in _IN_THE_SIGNATURE or module.startswith(_OTHERWISE_IN_A_TRACE):
             return None
         return (id(fn), *args), f"torch's {name}()", partial(_answer, fn, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import types
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,16 @@ class PlacesRead:
             place = place_of(holder, question)
             if place is not None:
                 self.places[hash(question[0])] = place
+
+    def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        """The names of attributes that were read or written of these tensors; what they hold is expected of no call."""
+        found: set[str] = set()
+        for attributes in map(self.attributes, tensors):
+            place: Any = self.places.pop(id(attributes), None)
+            if place is not None:
+                found.update(place.entries, place.present, place.whole[0] if place.whole else ())
+            found.update(name for name in attributes or () if self.journal.is_written(attributes, name))
+        return frozenset(found)
 
     def _dict(self, holder: dict[Any, Any], title: str) -> DictPlace:
         place: Any = self.places.get(id(holder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ from spmd.base._exact import exactly
 from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
+from spmd.program.reads import PLAIN
 from spmd.program.trace._arguments import own_storage
 from spmd.program.trace._gradients import gradient_kind
 
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings")
-_DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class")
+_DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class", "attributes")
 
 
 class Signature(NamedTuple):
@@ -48,12 +50,14 @@ def signature(
     state: Mapping[int, Buffer],
     holders: frozenset[type] = frozenset(),
     varying: Mapping[Any, Collection[int]] = MappingProxyType({}),
+    attributes: Collection[str] = (),
 ) -> Signature:
     """The signature of a call.
 
     Tensors enter the key by shape, dtype, requires_grad, sharding and by which of them are the same; other values by type
     and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity. Objects of the classes `holders`
-    are containers. Numbers at the positions `varying` (by tree) enter it by type alone.
+    are containers. Numbers at the positions `varying` (by tree) enter it by type alone. Of what Python code gave to tensors it has the
+    `attributes` with these names.
 
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
@@ -74,7 +78,7 @@ def signature(
             continue
         if value.device.type != "jax":
             hosts.append(value)
-            key.append((str(value.device), tuple(value.shape), value.dtype))
+            key.append((str(value.device), tuple(value.shape), value.dtype, _attributes(value, attributes)))
             continue
         own, buffer = value, buffer_of(value)
         if buffer.value is None or not is_whole(value, buffer):
@@ -86,7 +90,7 @@ def signature(
             flat[index], place = own, ("view", position)
             copied.append((buffer_of(value), position))
         gradient = value.requires_grad and _gradient(value)
-        key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value)))
+        key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value), _attributes(value, attributes)))
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else unflatten(flat, tree)[0]
     return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied, numbers)
@@ -145,6 +149,38 @@ def _gradient(value: torch.Tensor) -> Any:
             )
         )
     return None if value.grad is None else gradient_kind(value.grad)
+
+
+class _Itself:
+    """An object as part of a key: equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        return f"{type(self._value).__name__} at {id(self._value):#x}"
+
+
+def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]:
+    """Those of a tensor's attributes, by value where they are plain."""
+    if not names:
+        return ()
+    held = vars(tensor)
+    return tuple(
+        (name, type(held[name]), exactly(held[name]) if _is_plain(held[name]) else _Itself(held[name]))
+        for name in sorted(names)
+        if name in held
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, (*PLAIN, Enum))
 
 
 def _static(value: Any) -> tuple[Any, Any]:

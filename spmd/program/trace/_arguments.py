@@ -1,9 +1,11 @@
-"""What a traced function does to the dicts and lists that are its arguments, every call does to the caller's."""
+"""What a traced function does to the dicts and lists that are its arguments, and gives to the tensors among them, every call does
+to the caller's."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class ArgumentContainers:
     Attributes:
         ids: of the copies, and of the dicts of attributes of the objects among them.
         paths: by id of a copy, where the caller's is among the arguments and the objects in them.
+        tensors: those among the arguments and in the objects.
     """
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]], objects: list[Any]) -> None:
@@ -34,10 +37,19 @@ class ArgumentContainers:
             for name, value in contents_of(instance).items():
                 inside = _walk(value, (2, number, name), apart)
                 found += inside if name != ITEMS else [one for one in inside if one[1] is not value]
+        given = {id(t): (path, t) for path, t in reversed(found) if isinstance(t, torch.Tensor)}
+        found = [one for one in found if not isinstance(one[1], torch.Tensor)]
+        self.tensors: list[torch.Tensor] = [t for _, t in given.values()]
+        self._of_tensors = {id(attributes_of(t)): path for path, t in given.values()}
         self._found = [(path, container, _content(container)) for path, container in found if not isinstance(container, tuple)]
         self.paths: dict[int, Path] = {id(container): path for path, container in found}
         self.paths.update((id(instance), (2, number)) for number, instance in enumerate(objects))
         self.ids = {id(c) for _, c, _ in self._found} | {id(c) for c in (*objects, *map(vars, objects), *call)}
+
+    def of_tensor(self, effect: Effect) -> Effect:
+        """The effect itself, or that on the caller's tensor if it is an attribute of one that stands for it."""
+        path = self._of_tensors.get(id(effect.holder))
+        return effect if path is None else replace(effect, holder=path, put=_put)
 
     def effects(self) -> list[Effect]:
         """What was written to them."""
@@ -65,7 +77,9 @@ def of_caller(path: Path, given: tuple[Any, Any, Any]) -> Any:
 
 
 def put_in_argument(effect: Effect, holder: Any, value: Any) -> None:
-    """Write to the caller's container what the trace wrote to its copy."""
+    """Write to the caller's container or tensor what the trace wrote to its copy."""
+    if isinstance(holder, torch.Tensor):
+        holder = vars(holder)
     if effect.key is ABSENT:
         holder.clear()
         holder.extend(value)
@@ -87,10 +101,10 @@ def _content(container: Any) -> dict[Any, Any]:
 
 
 def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path, Any]]:
-    """The containers in `value`, but for those with the ids `apart`."""
+    """The containers and tensors in `value`, but for those with the ids `apart`."""
     if id(value) in apart:
         return
-    if isinstance(value, (dict, list, collections.deque, tuple)) and not isinstance(value, torch.Size):
+    if isinstance(value, (dict, list, collections.deque, tuple, torch.Tensor)) and not isinstance(value, torch.Size):
         yield path, value
     if isinstance(value, dict):
         for key, item in value.items():
@@ -112,7 +126,7 @@ def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
         else:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 hosts.append(value)
-                value = value.as_subclass(HostArgument)
+                value = _with_attributes(value.as_subclass(HostArgument), value)
             bound.append(value)
     return bound, list(dict.fromkeys(buffers)), hosts
 
@@ -128,4 +142,10 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
         host = host_values(buffer)
         if host is not None and value.dtype == host.dtype:
             note_sent(value, window(host, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
-        return wrap(value).requires_grad_(tensor.requires_grad)
+        return _with_attributes(wrap(value), tensor).requires_grad_(tensor.requires_grad)
+
+
+def _with_attributes(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the attributes that Python code gave to `model`."""
+    vars(tensor).update(attributes_of(model) or ())
+    return tensor

@@ -63,6 +63,17 @@ class NumbersNeeded(TraceAgain):
         return replace(way, has_constant_numbers=True)
 
 
+class AttributesNeeded(TraceAgain):
+    """Attributes of tensors among the arguments were read or written: trace again, they are part of a call's signature."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, attributes=way.attributes | self._names)
+
+
 class CountsNeeded(TraceAgain):
     """An integer that the host knows was needed as a size: trace again, each of them a Python int where it is read."""
 
@@ -346,7 +357,9 @@ class _Trace:
                 with nothing_swallowed(), Switches() as switches:
                     run_in = copy_context().run if self.way.has_own_context else _call
                     result = run_in(reads.run, self.fn, *args, **kwargs)
-                self.effects = [*run_in(reads.effects), *self.containers.effects()]
+                if not (names := reads.attribute_names(self.containers.tensors)) <= self.way.attributes:
+                    raise AttributesNeeded(names)
+                self.effects = [*map(self.containers.of_tensor, run_in(reads.effects)), *self.containers.effects()]
                 self.optim.note(recorder.newborn.__contains__)
                 self.memory.write_back()
             flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []

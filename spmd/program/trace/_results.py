@@ -22,7 +22,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, Held, Varying
 from spmd.program.trace._arguments import of_caller
-from spmd.program.trace._window import Window, class_of, leaves_whole
+from spmd.program.trace._window import Kind, Window, leaves_whole
 
 _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
 
@@ -36,7 +36,7 @@ class Leaf:
             before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "container"
             (the caller's own container), "part" (a view of one), "held" (what a place held when the call began), "again" (an
             earlier leaf), "computed" (a number of the host), "view" (of a leaf), "static" (any other value, as the trace returned it).
-        value: the tensor or static value; for arrays the class the tensor is returned as; for arguments the position, for
+        value: the tensor or static value; for arrays its Kind; for arguments the position, for
             "container" the path, for "held" the position among `Captured.held`, for "again" the number of the leaf, for "part"
             and "view" one of these and the Window.
     """
@@ -97,7 +97,7 @@ class Results:
         for buffer in shared:
             arrays.append(buffer.get())
             self.returned.append(None)
-            self.leaves.append(Leaf("array", torch.Tensor))
+            self.leaves.append(Leaf("array", Kind(torch.Tensor, False, {})))
         return arrays
 
     def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
@@ -111,7 +111,7 @@ class Results:
                 return Leaf("view", (roots[id(buffer)], Window.of(value)))
             is_known = id(value) in self.known or (buffer not in self.state and value.is_leaf)
             if self.is_newborn(buffer) or (self.is_stacked and (buffer in self.arguments or not is_known)):
-                return Leaf("array", class_of(value))
+                return Leaf("array", Kind.of(value))
             if buffer in self.arguments:
                 return Leaf("part", (self.arguments[buffer], Window.of(value)))
             return Leaf("same", value) if is_known else Leaf("alias", value.detach())
@@ -164,8 +164,7 @@ def made(
     flat: list[Any] = []
     for leaf in leaves:
         if leaf.kind == "array":
-            tensor = wrap(next(values))
-            flat.append(tensor if leaf.value is torch.Tensor else tensor.as_subclass(leaf.value))
+            flat.append(leaf.value.made_of(wrap(next(values))))
         elif leaf.kind == "number":
             number = fetched(next(values))
             flat.append(number.item() if number.ndim == 0 else number.tolist())
@@ -191,7 +190,7 @@ def made(
             root = flat[number]
             is_root = number not in taken and window.is_base(root)
             taken.update([number] if is_root else [])
-            flat[index] = root if is_root and window.cls is torch.Tensor else window.shown(root)
+            flat[index] = root if is_root and window.kind.is_plain else window.shown(root)
         elif leaf.kind == "again":
             flat[index] = flat[leaf.value]
     return flat

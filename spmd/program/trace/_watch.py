@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import TraceAgain
+from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._torch import pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
@@ -49,6 +50,8 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         return p.device.type == "jax" and buffer_of(p) not in known and buffer_of(p) not in recorder.newborn
 
     def ran(module: torch.nn.Module) -> None:
+        if any(is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None):
+            raise _uninitialised(module, names.get(id(module)))
         # A module that the function makes around tensors that are known is no news: each trace makes another one.
         if id(module) not in names and any(map(is_new, module.parameters())):
             raise Undiscovered(module)
@@ -90,6 +93,17 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             scopes.pop()[1].__exit__(None, None, None)
         for handle in handles:
             handle.remove()
+
+
+def _uninitialised(module: torch.nn.Module, name: str | None) -> TraceError:
+    what = f"module '{name}'" if name else "a module"
+    return TraceError(
+        message(
+            f"{what}, {type(module).__name__}, has parameters without a shape when it runs in a compiled function",
+            "its first call gives it them, and makes it a module of another class",
+            fix="call the model once before it is compiled: with torch.no_grad(): model(x)",
+        )
+    )
 
 
 def _finite_flags(result: Any) -> list[Any]:

@@ -11,6 +11,7 @@ class Way:
     """One way to trace. `TraceAgain.other_way` gives another one.
 
     Attributes:
+        attributes: names of attributes that the function reads or writes of tensors among its arguments: part of a call's signature.
         holders: classes of arguments that are containers even while they hold no tensor.
         has_constant_numbers: no Python number is an input: one was needed where only its value will do.
         has_counts: integers that the host knows are Python's own where they are read: one was needed as a size, or for a `range`.
@@ -21,6 +22,7 @@ class Way:
         unreached: modules and optimizers that a trace met and `reachable` does not find.
     """
 
+    attributes: frozenset[str] = frozenset()
     holders: frozenset[type] = frozenset()
     has_constant_numbers: bool = False
     has_counts: bool = False

@@ -1,11 +1,11 @@
-"""How a result of a trace shows its storage, and the same view made of another tensor after a call."""
+"""What a result of a trace is besides its values, how it shows its storage, and the same of another tensor after a call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +14,49 @@ from numpy.lib.stride_tricks import as_strided
 from spmd.base._convert import to_torch_dtype
 from spmd.device._storage import Buffer
 from spmd.device._views import contiguous_stride
-from spmd.sharding._tensor import XLAShardedTensor
+from spmd.program.find._static import attributes_of
 
 _MARKED = 1 << 24  # elements of a storage up to which overlapping windows are told by marking what each shows
 
 
+class Kind(NamedTuple):
+    """What a tensor is besides its values.
+
+    Attributes:
+        cls: its class.
+        requires_grad: it is a leaf that requires a gradient; what a program computed from others has no graph.
+        attributes: those that Python code gave it.
+    """
+
+    cls: type
+    requires_grad: bool
+    attributes: dict[str, Any]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Kind:
+        """The kind of a device tensor."""
+        return Kind(type(tensor), tensor.requires_grad and tensor.grad_fn is None, dict(attributes_of(tensor) or ()))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a new tensor is of this kind."""
+        return self == _PLAIN
+
+    def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which is new, as a tensor of this kind."""
+        if self.is_plain:
+            return tensor
+        made = tensor if self.cls is torch.Tensor else tensor.as_subclass(self.cls)
+        if self.attributes:
+            vars(made).update(self.attributes)
+        return made.requires_grad_() if self.requires_grad else made
+
+
+_PLAIN = Kind(torch.Tensor, False, {})
+
+
 class Window(NamedTuple):
-    """Sizes, strides and offset in elements of `dtype`, pending conjugation and negation, and the class of a tensor."""
+    """Sizes, strides and offset in elements of `dtype`, pending conjugation and negation, and the kind of a tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,13 +64,13 @@ class Window(NamedTuple):
     dtype: torch.dtype
     is_conj: bool
     is_neg: bool
-    cls: type
+    kind: Kind
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Window:
         """The window of a device tensor."""
         size, offset = tuple(tensor.shape), int(tensor.storage_offset())
-        return Window(size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), class_of(tensor))
+        return Window(size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), Kind.of(tensor))
 
     def is_base(self, root: torch.Tensor) -> bool:
         """Whether it shows `root` as it is."""
@@ -42,13 +78,13 @@ class Window(NamedTuple):
         return is_plain and self.size == tuple(root.shape) and self.stride == root.stride()
 
     def shown(self, root: torch.Tensor) -> torch.Tensor:
-        """A view of `root`, a contiguous tensor that shows its whole storage."""
+        """A view of `root`, a contiguous tensor without a gradient that shows its whole storage."""
         if self.dtype != root.dtype:
             root = root.view(-1).view(self.dtype)
         view = root.as_strided(self.size, self.stride, self.offset)
         view = torch.ops.aten._neg_view(view) if self.is_neg else view
         view = torch.ops.aten._conj(view) if self.is_conj else view
-        return view if self.cls is torch.Tensor else view.as_subclass(self.cls)
+        return self.kind.made_of(view)
 
     def part_of(self, given: torch.Tensor) -> torch.Tensor:
         """The same view of `given`, which stands for a contiguous tensor of its shape in the trace.
@@ -56,6 +92,7 @@ class Window(NamedTuple):
         Where its strides allow no such view, PyTorch would have copied; so does this.
         """
         with torch.no_grad():
+            given = given.detach()
             if given.is_contiguous() and not given.storage_offset() and not given.is_conj() and not given.is_neg():
                 return self.shown(given)
             strided = self.through(given) if self.dtype == given.dtype else None
@@ -93,11 +130,6 @@ def _collapsed(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[
         else:
             merged.append((size, stride))
     return tuple(n for n, _ in merged), tuple(s for _, s in merged)
-
-
-def class_of(tensor: torch.Tensor) -> type:
-    """The class that a result like this tensor is returned as."""
-    return XLAShardedTensor if isinstance(tensor, XLAShardedTensor) else torch.Tensor
 
 
 def leaves_whole(tensors: Sequence[torch.Tensor], buffer: Buffer) -> bool:
