@@ -89,13 +89,15 @@ class Asked(NamedTuple):
     backend: Any
     options: dict[str, Any]
     fullgraph: bool
+    dynamic: bool | None
 
 
 def asked_of(context: Any) -> Asked:
     """What torch.compile was given; `context`: what it made to compile functions with."""
     backend = _named("torch._dynamo.eval_frame", "innermost_backend")(context.callback)
     options: dict[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
-    return Asked(getattr(backend, "compiler_fn", backend), options, getattr(context, "fullgraph", False))
+    fullgraph, dynamic = getattr(context, "fullgraph", False), getattr(context, "_dynamic", None)
+    return Asked(getattr(backend, "compiler_fn", backend), options, fullgraph, dynamic)
 
 
 def stance() -> str:

@@ -35,12 +35,16 @@ class Backward:
         places: for each value that it needs, which of the kept values it is; first come gradients that no cotangent has part in.
         is_known: which gradients these are.
         reached: for each output that takes a cotangent, which of the gradients it has part in, by autograd's graph.
+        constants: closed jaxpr without inputs of values that follow the kept ones in the numbering of `places`.
+        num_again: values that it is given anew, after those that were kept.
     """
 
     rest: Any
     places: list[int]
     is_known: list[bool]
     reached: list[list[bool]]
+    constants: Any
+    num_again: int
 
     @functools.cached_property
     def groups(self) -> dict[tuple[int, ...], list[int]]:
@@ -55,8 +59,9 @@ class Backward:
         return self._gradients(arrays, lambda given: eval_jaxpr(self.rest.jaxpr, self.rest.consts, *given))
 
     def _gradients(self, arrays: Sequence[Any], rest: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        count = len(arrays) - len(self.reached)
-        values, split = [arrays[i] for i in self.places], sum(self.is_known)
+        count = len(arrays) - len(self.reached) - self.num_again
+        known = [*arrays[:count], *eval_jaxpr(self.constants.jaxpr, self.constants.consts)]
+        values, split = [known[i] for i in self.places], sum(self.is_known)
         known, news = iter(values[:split]), iter(rest([*values[split:], *arrays[count:]]))
         return [next(known) if is_known else next(news) for is_known in self.is_known]
 

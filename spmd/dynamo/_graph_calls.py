@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from spmd.base._torch_late import activation_checkpoint
+from spmd.dynamo._graph_sizes import GraphSizes
 from spmd.program.flow._remat import remat
 
 _TO_DEVICE = ("to", "jax")
@@ -22,9 +23,7 @@ class Calls:
         held: tensors of the device that it has as attributes: inputs of its programs, after the arguments.
         held_hosts: tensors elsewhere that it has.
         numbers: positions of CPU tensors that stand for Python floats: their values are constants of a program.
-        has_symbols: integers are among its inputs: sizes that vary.
-        rows: where there is one such integer, the dims that have this size, by position of the input; else None.
-        size_position: of that integer.
+        sizes: those that vary.
         makes_device_tensors: a node names the device.
     """
 
@@ -37,12 +36,9 @@ class Calls:
         self.held = [t for t in tensors.values() if t.device.type == "jax"]
         self.held_hosts = [t for t in tensors.values() if t.device.type != "jax"]
         placeholders = [n for n in nodes if n.op == "placeholder"]
-        inputs = [n.meta.get("example_value") for n in placeholders]
+        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]  # the second is AOTAutograd's
         self.numbers = [i for i, n in enumerate(placeholders) if n.users and all(u.target == "item" for u in n.users)]
-        symbols = [i for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
-        self.has_symbols = bool(symbols)
-        self.size_position = symbols[0] if symbols else -1
-        self.rows = _rows(inputs, inputs[symbols[0]]) if len(symbols) == 1 else None
+        self.sizes = GraphSizes(inputs)
         self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
 
     def run(self, args: Sequence[Any], held: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -73,18 +69,6 @@ def _attribute(graph: fx.GraphModule, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def _rows(inputs: Sequence[Any], size: Any) -> dict[int, int] | None:
-    found: dict[int, int] = {}
-    for position, value in enumerate(inputs):
-        for dim, length in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if not isinstance(length, torch.SymInt) or length.node.expr.is_number:
-                continue
-            if position in found or length.node.expr != size.node.expr:
-                return None
-            found[position] = dim
-    return found or None
 
 
 def _device(value: Any) -> str | None:

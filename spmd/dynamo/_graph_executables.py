@@ -20,13 +20,17 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_inputs import Given, example_of, given_as, layout_of, write_back
 from spmd.dynamo._graph_node import on_tape
+from spmd.dynamo._graph_passes import Traced
 from spmd.dynamo._graph_results import Made, Plain, Shown, made_of
-from spmd.dynamo._graph_trace import GraphTrace, Traced
+from spmd.dynamo._graph_trace import GraphTrace
 from spmd.program._job_checks import compiling
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random
+from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
 from spmd.program.xla._target import common_mesh, lies_on, likely_platform
+
+Sizes = tuple[int, ...]
 
 
 def is_host_tensor(value: Any) -> bool:
@@ -79,15 +83,15 @@ class Program:
         hosts = self._host_tensors(args)
         copies = [t.detach().clone() for t in hosts]  # a trace is no call: what it writes is not written
         examples = [example_of(t, self.mesh, self._replicated) for t in tensors]
-        traced = self._trace(calls, args, copies, self.given).traced(examples, list(map(host_array, hosts)))
+        joint = self._trace(calls, args, copies, self.given).joint(examples, list(map(host_array, hosts)))
         if any(t._version for t in copies):
             raise computed_on_host("it writes to it")
-        return traced
+        return joint.split()
 
     def _trace(self, calls: Calls, args: tuple[Any, ...], copies: list[torch.Tensor], given: Sequence[Given]) -> GraphTrace:
         """The graph on tensors that are given so; `copies` of its CPU tensors."""
         stand_ins = [t.as_subclass(HostArgument) for t in copies]
-        bound, held_hosts = list(args), stand_ins[len(self._hosts) :]
+        bound, held_hosts = [None if is_device_tensor(a) else a for a in args], stand_ins[len(self._hosts) :]
         for i, stand_in in zip(self._hosts, stand_ins, strict=False):
             bound[i] = stand_in
         tensors = self._tensors(args)
@@ -107,7 +111,7 @@ class Program:
             numbers[:] = values[: len(self._numbers)]
             return TraceRecorder(words, dict(zip(identities, values, strict=False)), default_stream.draws, {}, platform=platform)
 
-        return GraphTrace(run, given, [layout_of(t) for t in tensors], recorded)
+        return GraphTrace(run, given, [layout_of(t, how.size) for t, how in zip(tensors, given, strict=True)], recorded)
 
     def _host_tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         return [*(args[i] for i in self._hosts), *self._held_hosts]
@@ -115,9 +119,17 @@ class Program:
     def _host_arrays(self, args: tuple[Any, ...]) -> Sequence[Any]:
         return list(map(host_array, self._host_tensors(args))) if self._hosts or self._held_hosts else ()
 
-    def size_of(self, args: tuple[Any, ...]) -> int | None:
-        """How many rows a call has, of a program that may have more."""
-        return None
+    def sizes_of(self, args: tuple[Any, ...]) -> Sizes:
+        """The sizes of a call, of those that vary in the program; () where none do."""
+        return ()
+
+    def _cut(self, values: Sequence[Any], outputs: Sequence[int], sizes: Sizes) -> Sequence[Any]:
+        """Values of the program without what is padding; `outputs`: which results of both passes they are."""
+        return values
+
+    def _shown(self, sizes: Sizes) -> tuple[list[Made | Shown | Plain], list[Window | None]]:
+        """The results, and the windows of the computed values, of a call."""
+        return self.traced.results, self.traced.windows
 
     def _tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         return [*args, *self._held] if self._has_all else [*(args[i] for i in self._positions), *self._held]
@@ -138,7 +150,7 @@ class Program:
             made = on_tape(self, tensors, args)
         if self._is_plain:
             return made
-        return [self._result(result, made, tensors) for result in self.traced.results]
+        return [self._result(result, made, tensors) for result in self._shown(self.sizes_of(args))[0]]
 
     def forward(self, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[Any]]:
         """The computed values as tensors, and what is kept for the backward pass, as arrays; inputs that the graph writes are written."""
@@ -154,10 +166,11 @@ class Program:
             flat = self._forward(*outer, *inputs, words)
         if self.mesh is not None:
             note_operation(flat)
-        values, kept = flat[: len(traced.windows)], flat[len(traced.windows) + len(traced.written) :]
-        for i, value in zip(traced.written, flat[len(values) :], strict=False):
+        num_values, num_own, sizes = len(traced.windows), len(traced.windows) + len(traced.written), self.sizes_of(args)
+        own = self._cut(flat[:num_own], range(num_own), sizes)
+        for i, value in zip(traced.written, own[num_values:], strict=True):
             write_back(tensors[i], self.given[i].stride, value)
-        return list(map(made_of, values, traced.windows)), kept
+        return list(map(made_of, own[:num_values], self._shown(sizes)[1])), flat[num_own:]
 
     def bare(self, args: tuple[Any, ...]) -> Callable[[], Any]:
         """A call of the forward executable alone, with today's arrays, to measure what is around it."""
@@ -169,7 +182,7 @@ class Program:
 
         return call
 
-    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], size: int | None) -> list[torch.Tensor | None]:
+    def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], sizes: Sizes) -> list[torch.Tensor | None]:
         """Gradients of the inputs at `traced.gradients`. See Note [Outputs without a gradient]
 
         Args:
@@ -181,7 +194,8 @@ class Program:
         if self.mesh is not None:
             note_operation(grads)
         made: list[torch.Tensor | None] = [None] * len(self.traced.gradients)
-        for place, grad in zip(found, grads, strict=True):
+        num_own = len(self.traced.windows) + len(self.traced.written)
+        for place, grad in zip(found, self._cut(grads, [num_own + i for i in found], sizes), strict=True):
             made[place] = wrap(grad)
         return made
 

@@ -20,7 +20,7 @@ class Given(NamedTuple):
         root: shape of the array.
         stride: of the tensor over that array; None: contiguous.
         dtype: of the array; None where the tensor may show it in another way (conjugated).
-        row_dim: along this dim the array has the tensor's rows and then others, where it is larger; None: it has the tensor's shape.
+        is_padded: along some dims the array has the tensor's elements and then others, where it is larger.
     """
 
     root: tuple[int, ...]
@@ -28,7 +28,7 @@ class Given(NamedTuple):
     stride: tuple[int, ...] | None
     dtype: Any
     wants_gradient: bool
-    row_dim: int | None = None
+    is_padded: bool = False
 
     def in_trace(self, array: Any) -> torch.Tensor:
         """The tensor that stands for it."""
@@ -82,11 +82,15 @@ def write_back(tensor: torch.Tensor, stride: tuple[int, ...] | None, value: Any)
         torch.autograd.graph.increment_version(tensor)
 
 
-def layout_of(tensor: torch.Tensor) -> Any:
-    """The sharding of what is written to a tensor, and of its gradient; None where the compiler chooses."""
+def layout_of(tensor: torch.Tensor, size: tuple[int, ...]) -> Any:
+    """The sharding of what is written to a tensor, and of its gradient; None where the compiler chooses.
+
+    Args:
+        size: the shape that it has in the program.
+    """
     buffer = buffer_of(tensor)
     spec = state_sharding_of(tensor) if tensor.requires_grad else buffer.annotation
-    if spec is None or spec.padded_shape(tuple(tensor.shape)) != tuple(tensor.shape) or tuple(tensor.shape) != buffer.shape:
+    if spec is None or spec.padded_shape(size) != size or tuple(tensor.shape) != buffer.shape:
         return None
     return spec.to_jax()
 

@@ -36,7 +36,7 @@ def on_tape(program: Program, tensors: list[torch.Tensor], args: tuple[Any, ...]
         return _Whole.apply(program, tensors, args, *[tensors[i] for i in traced.gradients])
     with torch.no_grad():
         made, computed = program.forward(tensors, args)
-    call = _Call(program, program.size_of(args))
+    call = _Call(program, program.sizes_of(args))
     before: dict[int, list[torch.Tensor]] = {}
     for outputs, gradients in groups.items():
         shapes = [made[traced.flowing[i]] for i in outputs]
@@ -56,7 +56,7 @@ class _Whole(torch.autograd.Function):
         """The computed values, as a tuple of tensors."""
         traced = program.traced
         made, computed = program.forward(tensors, args)
-        ctx.program, ctx.size = program, program.size_of(args)
+        ctx.program, ctx.sizes = program, program.sizes_of(args)
         _keep(ctx, program, tensors, computed)
         if len(traced.flowing) < len(made):
             flowing = set(traced.flowing)
@@ -69,7 +69,7 @@ class _Whole(torch.autograd.Function):
         """Gradients of `wanted`."""
         program: Program = ctx.program
         given = [grads[i] for i in program.traced.flowing]
-        return None, None, None, *program.backward(_kept(ctx, program), list(map(_loaded, given)), ctx.size)
+        return None, None, None, *program.backward(_kept(ctx, program), list(map(_loaded, given)), ctx.sizes)
 
 
 class _Call:
@@ -80,8 +80,8 @@ class _Call:
         ready: for each group whose node did not run yet, the gradients of its outputs that the program had, and those that it gave.
     """
 
-    def __init__(self, program: Program, size: Any) -> None:
-        self.program, self.size = program, size
+    def __init__(self, program: Program, sizes: tuple[int, ...]) -> None:
+        self.program, self.sizes = program, sizes
         self.arrived: dict[int, torch.Tensor] = {}
         self.ready: dict[tuple[int, ...], tuple[dict[int, torch.Tensor], list[Gradient]]] = {}
 
@@ -95,7 +95,7 @@ class _Call:
         traced = self.program.traced
         assert traced.backward is not None
         cotangents = [_loaded(given.get(i)) for i in range(len(traced.flowing))]
-        found = self.program.backward(_kept(ctx, self.program), cotangents, self.size)
+        found = self.program.backward(_kept(ctx, self.program), cotangents, self.sizes)
         for others, gradients in traced.backward.groups.items():
             self.ready[others] = _part(given, others), [found[i] for i in gradients]
         return self.ready.pop(outputs)[1]

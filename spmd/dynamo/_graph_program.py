@@ -21,8 +21,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.device._turn import turn
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_executables import Program
-from spmd.dynamo._graph_rows import RowsProgram
-from spmd.dynamo._size_buckets import NotByRows, bucket_of
+from spmd.dynamo._sized_programs import SizedPrograms
 
 logger = logging.getLogger("spmd.dynamo")
 _MAX_NUMBERS = 16
@@ -35,9 +34,7 @@ class GraphProgram:
 
     Attributes:
         name: of its programs in profiles.
-        num_programs: how many were compiled.
         refused: why the graph runs operation by operation; None: it does not.
-        sizes: why each size that varies has a program of its own; None: one serves many, or nothing varies.
     """
 
     def __init__(self, graph: torch.fx.GraphModule, name: str) -> None:
@@ -47,10 +44,18 @@ class GraphProgram:
         self._programs: dict[Any, Program] = {}
         self._latest: Program | None = None
         self._marks = -1
-        self.num_programs = 0
+        self._sized = SizedPrograms(self._calls, name)
         self.refused: str | None = None
-        self.sizes: str | None = None
-        self._by_bucket: dict[Any, Program] = {}
+
+    @property
+    def num_programs(self) -> int:
+        """How many were compiled."""
+        return len(self._programs) + self._sized.num_programs
+
+    @property
+    def sizes(self) -> str | None:
+        """Why each size that varies has a program of its own; None: one serves many, or nothing varies."""
+        return self._sized.refused
 
     @property
     def latest(self) -> Program | None:
@@ -84,14 +89,14 @@ class GraphProgram:
 
     def _varies(self) -> bool:
         """Whether calls that Dynamo's guards let pass may be of different programs."""
-        return self._calls.has_symbols or bool(self._calls.numbers and not self._takes_numbers)
+        return bool(self._calls.sizes.names) or bool(self._calls.numbers and not self._takes_numbers)
 
     def _kept(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> Program | None:
         """The program of a call whose Python floats are these constants."""
-        program = self._of_rows(args, numbers)
+        program = self._sized.found(args, numbers, takes_numbers=self._takes_numbers) if self._calls.sizes.names else None
         key = (numbers, *map(_described, args))
         program = self._programs.get(key) if program is None else program
-        if program is None and len({values for values, *_ in (*self._programs, *self._by_bucket)} | {numbers}) > _MAX_NUMBERS:
+        if program is None and len({values for values, *_ in self._programs} | self._sized.numbers | {numbers}) > _MAX_NUMBERS:
             self._refuse(f"more than {_MAX_NUMBERS} values of its Python floats, each of which was a program")
             return None
         if program is None:
@@ -102,33 +107,12 @@ class GraphProgram:
                     raise
                 self._refuse(str(error))
                 return None
-            self.num_programs += 1
         self._latest, self._marks = program, Buffer.marks
         return program
 
     def _refuse(self, why: str) -> None:
         self.refused = why
         logger.warning("%s runs operation by operation: %s", self.name, why)
-
-    def _of_rows(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> Program | None:
-        """The program for as many rows as these and more, if there is one. See Note [Buckets]"""
-        if self._calls.rows is None or self.sizes is not None:
-            return None
-        bucket = bucket_of(args[self._calls.size_position])
-        program = self._by_bucket.get((numbers, bucket))
-        if program is None:
-            try:
-                program = self._by_bucket[numbers, bucket] = RowsProgram(
-                    self._calls, args, self.name, bucket, takes_numbers=self._takes_numbers
-                )
-            except (NotByRows, TraceError) as reason:
-                if isinstance(reason, TraceError) and self._calls.numbers and self._takes_numbers:
-                    raise
-                self.sizes = str(reason)
-                logger.info("%s is compiled for each size: %s", self.name, self.sizes)
-                return None
-            self.num_programs += 1
-        return program
 
 
 def _described(value: Any) -> Any:

@@ -43,7 +43,8 @@ def register(backend: Callable[..., Any]) -> None:
         asked = asked_of(self)
         if asked.backend is not backend or not is_whole_step(fn):
             return compiled
-        return whole_step(fn, compiled, checked_options(asked.options), fullgraph=asked.fullgraph)
+        options = checked_options(asked.options) | ({"dynamic": True} if asked.dynamic else {})
+        return whole_step(fn, compiled, options, fullgraph=asked.fullgraph)
 
     replace(_CONTEXT, __call__)
 

@@ -64,6 +64,17 @@ def test_a_sharded_step_is_one_program_over_the_mesh(mesh_4x2: mesh.Mesh) -> Non
     assert step_of(fast).mesh == mesh_4x2
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_has_few_programs_for_sizes_that_vary(name: str) -> None:
+    host, model = twins()
+    theirs, ours = OPTIMIZERS[name](host.parameters()), OPTIMIZERS[name](model.parameters())
+    fast, eager = torch.compile(steps_of(model, ours), backend="spmd", dynamic=True, fullgraph=True), steps_of(host, theirs)
+    for size in (4, 12, 9, 16, 11, 5, 7):
+        assert_same(fast(batch(size, 8).to("jax")).detach(), eager(batch(size, 8)).detach())
+    assert_same_model(model, host)
+    assert step_of(fast).num_executables == 3  # the first size; 8 and 16
+
+
 def test_gradients_without_an_optimizer_are_kept() -> None:
     host, model = twins()
 

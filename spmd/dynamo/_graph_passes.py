@@ -1,0 +1,129 @@
+"""The two passes of a graph that was traced: one jaxpr of both, split where the cotangents come in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spmd.base._jax import eval_jaxpr, is_literal, split_by_dependence
+from spmd.device._storage import Buffer
+from spmd.dynamo._graph_backward import Backward
+from spmd.dynamo._graph_results import Made, Plain, Shown
+from spmd.program.trace._window import Window
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one trace found.
+
+    Attributes:
+        forward: jaxpr of values from outside, inputs, random words to computed values, new values of written inputs, what is kept for
+            `backward`; each flat.
+        backward: what it needs and cotangents to gradients; None where none flow.
+        outer: values from outside the graph: with the buffer to read in each call, or None where it never changes.
+        results: how each of the graph's results is made.
+        windows: of the computed values, as in `Results`.
+        flowing: which computed values take a cotangent.
+        written: positions of inputs whose new values follow.
+        kept_inputs: positions of inputs that `backward` takes, before what the forward pass computed for it.
+        gradients: positions of the inputs whose gradients `backward` gives.
+        draws: random numbers drawn.
+    """
+
+    forward: Any
+    backward: Backward | None
+    outer: list[tuple[Any, Buffer | None]]
+    results: list[Made | Shown | Plain]
+    windows: list[Window | None]
+    flowing: list[int]
+    written: list[int]
+    kept_inputs: list[int]
+    gradients: list[int]
+    draws: int
+
+    def run_forward(self, *arrays: Any) -> list[Any]:
+        """`forward` of arrays."""
+        return eval_jaxpr(self.forward.jaxpr, self.forward.consts, *arrays)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Both passes as one jaxpr.
+
+    Attributes:
+        closed: of values from outside, inputs, CPU tensors, random words, what the backward pass is given anew, and cotangents, to computed
+            values, new values of written inputs, and gradients.
+        num_inputs: tensors of the device among them.
+        num_again: what the backward pass is given anew.
+        reached: for each output that takes a cotangent, which of the gradients it has part in.
+
+    The others are those of `Traced`.
+    """
+
+    closed: Any
+    outer: list[tuple[Any, Buffer | None]]
+    num_inputs: int
+    num_again: int
+    results: list[Made | Shown | Plain]
+    windows: list[Window | None]
+    flowing: list[int]
+    written: list[int]
+    gradients: list[int]
+    reached: list[list[bool]]
+    draws: int
+
+    @property
+    def num_own(self) -> int:
+        """Results of the jaxpr before the gradients."""
+        return len(self.windows) + len(self.written)
+
+    def split(self) -> Traced:
+        """The two passes; what the second needs of the inputs is taken from there and not returned by the first."""
+        num_later = self.num_again + len(self.flowing)
+        num_known = len(self.closed.in_avals) - num_later
+        forward, rest, is_unknown = split_by_dependence(self.closed, [False] * num_known + [True] * num_later)
+        assert not any(is_unknown[: self.num_own])
+        is_known = [not unknown for unknown in is_unknown[self.num_own :]]
+        kept_inputs, backward = list[int](), None
+        if self.flowing:
+            forward, kept_inputs, places, constants = self._without_inputs(forward)
+            backward = Backward(rest, places, is_known, self.reached, constants, self.num_again)
+        return Traced(
+            *(forward, backward, self.outer, self.results, self.windows, self.flowing, self.written),
+            *(kept_inputs, self.gradients, self.draws),
+        )
+
+    def _without_inputs(self, forward: Any) -> tuple[Any, list[int], list[int], Any]:
+        """The forward pass without what follows its own outputs and is an input, made of nothing (zeros, positions), or there twice.
+
+        Returns:
+            (forward, kept_inputs, places, constants); `places`: for each value that followed, which it is of these inputs, of what is
+            computed, and of the results of `constants`, a jaxpr without inputs.
+        """
+        jaxpr, num_outer = forward.jaxpr, len(self.outer)
+        given = jaxpr.invars[num_outer : num_outer + self.num_inputs]
+        source = {id(v): i for i, v in enumerate(given) if i not in self.written}  # those have other values after the call
+        equations, made = _without_operands(jaxpr)
+        values = jaxpr.outvars[self.num_own :]
+        inputs = list(dict.fromkeys(source[id(v)] for v in values if id(v) in source))
+        computed = list({id(v): v for v in values if id(v) not in source and id(v) not in made}.values())
+        constant = list({id(v): v for v in values if id(v) in made}.values())
+        slot = {id(v): len(inputs) + i for i, v in enumerate((*computed, *constant))}
+        places = [inputs.index(source[id(v)]) if id(v) in source else slot[id(v)] for v in values]
+        info = jaxpr.debug_info._replace(result_paths=None)
+        kept = jaxpr.replace(outvars=[*jaxpr.outvars[: self.num_own], *computed], debug_info=info)
+        constants = jaxpr.replace(invars=[], outvars=constant, eqns=equations, debug_info=info._replace(arg_names=None))
+        return forward.replace(jaxpr=kept), inputs, places, forward.replace(jaxpr=constants)
+
+
+def _without_operands(jaxpr: Any) -> tuple[list[Any], set[int]]:
+    """The equations that are made of nothing but numbers in them, and the ids of the variables that they give."""
+    found, made = list[Any](), set[int]()
+    for equation in jaxpr.eqns:
+        if not equation.effects and all(is_literal(v) or id(v) in made for v in equation.invars):
+            found.append(equation)
+            made.update(map(id, equation.outvars))
+    return found, made
+
+
+__all__ = ["Joint", "Traced"]
