@@ -128,7 +128,7 @@ class FileTraces(Step[Any, Any]):
             if size % multiple:
                 what = f"dim {name!r} has size {size}, and where it lies it is cut into {multiple} parts"
                 raise SpmdError(message(what, "a file takes multiples of these", fix=f"give an example with {name} = {found[name].least}"))
-            if found[name].most < max(found[name].least, 2) + 3 * multiple:  # no formula follows from so few
+            if found[name].most < max(found[name].least, 2) + 5 * multiple:  # no formula follows from so few
                 what = f"dim {name!r} varies from {dim.min} to {dim.max} in steps of {multiple}: too little to trace at several sizes"
                 raise SpmdError(message(what, fix="drop it from dynamic=, and export the other sizes too: also=[(x,)]"))
         return found

@@ -46,7 +46,7 @@ class SymbolicSizes:
         low, high = bounds_of(symbol)
         least = max(2, int(low))
         most = least + _FAR if high == float("inf") else int(high)
-        if most < least + 3:
+        if most < least + 5:
             what = f"symbol {name!r} is from {int(low)} to {most}: too little to trace at several sizes"
             raise TraceError(message(what, fix="trace the function for each size: jax.jit does so by itself"))
         return Range(least, most)
@@ -105,12 +105,12 @@ def _traced(run: Run, examples: Sequence[Any], values: Mapping[str, int]) -> Any
         raise
     except Exception as error:
         listed = ", ".join(f"{name} = {size}" for name, size in values.items())
-        name, size = next(iter(values.items()))
+        name = next(iter(values))
         raise TraceError(
             message(
                 f"torch code raises {type(error).__name__} for {listed}, which the symbols may be",
                 str(error).partition("\n")[0],
-                fix=f"narrow them: jax.export.symbolic_shape({', '.join(values)!r}, constraints=['{name} >= {size + 1}'])",
+                fix=f"say what they may be: jax.export.symbolic_shape({', '.join(values)!r}, constraints=['{name} >= 8', '{name} <= 64'])",
             )
         ) from error
 

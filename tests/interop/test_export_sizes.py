@@ -174,6 +174,26 @@ def test_images_of_any_height(tmp_path: Path) -> None:
         assert_close(program(program.state(), x.numpy())[1], host(x))
 
 
+class Positions(nn.Module):
+    """Its largest size is that of a buffer, which it then takes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+        self.register_buffer("positions", torch.arange(16)[None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.embed(self.get_buffer("positions")[:, : x.shape[1]])
+
+
+def test_the_largest_size_is_one_of_the_model_s_own(tmp_path: Path) -> None:
+    host, device = twins(Positions)
+    dims = {"x": {1: spmd.Dim("seq", max=16)}}
+    program = load(spmd.export(device, (batch(2, 7, 4),), tmp_path / "positions.spmd", dynamic=dims))
+    for size in (1, 2, 16):
+        assert_close(program(program.state(), batch(2, size, 4).numpy())[1], host(batch(2, size, 4)))
+
+
 def test_numbers_made_of_sizes_are_those_of_the_call(tmp_path: Path) -> None:
     def count(batches: dict[str, torch.Tensor], scale: float) -> dict[str, Any]:
         n = batches["x"].shape[0]

@@ -103,7 +103,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a part of one": (pieces, ("b >= 2",), r"not known: b - 1 >= 2"),
     "a question": (equal, ("b >= 2",), r"not known: b != 22(?s:.*)constraints=\['b > 22'\]"),
     "a branch": (large, ("b >= 2",), r"Python asks something of a size(?s:.*)jax.jit does so by itself"),
-    "an error": (first, ("b >= 2",), r"raises RuntimeError for b = 3, which(?s:.*)selected index k out of range(?s:.*)\['b >= 4'\]"),
+    "an error": (
+        first,
+        ("b >= 2",),
+        r"raises RuntimeError for b = 3, which(?s:.*)selected index k out of range(?s:.*)say what they may be",
+    ),
     "a number": (named, ("b >= 2",), r"named returns what is another value for another size"),
     "no room": (torch.sin, ("b >= 2", "b <= 4"), r"symbol 'b' is from 2 to 4: too little"),
 }
@@ -156,5 +160,5 @@ def test_a_program_of_torch_with_symbols_is_one_of_jax() -> None:
     fn, params, buffers = spmd.functionalize(program)
     run = exported(lambda x: fn(params, buffers, None, x), *shapes("b, 4", constraints=("b >= 2", "b <= 90")))
     assert_close(run(as_jax(batch(7, 4))), host(batch(7, 4)))
-    with pytest.raises(spmd.TraceError, match=r"raises AssertionError for b = 101(?s:.*)x.size\(\)\[0\] <= 90"):
+    with pytest.raises(spmd.TraceError, match=r"raises AssertionError for b = 10.(?s:.*)x.size\(\)\[0\] <= 90"):
         exported(lambda x: fn(params, buffers, None, x), *shapes("b, 4", constraints=("b >= 40",)))

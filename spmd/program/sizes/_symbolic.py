@@ -235,8 +235,8 @@ def points_of(ranges: Sequence[Range], shift: int) -> list[tuple[int, ...]]:
     low, high, middle, other = list[int](), list[int](), list[int](), list[int]()
     for place, (least, most, multiple) in enumerate((r.least, r.most, r.multiple) for r in ranges):
         first = max(least + shift * multiple, min(3 + 2 * place + 4 * shift, most // 2))
-        low.append(min(-(-first // multiple) * multiple, most - 3 * multiple))
-        high.append(most)
+        high.append(most - (1 + shift) * multiple)  # the largest is one of the model's own sizes, as a rule
+        low.append(min(-(-first // multiple) * multiple, high[-1] - 3 * multiple))
         steps = (high[-1] - low[-1]) // multiple
         middle.append(low[-1] + max(2, int(steps * (0.618 + 0.07 * shift))) * multiple)
         other.append(low[-1] + max(1, int(steps * (0.31 + 0.05 * shift))) * multiple)
