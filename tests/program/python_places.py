@@ -1092,3 +1092,35 @@ def in_a_setting_that_is_an_attribute() -> tuple[Read, Write]:
     cudnn = torch.backends.cudnn
     cudnn.benchmark_limit = 2
     return lambda: float(cudnn.benchmark_limit), lambda v: setattr(cudnn, "benchmark_limit", int(v))
+
+
+@place
+def in_the_class_of_an_object() -> tuple[Read, Write]:
+    kinds = {value: type(f"Kind{value}", (Plain,), {"own": value}) for value in (2.0, 3.0, 5.0)}
+    held: Any = kinds[2.0]()
+    return lambda: held.own, lambda v: setattr(held, "__class__", kinds[v])
+
+
+@place
+def in_the_class_that_isinstance_asks_for() -> tuple[Read, Write]:
+    kinds = {value: type(f"Kind{value}", (), {}) for value in (2.0, 3.0, 5.0)}
+    held: Any = kinds[2.0]()
+    return lambda: next(v for v, kind in kinds.items() if isinstance(held, kind)), lambda v: setattr(held, "__class__", kinds[v])
+
+
+@place
+def in_the_class_that_type_tells() -> tuple[Read, Write]:
+    kinds = {type(f"Kind{value}", (), {}): value for value in (2.0, 3.0, 5.0)}
+    held: Any = next(iter(kinds))()
+    return lambda: kinds[type(held)], lambda v: setattr(held, "__class__", next(k for k, value in kinds.items() if value == v))
+
+
+@place
+def in_the_class_of_a_module() -> tuple[Read, Write]:
+    class Kind(nn.Module):
+        def forward(self) -> float:
+            return 2.0
+
+    kinds = {value: type(f"Kind{value}", (Kind,), {"forward": lambda self, value=value: value}) for value in (2.0, 3.0, 5.0)}
+    held = Kind()
+    return lambda: held(), lambda v: setattr(held, "__class__", kinds[v])

@@ -334,6 +334,69 @@ def test_a_users_optimizer_that_replaces_its_state_is_refused_when_it_would_go_s
         run_both(Assigning, None, 3)
 
 
+class Sharp(torch.optim.Optimizer):
+    """Steps from the gradient at a point uphill, as SAM does: its own `step` needs a closure, or is not there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            uphill = self.param_groups[0]["rho"] * p.grad
+            self.state[p].setdefault("uphill", torch.zeros_like(p)).copy_(uphill)
+            p.add_(uphill)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p]["uphill"])
+        self.base.step()
+        self.zero_grad()
+
+
+class SharpWithClosure(Sharp):
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "needs a closure"
+        self.climb()
+        with torch.enable_grad():
+            closure()
+        self.descend()
+
+
+@pytest.mark.parametrize("make", [Sharp, SharpWithClosure])
+def test_an_optimizer_whose_step_cannot_run_alone_trains(make: Make) -> None:
+    host, device = twins()
+
+    def trained(model: Any, x: torch.Tensor, wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        optimizer: Any = make(model.parameters())
+
+        def backward() -> torch.Tensor:
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        def step() -> torch.Tensor:
+            loss = backward()
+            if make is SharpWithClosure:
+                optimizer.step(backward)
+            else:
+                optimizer.climb()
+                backward()
+                optimizer.descend()
+            return loss
+
+        run = wrap(step)
+        return [run() for _ in range(4)]
+
+    x = batch(4, 8)
+    assert_same(trained(device, x.to("jax"), spmd.compile), trained(host, x, lambda fn: fn))
+    assert_same_model(device, host)
+
+
 def test_lbfgs_is_refused_with_the_reason() -> None:
     with pytest.raises(spmd.TraceError, match=r"LBFGS cannot run inside a compiled step(?s:.*)depends on values(?s:.*)fix: run it eagerly"):
         run_both(lambda p: optim.LBFGS(p), None, 1)

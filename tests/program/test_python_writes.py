@@ -49,6 +49,10 @@ class Scaled:
         self._scale = value
 
 
+class Other(Scaled):
+    """Another class that an object may become one of."""
+
+
 class Lazy:
     @functools.cached_property
     def scale(self) -> int:
@@ -112,6 +116,7 @@ ROWS: dict[str, Write] = {
     "a flag": lambda s, x: setattr(s, "flag", not s.flag),
     "several": lambda s, x: swap(s),
     "a class": lambda s, x: setattr(type(s), "total", type(s).total + 1),
+    "the class of an object": lambda s, x: setattr(s.scaled, "__class__", Other if type(s.scaled) is Scaled else Scaled),
     "a slot": lambda s, x: setattr(s.slotted, "count", s.slotted.count + 1),
     "a property": lambda s, x: setattr(s.scaled, "scale", s.scaled.scale * 2),
     "a cached property": lambda s, x: s.lazy.scale,
@@ -176,6 +181,8 @@ def content(value: Any) -> Any:
         return content(value.queue)
     if isinstance(value, Slotted):
         return value.count
+    if isinstance(value, Scaled):
+        return type(value).__name__, value.scale
     if hasattr(value, "__dict__"):
         return {k: content(v) for k, v in vars(value).items()}
     return value

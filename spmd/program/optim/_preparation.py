@@ -187,7 +187,7 @@ class _InitialStateRecorder:
         self.finite: list[tuple[str, Any]] = []
         self.platform = self.reduce_dtype = self.axes = None
         self._state = optimizer.state
-        self._waiting_for = missing if type(optimizer).__module__.startswith("torch.optim.") else []
+        self._waiting_for = missing if _is_torchs(optimizer) else []
 
     def born(self, buffer: Buffer) -> None:
         self.first[buffer] = buffer.value
@@ -269,16 +269,24 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         try:
             with exact_dtypes():
                 jaxpr = jax.make_jaxpr(first_step)([jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting])
-        except TraceError:
-            made.clear()  # its state depends on values: left to the first traced step
+        except TraceAgain:
+            raise
+        except Exception as error:
+            if not isinstance(error, TraceError) and _is_torchs(optimizer):
+                raise
+            made.clear()  # its state depends on values, or its step needs a closure, or has other names: left to the first traced step
             return
     _fill_births(optimizer, made, jaxpr, births.existing)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _step_alone(optimizer: torch.optim.Optimizer) -> None:
     """One step that leaves nothing in Python but the optimizer's state: what else an own optimizer or a hook writes is undone."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if type(optimizer).__module__.startswith("torch.optim.") and not any(hooks):
+    if _is_torchs(optimizer) and not any(hooks):
         optimizer.step()
         return
     with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values())}) as reads:

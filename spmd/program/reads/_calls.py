@@ -187,6 +187,8 @@ def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...])
 def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     owner = fn.__self__
     if id(fn) in _HARMLESS:
+        if args and fn is builtins.isinstance:
+            recording.class_of(args[0])
         return
     if (
         id(fn) in _CLOCKS
@@ -234,6 +236,8 @@ def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
 
 def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
     if id(cls) in _HARMLESS:
+        if cls is type and len(args) == 1:
+            recording.class_of(args[0])
         return
     if id(cls) in _LOOKS_ONCE:
         for arg in args:

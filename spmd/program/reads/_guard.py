@@ -12,6 +12,7 @@ from typing import Any
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace
 from spmd.program.reads._places import (
     CellPlace,
+    ClassPlace,
     ContentPlace,
     DictPlace,
     FunctionPlace,
@@ -43,6 +44,8 @@ def _looks(place: Place) -> dict[str, Any]:
     holder = place.holder
     if isinstance(place, DictPlace):
         return {"dicts": [holder]}
+    if isinstance(place, ClassPlace):
+        return {"values": [(type, [holder])]}
     if isinstance(place, CellPlace) and _is_fixed(place.content):
         return {"values": [(_CONTENTS, [holder])]}
     if isinstance(place, SlotPlace) and _is_fixed(place.content):

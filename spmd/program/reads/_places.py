@@ -383,6 +383,23 @@ class FunctionPlace(ContentPlace):
         super().__init__(fn, title, lambda: _definition(fn))
 
 
+class ClassPlace(Place):
+    """The class of an object, which `__class__ = ...` changes."""
+
+    __slots__ = ("cls",)
+
+    def __init__(self, holder: Any, title: str) -> None:
+        super().__init__(holder, title)
+        self.cls = type(holder)
+
+    def settle(self, expected: Expected) -> None:
+        self.cls = type(self.holder)
+
+    def difference(self) -> str | None:
+        now = type(self.holder)
+        return None if now is self.cls else f"{self.title} is a {now.__qualname__} now, it was a {self.cls.__qualname__}"
+
+
 def content_place(value: Any, title: str) -> ContentPlace | None:
     """The place of all that `value` holds, if it can change and is neither a dict nor a list."""
     if isinstance(value, types.FunctionType):

@@ -18,6 +18,7 @@ from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import Question, place_of
 from spmd.program.reads._places import (
     PLAIN,
+    ClassPlace,
     ContentPlace,
     DictPlace,
     ListPlace,
@@ -27,6 +28,8 @@ from spmd.program.reads._places import (
     items_of,
     shown_key,
 )
+
+_HEAP = 1 << 9  # a class made by Python code
 
 
 class PlacesRead:
@@ -65,6 +68,13 @@ class PlacesRead:
             place = place_of(holder, question)
             if place is not None:
                 self.places[hash(question[0])] = place
+
+    def class_of(self, value: Any) -> None:
+        """It matters of which class an object is."""
+        cls = type(value)
+        key = hash(("class", id(value)))
+        if key not in self.places and cls.__flags__ & _HEAP and is_recorded(cls.__module__) and not isinstance(value, (torch.Tensor, type)):
+            self.places[key] = ClassPlace(value, self._title(value))
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """The names of attributes that were read or written of these tensors; what they hold is expected of no call."""

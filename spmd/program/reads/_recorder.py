@@ -125,6 +125,7 @@ class Recording(PlacesRead):
                 self._owners[id(attributes)] = instance
 
     def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
+        self.class_of(instance)
         found = self._class_attribute(cls.__mro__, name)
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
@@ -295,7 +296,9 @@ class Recording(PlacesRead):
             self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = _static(cls.__mro__, name)
-            if isinstance(found, types.MemberDescriptorType) or (isinstance(found, types.GetSetDescriptorType) and cls in _WITH_PARTS):
+            if isinstance(found, types.MemberDescriptorType) or (
+                isinstance(found, types.GetSetDescriptorType) and (cls in _WITH_PARTS or name == "__class__")
+            ):
                 self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
             elif not hasattr(type(found), "__set__"):
                 self._store_attribute(instance, name)
