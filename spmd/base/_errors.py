@@ -42,6 +42,7 @@
     |   +-- WrapError (RuntimeError)
     +-- TraceAgain                                     no error: the trace starts again, otherwise
         +-- UnequalCounters                            ... with counters lifted
+        +-- AttributesNeeded                           ... with attributes of tensors in the signature of a call
         +-- NumbersNeeded                              ... with Python numbers as constants
         +-- CountsNeeded                               ... with integers that the host knows as Python's own
         +-- ContextNeeded                              ... in a copy of the context

@@ -70,6 +70,7 @@ try:
     from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
     from torch._C import _ImperativeEngine as ImperativeEngine
     from torch._C import _is_multithreading_enabled as is_multithreading_enabled
+    from torch._C import _len_torch_function_stack as num_torch_function_modes
     from torch._C import _set_grad_enabled as set_grad_enabled
     from torch._C import _set_multithreading_enabled as set_multithreading_enabled
     from torch._decomp import decomposition_table as decomposition_table

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 
 import mesh
 import spmd
@@ -229,6 +230,72 @@ def test_dicts_and_lists_that_are_arguments_are_the_callers() -> None:
     for i in range(3):
         result = step(batch, log)
         assert (result is batch["x"], batch["x"].tolist(), batch["n"], len(log)) == (True, [2.0 ** (i + 1)] * 2, i, i + 1)
+
+
+def appends(a: Any, b: Any) -> Any:
+    a["n"].append(1.0)
+    return len(b["n"]), a is b, a["n"] is b["n"]
+
+
+def removes(a: Any, b: Any) -> Any:
+    del a["n"]
+    return sorted(b)
+
+
+def lists_twice(a: Any, b: Any) -> Any:
+    a["n"].append(b["x"] * 2)
+    return [v * 2 if isinstance(v, torch.Tensor) else v for v in b["n"]]
+
+
+@pytest.mark.parametrize("fn", [appends, removes, lists_twice])
+def test_a_container_that_is_passed_twice_is_one(fn: Callable[..., Any]) -> None:
+    def called(run: Any, device: str) -> list[Any]:
+        found: list[Any] = []
+        for way in ("apart", "one", "one inside", "apart", "one"):
+            numbers: list[Any] = [0.0]
+            x = torch.ones(2, device=device)
+            a = {"n": numbers, "x": x}
+            b = a if way == "one" else {"n": numbers if way == "one inside" else [0.0], "x": x}
+            found.append((content(run(a, b)), content(a), content(b), a.get("n") is numbers, a.get("n") is b.get("n")))
+        return found
+
+    assert called(compiled(fn), "jax") == called(fn, "cpu")
+
+
+def test_a_list_that_is_passed_and_named_is_refused_where_it_is_written_to() -> None:
+    named = [1.0]
+    step = spmd.compile(lambda given, x: (given.append(3.0), x * len(named))[1])
+    with pytest.raises(spmd.TraceError, match="a list among the arguments is also reached as named"):
+        step(named, torch.ones(1, device="jax"))
+    assert named == [1.0]
+    read = spmd.compile(lambda given, x: x * len(named) + given[0])
+    assert read(named, torch.ones(1, device="jax")).item() == 2
+
+
+def test_a_mode_of_the_users_sees_the_functions_that_the_function_calls() -> None:
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def names(run: Callable[[Any], Any], device: str) -> list[str]:
+        mode = Seen()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with mode:
+                y = torch.sin(x) + 1
+                return y[0] if y.dim() else y
+
+        step = run(step)
+        for _ in range(3):
+            step(torch.ones(2, device=device))
+        return mode.names
+
+    assert names(spmd.compile, "jax") == names(lambda fn: fn, "cpu")
 
 
 def test_a_trace_that_fails_leaves_nothing_behind() -> None:

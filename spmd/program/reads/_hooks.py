@@ -7,6 +7,8 @@ from _thread import get_ident
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
+
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
@@ -28,15 +30,23 @@ def stop(before: Recording | None) -> None:
         _now[get_ident()] = before
 
 
+def _told(recording: Recording, name: str, operands: tuple[Any, ...]) -> Any:
+    """The recording's answer. It looks at things unseen: by no hook, and by no mode of the user's that sees torch's functions."""
+    recording.is_busy = True
+    try:
+        if num_torch_function_modes():
+            with DisableTorchFunction():
+                return getattr(recording, name)(*operands)
+        return getattr(recording, name)(*operands)
+    finally:
+        recording.is_busy = False
+
+
 def _teller(name: str) -> Callable[..., Any]:
     def tell(*operands: Any) -> None:
         recording = _now.get(get_ident())
         if recording is not None and not recording.is_busy:
-            recording.is_busy = True
-            try:
-                getattr(recording, name)(*operands)
-            finally:
-                recording.is_busy = False
+            _told(recording, name, operands)
 
     return tell
 
@@ -44,13 +54,7 @@ def _teller(name: str) -> Callable[..., Any]:
 def _caller(name: str) -> Callable[..., Any]:
     def tell(fn: Any, *operands: Any) -> Any:
         recording = _now.get(get_ident())
-        if recording is None or recording.is_busy:
-            return fn
-        recording.is_busy = True
-        try:
-            return getattr(recording, name)(fn, *operands)
-        finally:
-            recording.is_busy = False
+        return fn if recording is None or recording.is_busy else _told(recording, name, (fn, *operands))
 
     return tell
 
@@ -58,13 +62,7 @@ def _caller(name: str) -> Callable[..., Any]:
 def _item(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     def tell(holder: Any, key: Any) -> tuple[Any, Any]:
         recording = _now.get(get_ident())
-        if recording is None or recording.is_busy:
-            return key, holder
-        recording.is_busy = True
-        try:
-            return getattr(recording, name)(holder, key)
-        finally:
-            recording.is_busy = False
+        return (key, holder) if recording is None or recording.is_busy else _told(recording, name, (holder, key))
 
     return tell
 
@@ -82,12 +80,8 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
 def _global_teller(name: str) -> Callable[[str], None]:
     def tell(variable: str) -> None:
         recording = _now.get(get_ident())
-        if recording is not None and not recording.is_busy:
-            recording.is_busy = True  # looking at an object may run its own `__getattribute__`
-            try:
-                getattr(recording, name)(sys._getframe(1).f_globals, variable)
-            finally:
-                recording.is_busy = False
+        if recording is not None and not recording.is_busy:  # looking at an object may run its own `__getattribute__`
+            _told(recording, name, (sys._getframe(1).f_globals, variable))
 
     return tell
 

@@ -71,6 +71,10 @@ class Journal:
         """Whether the trace wrote there before: what is read then came from the trace."""
         return (id(holder), _token(key)) in self._first or (id(holder), _token(ABSENT)) in self._first
 
+    def has_met(self, holder: Any) -> bool:
+        """Whether the trace wrote to any part of it."""
+        return any(written.holder is holder for written in self._first.values())
+
     def before(self, holder: Any) -> Any:
         """The content that a container had before the trace first changed it, or ABSENT."""
         written = self._first.get((id(holder), _token(ABSENT)))

@@ -69,6 +69,14 @@ class PlacesRead:
             if place is not None:
                 self.places[hash(question[0])] = place
 
+    def has_met(self, holder: Any) -> bool:
+        """Whether something of a container was read or written."""
+        return id(holder) in self.places or self.journal.has_met(holder)
+
+    def name_of(self, value: Any) -> str:
+        """The name under which a value was found."""
+        return self._title(value)
+
     def class_of(self, value: Any) -> None:
         """It matters of which class an object is."""
         cls = type(value)

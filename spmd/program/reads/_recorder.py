@@ -254,7 +254,7 @@ class Recording(PlacesRead):
 
     def call(self, fn: Any, *args: Any) -> Any:
         """A call is about to happen; returns what is to be called."""
-        if self.choice is not None and sys._getframe(2) is self.choice.frame:
+        if self.choice is not None and sys._getframe(3) is self.choice.frame:
             self.choice.require_pure(fn, args)
         return _calls.told(self, fn, args)
 

@@ -15,7 +15,7 @@ from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
 from spmd.program.reads import PLAIN
-from spmd.program.trace._arguments import own_storage
+from spmd.program.trace._arguments import own_storage, shared_containers, with_shared
 from spmd.program.trace._gradients import gradient_kind
 
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
@@ -63,11 +63,13 @@ def signature(
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
     flat, tree = _flattened(args, kwargs, holders)
-    key: list[Any] = [tree, *modes()]
+    shared = () if isinstance(tree, int) else shared_containers(args, kwargs)
+    shape = (tree, shared) if shared else tree
+    key: list[Any] = [shape, *modes()]
     buffers: dict[int, tuple[int, Buffer]] = {}
     hosts: list[torch.Tensor] = []
     copied: list[tuple[Buffer, int]] = []
-    inputs, numbers = varying.get(tree, ()), dict[int, int | float]()
+    inputs, numbers = varying.get(shape, ()), dict[int, int | float]()
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             if index in inputs and type(value) in (int, float):
@@ -92,7 +94,7 @@ def signature(
         gradient = value.requires_grad and _gradient(value)
         key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value), _attributes(value, attributes)))
     if copied:
-        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else unflatten(flat, tree)[0]
+        args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied, numbers)
 
 

@@ -4,18 +4,20 @@ to the caller's."""
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceError, message
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
 from spmd.device._uploaded import host_values, note_sent, window
 from spmd.program.find._objects import ITEMS, contents_of
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import ABSENT, Effect
+from spmd.program.reads import ABSENT, Effect, Recording
 from spmd.program.trace._host_values import HostArgument
 
 Path = tuple[Any, ...]
@@ -41,7 +43,8 @@ class ArgumentContainers:
         found = [one for one in found if not isinstance(one[1], torch.Tensor)]
         self.tensors: list[torch.Tensor] = [t for _, t in given.values()]
         self._of_tensors = {id(attributes_of(t)): path for path, t in given.values()}
-        self._found = [(path, container, _content(container)) for path, container in found if not isinstance(container, tuple)]
+        mutable = {id(container): (path, container) for path, container in reversed(found) if not isinstance(container, tuple)}
+        self._found = [(path, container, _content(container)) for path, container in reversed(mutable.values())]
         self.paths: dict[int, Path] = {id(container): path for path, container in found}
         self.paths.update((id(instance), (2, number)) for number, instance in enumerate(objects))
         self.ids = {id(c) for _, c, _ in self._found} | {id(c) for c in (*objects, *map(vars, objects), *call)}
@@ -112,6 +115,69 @@ def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path,
     elif isinstance(value, (list, tuple, collections.deque)):
         for index, item in enumerate(value):
             yield from _walk(item, (*path, index), apart)
+
+
+def shared_containers(args: Any, kwargs: Any) -> tuple[tuple[int, int], ...]:
+    """Which of the lists and dicts among the arguments are one: of each but the first the number, and that of the first."""
+    numbers: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, _MUTABLE):
+            number = len(numbers) + len(found)
+            if id(value) in numbers:
+                found.append((number, numbers[id(value)]))
+                return
+            numbers[id(value)] = number
+        if isinstance(value, (*_MUTABLE, tuple)):
+            for part in value.values() if isinstance(value, dict) else value:
+                walk(part)
+
+    walk((args, kwargs))
+    return tuple(found)
+
+
+def require_one_way(args: Any, kwargs: Any, reads: Recording, effects: Sequence[Effect]) -> None:
+    """Raise TraceError if a list or dict among the arguments, which the trace had a copy of, is also reached otherwise, and written to."""
+    for effect in effects:
+        path = effect.holder
+        holder = of_caller(path, (args, kwargs, ())) if isinstance(path, tuple) and path[0] != 2 else path
+        if isinstance(holder, _MUTABLE) and reads.has_met(holder) and (isinstance(path, tuple) or _lies_in((args, kwargs), holder)):
+            what = (
+                f"a {type(holder).__name__} among the arguments is also reached as {reads.name_of(holder)}, and the function writes to it"
+            )
+            raise TraceError(
+                message(
+                    what,
+                    "an argument is a copy while the function is traced: what is written to one would not be seen in the other",
+                    fix="reach it in one way: pass it, or name it",
+                )
+            )
+
+
+def _lies_in(value: Any, container: Any) -> bool:
+    if value is container:
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, collections.deque)) else ()
+    return any(_lies_in(part, container) for part in parts)
+
+
+def with_shared(copy: Any, model: Any, copies: dict[int, Any] | None = None) -> Any:
+    """A copy of arguments in which those lists and dicts are one that are one in `model`."""
+    copies = {} if copies is None else copies
+    if isinstance(model, _MUTABLE) and type(copy) is type(model):
+        if id(model) not in copies:
+            copies[id(model)] = copy
+            for key, part in model.items() if isinstance(model, dict) else enumerate(model):
+                copy[key] = with_shared(copy[key], part, copies)
+        return copies[id(model)]
+    if isinstance(model, tuple) and type(copy) is type(model):
+        parts = [with_shared(c, m, copies) for c, m in zip(copy, model, strict=True)]
+        return copy if all(map(operator.is_, parts, copy)) else tuple.__new__(type(copy), parts)
+    return copy
+
+
+_MUTABLE = (dict, list, collections.deque)
 
 
 def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:

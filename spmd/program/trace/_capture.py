@@ -41,7 +41,7 @@ from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, Place, Recordin
 from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
-from spmd.program.trace._arguments import ArgumentContainers, bind
+from spmd.program.trace._arguments import ArgumentContainers, bind, require_one_way, with_shared
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of, no_host_random, no_host_writes
@@ -212,6 +212,7 @@ def capture(
         Memory([*found.named_tensors(), *(("an argument", t) for t in bound if is_device_tensor(t))]) as memory,
     ):
         call, objects = unflatten(bound, flat.tree)
+        call = with_shared(call, (args, kwargs))
         first = flat.tree.root.objects.count(None) if is_stacked else 0  # what objects hold is no stack
         held = {id(bound[i]): i for i in range(first, len(bound)) if not isinstance(bound[i], PLAIN)}
         positions = {buffer_of(t): i for i, t in enumerate(bound) if is_device_tensor(t)}
@@ -224,6 +225,8 @@ def capture(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
         )
         unfilled.require_empty()
+        assert state.reads is not None
+        require_one_way(args, kwargs, state.reads, state.effects)
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
 
 
