@@ -58,7 +58,6 @@
     +-- Inexact                                        what padding would change is in the way of one program for several sizes
         +-- SizeDecides                                ... Python goes another way for another size
         +-- Unknown                                    ... a number is no known function of the sizes
-    +-- NotByRows                                      a graph of Dynamo's that is no program for padded sizes
     +-- Left                                           a call of generate that is left to transformers
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process
     ValueError

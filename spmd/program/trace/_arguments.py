@@ -137,12 +137,17 @@ def shared_containers(args: Any, kwargs: Any) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def require_one_way(args: Any, kwargs: Any, reads: Recording, effects: Sequence[Effect]) -> None:
+def require_one_way(args: Any, kwargs: Any, reads: Recording | None, effects: Sequence[Effect]) -> None:
     """Raise TraceError if a list or dict among the arguments, which the trace had a copy of, is also reached otherwise, and written to."""
     for effect in effects:
         path = effect.holder
         holder = of_caller(path, (args, kwargs, ())) if isinstance(path, tuple) and path[0] != 2 else path
-        if isinstance(holder, _MUTABLE) and reads.has_met(holder) and (isinstance(path, tuple) or _lies_in((args, kwargs), holder)):
+        if (
+            isinstance(holder, _MUTABLE)
+            and reads is not None
+            and reads.has_met(holder)
+            and (isinstance(path, tuple) or _lies_in((args, kwargs), holder))
+        ):
             what = (
                 f"a {type(holder).__name__} among the arguments is also reached as {reads.name_of(holder)}, and the function writes to it"
             )

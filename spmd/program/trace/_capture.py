@@ -225,7 +225,6 @@ def capture(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
         )
         unfilled.require_empty()
-        assert state.reads is not None
         require_one_way(args, kwargs, state.reads, state.effects)
     return _captured(state, jaxpr, bound, arg_buffers, len(host_tensors), list(waiting))
 
