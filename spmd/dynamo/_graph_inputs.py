@@ -20,7 +20,8 @@ class Given(NamedTuple):
         root: shape of the array.
         stride: of the tensor over that array; None: contiguous.
         dtype: of the array; None where the tensor may show it in another way (conjugated).
-        is_padded: along some dims the array has the tensor's elements and then others, where it is larger.
+        order: the tensor's dims in the order of memory, where along some of them the array has its elements and then others; None: it has
+            the tensor's elements alone.
     """
 
     root: tuple[int, ...]
@@ -28,7 +29,7 @@ class Given(NamedTuple):
     stride: tuple[int, ...] | None
     dtype: Any
     wants_gradient: bool
-    is_padded: bool = False
+    order: tuple[int, ...] | None = None
 
     def in_trace(self, array: Any) -> torch.Tensor:
         """The tensor that stands for it."""

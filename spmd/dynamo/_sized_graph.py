@@ -16,7 +16,8 @@ from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import TraceError
 from spmd.device._arrays import fetched
 from spmd.device._layout import annotation_of
-from spmd.device._storage import buffer_of, is_device_tensor, load, wrap
+from spmd.device._storage import buffer_of, is_device_tensor, is_whole, load, wrap
+from spmd.device._views import contiguous_stride
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_executables import Program, Sizes
 from spmd.dynamo._graph_inputs import Given
@@ -141,13 +142,22 @@ class SizedGraph(Program):
         given = super()._given_as(tensor, position, with_gradient)
         if position >= len(self._positions) or not self._sizes.varies(self._positions[position], self._how.vary):
             return given
+        order = tuple(range(tensor.dim()))
+        if tensor.is_contiguous():  # of whatever shape its storage is
+            given = given._replace(stride=None)
         if given.stride is not None:
-            raise Inexact("an input whose size varies, and that does not lie as contiguous ones do")
-        return self._resized(given, position, self._whole)
+            order = tuple(sorted(order, key=tensor.stride().__getitem__, reverse=True))
+            if not is_whole(tensor.permute(order), buffer_of(tensor)):
+                raise Inexact("an input whose size varies, and that is a part of its storage in another order of dims")
+        return self._resized(given._replace(order=order), position, self._whole)
 
     def _resized(self, given: Given, position: int, sizes: Sequence[int]) -> Given:
-        shape = self._sizes.shape(self._positions[position], sizes)
-        return given._replace(root=shape, size=shape, is_padded=True)
+        """How a tensor is given for other sizes: as it lies, in the order of its dims in memory."""
+        assert given.order is not None
+        size = self._sizes.shape(self._positions[position], sizes)
+        root = tuple(size[d] for d in given.order)
+        stride = dict(zip(given.order, contiguous_stride(root), strict=True))
+        return given._replace(root=root, size=size, stride=given.stride and tuple(stride[d] for d in range(len(size))))
 
     def _traced(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Traced:
         sizes = self.sizes_of(args)
@@ -194,7 +204,7 @@ class SizedGraph(Program):
         why = self._sizes.refusal(sizes)
         if why is not None:
             raise SizeDecides(why)
-        given = [self._resized(how, i, sizes) if how.is_padded else how for i, how in enumerate(self.given)]
+        given = [how if how.order is None else self._resized(how, i, sizes) for i, how in enumerate(self.given)]
         examples = [jax.ShapeDtypeStruct(how.root, buffer_of(t).dtype) for how, t in zip(given, tensors, strict=True)]
         copies = [self._host_for(position, t, sizes) for position, t in self._placed_hosts(args)]
         hosts = [*map(host_array, copies), np.zeros(len(point), np.int64)]
@@ -230,7 +240,7 @@ class SizedGraph(Program):
         return [*found, np.asarray(self.sizes_of(args), np.int64)]
 
     def arrays(self, tensors: Sequence[torch.Tensor], given: Sequence[Given]) -> list[Any]:
-        return super().arrays([_padded(t, how.size) if how.is_padded else t for t, how in zip(tensors, given, strict=True)], given)
+        return super().arrays([_whole(t, how) for t, how in zip(tensors, given, strict=True)], given)
 
     def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], sizes: Sizes) -> list[torch.Tensor | None]:
         assert self.traced.backward is not None
@@ -258,6 +268,16 @@ class SizedGraph(Program):
             return on_all_devices(np.ascontiguousarray(fetched(value)[tuple(slice(0, n) for n in shape)]), self._replicated)
         with exact_dtypes():
             return jnp.asarray(lax.slice(value, (0,) * len(shape), shape))
+
+
+def _whole(tensor: torch.Tensor, how: Given) -> torch.Tensor:
+    """The tensor with the sizes that it is given with."""
+    if how.order is None:
+        return tensor
+    if how.stride is None:
+        return _padded(tensor, how.size)
+    back = sorted(range(len(how.order)), key=how.order.__getitem__)
+    return _padded(tensor.detach().permute(how.order), how.root).permute(back)
 
 
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

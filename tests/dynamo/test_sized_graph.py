@@ -191,6 +191,31 @@ def test_an_argument_whose_size_varies_is_written() -> None:
         assert_same(given, x)
 
 
+LAID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "turned around": lambda x: x.permute(2, 1, 0),
+    "last first": lambda x: x.permute(1, 2, 0),
+    "of another shape": lambda x: x.view(-1, 3, 4),
+    "flat": lambda x: x.view(-1),
+    "a part": lambda x: x[1:, :, :2],
+}
+
+
+@pytest.mark.parametrize("lay", LAID.values(), ids=LAID)
+def test_inputs_lie_in_their_storage_in_any_way(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def fn(x: torch.Tensor) -> Any:
+        return x.exp().softmax(-1), x[..., 1:], x.add_(1).sum(0)
+
+    fast = torch.compile(fn, backend="spmd", fullgraph=True, dynamic=True)
+    for size in (5, 7, 6):
+        want, given = batch(size, 4, 3), batch(size, 4, 3).to("jax")
+        got, wanted = fast(lay(given)), fn(lay(want))
+        assert_same(got, wanted)
+        assert [t.stride() for t in got] == [t.stride() for t in wanted]
+        assert_same(given, want)
+    assert not any(graph.sizes for graph in graphs())
+
+
 def test_cpu_tensors_and_integers_vary_too() -> None:
     fast = torch.compile(lambda x, scale, n: (x * scale.to("jax")).sum(0) * n, backend="spmd", fullgraph=True, dynamic=True)
     for size in (5, 7, 6):
