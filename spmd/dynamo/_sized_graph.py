@@ -24,11 +24,11 @@ from spmd.dynamo._graph_inputs import Given
 from spmd.dynamo._graph_passes import Joint, Traced
 from spmd.dynamo._graph_results import Made, Plain, Shown
 from spmd.dynamo._sized_traces import SizedTraces
-from spmd.program._sized_step import _points
 from spmd.program.sizes._dims import SMALLEST, Dim, Named
 from spmd.program.sizes._evaluate import SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._sized_arguments import padded
+from spmd.program.sizes._trace_points import more_points, points_within, with_enough_points
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
 
@@ -108,6 +108,15 @@ def sizing(calls: Calls, args: Sequence[Any], vary: Sequence[int]) -> Sizing | N
     return Sizing(today, which, units, buckets, multiples, limits)
 
 
+class _Passes(NamedTuple):
+    traces: SizedTraces
+    joint: Joint
+
+    @property
+    def is_certain(self) -> bool:
+        return self.traces.is_certain
+
+
 class SizedGraph(Program):
     """The executables of one bucket.
 
@@ -136,7 +145,7 @@ class SizedGraph(Program):
         sizes = self.sizes_of(args)
         if any(n > b for n, b in zip(sizes, self._how.bucket, strict=True)):
             return "a size is larger than the bucket's"
-        return self._traces.reason(sizes)
+        return self._traces.reason(sizes, self._how.bucket)
 
     def _given_as(self, tensor: torch.Tensor, position: int, with_gradient: bool) -> Given:
         given = super()._given_as(tensor, position, with_gradient)
@@ -161,13 +170,13 @@ class SizedGraph(Program):
 
     def _traced(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Traced:
         sizes = self.sizes_of(args)
-        found = next((traces for traces in self._known if traces.reason(sizes) is None), None)
+        found = next((traces for traces in self._known if traces.reason(sizes, self._how.bucket) is None), None)
         if found is None:
             found, joint = self._made(calls, args, tensors)
             self._known.insert(0, found)
         else:
             joint = found.at(self._how.bucket)
-        why = found.reason(sizes)
+        why = found.reason(sizes, self._how.bucket)
         if why is not None:  # known only now that the program was evaluated
             raise SizeDecides(why)
         self._traces = found
@@ -181,11 +190,18 @@ class SizedGraph(Program):
         )
         for number, limits in enumerate(ranges):
             try:
-                points = _points(limits, list(how.multiples), number)
-                joints = [self._joint_at(point, calls, args, tensors) for point in points]
+                steps = [(multiple, 0) for multiple in how.multiples]
+                points = points_within(limits, steps, int(number == 1))
                 holds_for = [(low if number else least, most) for low, (least, most) in zip(points[0], limits, strict=True)]
-                found = SizedTraces(names, Points(points), joints, holds_for)
-                joint, why = found.at(how.bucket), found.reason(how.of(how.today))
+                joints = list[Joint]()
+
+                def made(at: Sequence[Sequence[int]], joints: list[Joint] = joints, holds_for: Any = holds_for) -> _Passes:
+                    joints += [self._joint_at(point, calls, args, tensors) for point in at[len(joints) :]]
+                    traces = SizedTraces(names, Points(at), joints, holds_for)
+                    return _Passes(traces, traces.at(how.bucket))
+
+                found, joint = with_enough_points(made, points, more_points(points, steps))
+                why = found.reason(how.of(how.today), how.bucket)
                 if why is None:
                     return found, joint
                 raise SizeDecides(why)

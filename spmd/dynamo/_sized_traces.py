@@ -44,9 +44,18 @@ class SizedTraces:
         shapes = zip(*([a.shape for a in j.closed.out_avals] for j in joints), strict=True)
         self._shapes = [[points.integer(tuple(column)) for column in zip(*same, strict=True)] for same in shapes]
         self._needs: dict[tuple[Values, int], None] = {}
+        self._rooms: dict[tuple[int, ...], Room] = {}
 
-    def reason(self, sizes: Sizes) -> str | None:
-        """Why they do not hold for these sizes; None if they do."""
+    @property
+    def is_certain(self) -> bool:
+        """Whether the points are enough for the forms that its numbers have."""
+        return self._points.are_enough
+
+    def reason(self, sizes: Sizes, bucket: Sizes) -> str | None:
+        """Why they do not hold for these sizes in a bucket; None if they do."""
+        room = self._rooms.get(tuple(bucket))
+        if room is not None and not room.holds(sizes):
+            return "a part of the graph is larger than in its bucket"
         for name, size, (least, most) in zip(self._names, sizes, self._limits, strict=True):
             if not least <= size <= most:
                 return f"size {size} of {name} is outside of {least} to {most}, for which the graph was traced"
@@ -69,7 +78,7 @@ class SizedTraces:
         Raises:
             Inexact: it is not proved that padding has no part in what comes out; with the equation.
         """
-        first, room = self._joints[0], Room(self._points, bucket, ())
+        first, room = self._joints[0], Room(self._points, [least for least, _ in self._limits], bucket, ())
         kept = [buffer for _, buffer in first.outer if buffer is not None]
         num_known = len(first.closed.in_avals) - len(first.outer) - len(first.flowing)
         dims = [_dims(same) for same in zip(*([a.shape for a in j.closed.in_avals] for j in self._joints), strict=True)]
@@ -83,7 +92,10 @@ class SizedTraces:
 
         with exact_dtypes():
             closed, consts = with_constants_as_inputs(jax.make_jaxpr(run)(*state, *known, *again, *cotangents))
+        for values, _ in room.needs:
+            self._points.integer(values)
         self._needs.update(room.needs)
+        self._rooms[tuple(bucket)] = room
         outer: list[tuple[Any, Buffer | None]] = [
             *((value, None) for value in consts),
             *((value, b) for value, b in first.outer if b is not None),

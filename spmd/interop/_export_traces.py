@@ -28,10 +28,14 @@ from spmd.program._step import Step, uncollected
 from spmd.program.reuse._signature import Signature
 from spmd.program.sizes._dims import AskedDims, Named
 from spmd.program.sizes._family import Family
-from spmd.program.sizes._formulas import Inexact, Points
-from spmd.program.sizes._size_reads import sizes_read
+from spmd.program.sizes._family_search import family_at
+from spmd.program.sizes._formulas import Inexact
+from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._sized_arguments import parts_of, replaced, stand_in
-from spmd.program.sizes._symbolic import Range, SymbolicTrace, points_of, symbolic
+from spmd.program.sizes._symbolic import Range, SymbolicTrace, limits_of, symbolic
+from spmd.program.sizes._trace_points import more_points, points_within
+from spmd.program.trace._capture import Captured
+from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
 
@@ -92,6 +96,7 @@ class FileTraces(Step[Any, Any]):
         self._asked = AskedDims(dynamic, [*self._parameters.parameters])
         self._sizes: _Varying | None = None
         self._family: Family | None = None
+        self._trace: SymbolicTrace | None = None
 
     def of_call(self, args: Any, kwargs: Any) -> list[Traced]:
         """The programs for calls with these arguments: that for most sizes last.
@@ -159,15 +164,14 @@ class FileTraces(Step[Any, Any]):
             try:
                 program = self._program_of(args, kwargs, _Varying(varying, free, shift))
                 assert self._family is not None
-                trace = symbolic(self._family, list(free.values()))
-                return Traced(program, args, kwargs, named, free, declared, trace, self._family)
+                return Traced(program, args, kwargs, named, free, declared, self._trace, self._family)
             except Inexact as error:
                 if shift or not error.may_depend_on_range:
                     raise
         raise AssertionError("the second try returns or raises")
 
     def _program_of(self, args: Any, kwargs: Any, sizes: _Varying | None) -> Program:
-        self._sizes, self._family = sizes, None
+        self._sizes, self._family, self._trace = sizes, None, None
         self.clear()
         return self._found(args, kwargs)[0]
 
@@ -182,21 +186,26 @@ class FileTraces(Step[Any, Any]):
             return _TracedProgram(captured, buffers, self._options, self._name, (0.0, 0.0), Making()), 1
 
     def _traced_at(self, varying: _Varying, call: Signature, way: Way) -> Family:
-        traces, reads, names = [], [], tuple(varying.free)
-        points = points_of(list(varying.free.values()), varying.shift)
-        for point in points:
+        names, ranges = tuple(varying.free), list(varying.free.values())
+        holds_for, steps = tuple((own.least, own.most) for own in ranges), [(own.multiple, 0) for own in ranges]
+
+        def trace(point: Sequence[int]) -> tuple[Captured, SizeReads]:
             sizes = dict(zip(names, point, strict=True))
             others = {i: stand_in(named, sizes) for i, named in varying.named.items()}
             args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
             with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
                 try:
-                    traces.append(self._traced(call._replace(args=args, kwargs=kwargs), way)[0])
-                except (Noted, Inexact):
+                    return self._traced(call._replace(args=args, kwargs=kwargs), way)[0], read
+                except (Noted, Inexact, StaleGradients):
                     raise
                 except Exception as error:
                     raise self._not_for(sizes, error) from error
-            reads.append(read)
-        return Family(names, Points(points), traces, reads, [(own.least, own.most) for own in varying.free.values()])
+
+        def use(family: Family) -> None:
+            self._trace = symbolic(family, ranges)
+
+        points = points_within(limits_of(ranges, varying.shift), steps, varying.shift)
+        return family_at(names, points, more_points(points, steps), 1, holds_for, trace, use)
 
     def _apart(self, traced: Traced, name: str) -> list[int]:
         """The sizes of a name for which a program does not hold, whatever the others are.

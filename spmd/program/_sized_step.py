@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from spmd.base._errors import SpmdError, TraceError, message, place_of
+from spmd.base._errors import SpmdError, TraceAgain, TraceError, message, place_of
 from spmd.base._torch_late import without_dynamo
 from spmd.base._underway import underway
 from spmd.program._job_checks import compiling
@@ -24,14 +24,17 @@ from spmd.program._program import Options, Program
 from spmd.program._step import Step, uncollected
 from spmd.program.find._objects import flatten
 from spmd.program.reuse._signature import Signature
-from spmd.program.sizes._dims import SMALLEST, AskedDims, Named
+from spmd.program.sizes._dims import AskedDims, Named
 from spmd.program.sizes._evaluate import SizeDecides
 from spmd.program.sizes._family import Family
-from spmd.program.sizes._formulas import Inexact, Points
+from spmd.program.sizes._family_search import Families, Sizes
+from spmd.program.sizes._formulas import Inexact, Unknown
 from spmd.program.sizes._learned_dims import LearnedDims
-from spmd.program.sizes._size_reads import sizes_read
+from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._sized_arguments import padded, parts_of, replaced, stand_in
 from spmd.program.sizes._sized_program import SizedProgram
+from spmd.program.trace._capture import Captured
+from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
 
@@ -60,7 +63,7 @@ class SizedStep(Step[Any, Any]):
         self._parameters = _parameters(fn)
         names = self._parameters and [*self._parameters.parameters]
         self._asked = LearnedDims() if dynamic is True else AskedDims(dynamic, names)
-        self._families: dict[Any, list[Family]] = {}
+        self._families = Families()
         self._now: _Call | None = None
         if options.steps_per_call > 1 or options.check:
             name = "check" if options.check else "steps_per_call"
@@ -97,15 +100,14 @@ class SizedStep(Step[Any, Any]):
         if not call.sizes:
             return self._exact._found(args, kwargs, is_beside=is_beside)
         self._now = call
-        for families in self._families.values():
-            for family in families:
-                family.today = tuple(call.sizes[name] for name in family.names) if set(family.names) == set(call.sizes) else ()
+        for family in self._families:
+            family.today = tuple(call.sizes[name] for name in family.names) if set(family.names) == set(call.sizes) else ()
         others = {id(n.tensor): padded(n, call.bucket) for n in call.named}
         call.tensors = {id(others[id(n.tensor)]): n for n in call.named}
         try:
             program, found = super()._found(*replaced(args, kwargs, others, self._way.holders), is_beside=is_beside)
         except Inexact as why:
-            if not isinstance(why, SizeDecides) and isinstance(self._asked, AskedDims):
+            if not isinstance(why, (SizeDecides, Unknown)) and isinstance(self._asked, AskedDims):
                 raise self._refused(why) from why
             if str(why) not in self.retraces:
                 self.retraces.append(str(why))
@@ -152,58 +154,45 @@ class SizedStep(Step[Any, Any]):
             family, num_traces = self._family(call, way, now, failed)
             spent = 0.0, time.perf_counter() - start
             program = SizedProgram(family, bucket, call.buffers, self._options, self._name, spent, Making([self._loaded.get], is_beside))
-        why = family.reason(tuple(now.sizes.values()))
+        family.today = tuple(now.sizes.values())
+        family.captured.refresh(call.numbers, call.buffers)
+        why = program.reason_for(family.today)
         if why is not None:  # known only now that the program was evaluated
             raise SizeDecides(why)
         return program, num_traces
 
     def _family(self, call: Signature, way: Way, now: _Call, failed: str | None) -> tuple[Family, int]:
         """The traces that hold for a call, made if there are none, and how many were made."""
-        key, sizes = self._family_key(call, now), tuple(now.sizes.values())
-        for family in self._families.get(key, ()):
+        key, today = self._family_key(call, now), tuple(now.sizes.values())
+        for family in self._families.of(key):
             family.captured.numbers.refresh(call.numbers)
-            if family.captured.guards.reason() is None and family.reason(sizes) is None:
+            if family.captured.guards.reason() is None and family.reason(today) is None:
                 return family, 0
         self._require_may_trace(failed)
-        num_traces, ranges = 0, self._ranges(now)
-        for number, limits in enumerate(ranges):
+        most = tuple(max(self._asked.dims[name].max, now.bucket[name]) for name in now.names)
+        sizes = Sizes(now.names, today, tuple(now.bucket.values()), most, tuple(now.multiples[name] for name in now.names))
+        before = self._own_traces
+        family = self._families.search(key, sizes, call.buffers, lambda point: self._traced_at(point, call, way, now))
+        num_traces, self._own_traces = self._own_traces - before, before  # whoever asked for them counts them
+        return family, num_traces
+
+    def _traced_at(self, point: Sequence[int], call: Signature, way: Way, now: _Call) -> tuple[Captured, SizeReads]:
+        """A trace for other sizes than the call's.
+
+        Raises:
+            SizeDecides: the function raises for these.
+        """
+        sizes = dict(zip(now.names, point, strict=True))
+        others = {i: stand_in(named, sizes) for i, named in now.tensors.items()}
+        args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
+        self._own_traces += 1
+        with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
             try:
-                points = _points(limits, [now.multiples[name] for name in now.names], number)
-                num_traces += len(points)
-                holds_for = [(low if number else least, most) for low, (least, most) in zip(points[0], limits, strict=True)]
-                family = self._traced_at(points, holds_for, call, way, now)
-                family.padded(tuple(now.bucket.values()), call.buffers)
-                why = family.reason(sizes)
-                if why is None:
-                    self._families.setdefault(key, []).insert(0, family)
-                    return family, num_traces
-                raise SizeDecides(why)
-            except Inexact as error:
-                if number == len(ranges) - 1 or not error.may_depend_on_range:
-                    self._own_traces += num_traces
-                    raise
-        raise AssertionError("there is a range")
-
-    def _ranges(self, now: _Call) -> list[list[tuple[int, int]]]:
-        """The sizes for which one set of traces may hold: all; all that are not small; those of the bucket."""
-        most = {name: max(self._asked.dims[name].max, now.bucket[name]) for name in now.names}
-        bucket = [(now.bucket[name] // 2 + 1 if now.bucket[name] > SMALLEST else 2, now.bucket[name]) for name in now.names]
-        found = [[(2, most[name]) for name in now.names], [(max(2, most[name] // 6), most[name]) for name in now.names], bucket]
-        today = list(now.sizes.values())
-        found = [limits for limits in found if all(low <= n <= high for n, (low, high) in zip(today, limits, strict=True))]
-        found = [limits for i, limits in enumerate(found) if limits not in found[:i]]
-        return [*found[:1], *found]  # once more at other points: a size that is the model's own constant can be taken for it
-
-    def _traced_at(self, points: list[tuple[int, ...]], limits: Any, call: Signature, way: Way, now: _Call) -> Family:
-        traces, reads = [], []
-        for point in points:
-            sizes = dict(zip(now.names, point, strict=True))
-            others = {i: stand_in(named, sizes) for i, named in now.tensors.items()}
-            args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
-            with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
-                traces.append(self._traced(call._replace(args=args, kwargs=kwargs), way)[0])
-            reads.append(read)
-        return Family(now.names, Points(points), traces, reads, limits)
+                return self._traced(call._replace(args=args, kwargs=kwargs), way)[0], read
+            except (TraceAgain, StaleGradients, Inexact):
+                raise
+            except Exception as error:
+                raise SizeDecides(f"for sizes {sizes} the function raises {type(error).__name__}: {error}") from error
 
     def _family_key(self, call: Signature, now: _Call) -> Any:
         """A call's key with names for the sizes that vary."""
@@ -230,24 +219,6 @@ class SizedStep(Step[Any, Any]):
                 fix="drop the dim from dynamic=, or, if the model masks padding itself: spmd.Dim(..., masked_by_model=True)",
             )
         )
-
-
-def _points(limits: list[tuple[int, int]], multiples: list[int], shift: int) -> list[tuple[int, ...]]:
-    """See Note [Points]: small, each large in its turn, all in between, twice; multiples of what shards divide.
-
-    Raises:
-        SizeDecides: there are no three sizes within the limits.
-    """
-    low, high, middle, other = list[int](), list[int](), list[int](), list[int]()
-    for place, ((least, most), multiple) in enumerate(zip(limits, multiples, strict=True)):
-        low.append(-(-max(least, min(3 + 2 * place + 4 * shift, most // 2)) // multiple) * multiple)
-        high.append(max(most // multiple * multiple, low[-1] + 3 * multiple))
-        steps = (high[-1] - low[-1]) // multiple
-        middle.append(low[-1] + max(2, int(steps * (0.618 + 0.07 * shift))) * multiple)
-        other.append(low[-1] + max(1, int(steps * (0.31 + 0.05 * shift))) * multiple)
-    found = [tuple(low)]
-    found += [tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low))]
-    return [*found, tuple(middle), tuple(other)]
 
 
 def _parameters(fn: Any) -> inspect.Signature | None:

@@ -87,7 +87,7 @@ def named(x: torch.Tensor) -> Any:
 
 
 def equal(x: torch.Tensor) -> torch.Tensor:
-    return x * 2 if x.shape[0] == 22 else x
+    return x * 2 if x.shape[0] == 24 else x
 
 
 def large(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def first(x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a size of 1": (torch.sin, (), r"not known: b >= 2(?s:.*)symbolic_shape\('b', constraints=\['b >= 2'\]\)"),
     "a part of one": (pieces, ("b >= 2",), r"not known: b - 1 >= 2"),
-    "a question": (equal, ("b >= 2",), r"not known: b != 22(?s:.*)constraints=\['b > 22'\]"),
+    "a question": (equal, ("b >= 2",), r"not known: b != 24(?s:.*)constraints=\['b > 24'\]"),
     "a branch": (large, ("b >= 2",), r"Python asks something of a size(?s:.*)jax.jit does so by itself"),
     "an error": (
         first,
@@ -120,7 +120,7 @@ def test_what_is_not_one_program_is_refused(fn: Callable[..., Any], constraints:
         exported(lambda x: call({}, {}, None, x), *shapes("b, 4", constraints=constraints))
 
 
-@pytest.mark.parametrize(("fn", "least"), [(pieces, 3), (equal, 23), (large, 31), (first, 5)])
+@pytest.mark.parametrize(("fn", "least"), [(pieces, 3), (equal, 25), (large, 31), (first, 5)])
 def test_with_what_was_asked_for_it_is_one(fn: Callable[..., Any], least: int) -> None:
     call, _, _ = spmd.functionalize(fn)
     run = exported(lambda x: call({}, {}, None, x), *shapes("b, 4", constraints=(f"b >= {least}",)))
@@ -160,5 +160,5 @@ def test_a_program_of_torch_with_symbols_is_one_of_jax() -> None:
     fn, params, buffers = spmd.functionalize(program)
     run = exported(lambda x: fn(params, buffers, None, x), *shapes("b, 4", constraints=("b >= 2", "b <= 90")))
     assert_close(run(as_jax(batch(7, 4))), host(batch(7, 4)))
-    with pytest.raises(spmd.TraceError, match=r"raises AssertionError for b = 10.(?s:.*)x.size\(\)\[0\] <= 90"):
+    with pytest.raises(spmd.TraceError, match=r"raises AssertionError for b = [0-9]+(?s:.*)x.size\(\)\[0\] <= 90"):
         exported(lambda x: fn(params, buffers, None, x), *shapes("b, 4", constraints=("b >= 40",)))

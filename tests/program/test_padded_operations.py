@@ -191,7 +191,7 @@ def test_values_and_gradients_of_one_program_are_those_of_each_size(group: str) 
             require_equal(got, run(x), f"operation {number} of '{group}' at size {size}")
     if group not in OF_MANY_CONSTANTS:
         assert step.num_executables == 1
-        assert step.num_traces in (4, 8)  # a second range of sizes may have to be tried
+        assert step.num_traces in (4, 6, 8)  # more points, or a second range of sizes, may have to be tried
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ class LiftedNumbers:
         return with_inputs(value, self._paths.get((id(holder), key), ()))
 
     @property
+    def computed(self) -> list[Callable[[], Any]]:
+        """What gives the inputs that are made of varying numbers."""
+        return self._used.inputs
+
+    @property
     def has_varying(self) -> bool:
         """Whether other numbers than the optimizers' are inputs."""
         return self._capacity > 0

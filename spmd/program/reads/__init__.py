@@ -11,7 +11,7 @@ from spmd.program.reads._places import PLAIN, Place
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import Held, guard_who, touched_by
 from spmd.program.reads._swap import code_of
-from spmd.program.reads._varying import Numbers, Varying
+from spmd.program.reads._varying import Numbers, Varying, is_noted
 from spmd.program.reads._varying_index import ViewNeeded
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "guard_places",
     "guard_who",
     "is_library",
+    "is_noted",
     "recorded",
     "touched_by",
     "with_inputs",

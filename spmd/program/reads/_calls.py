@@ -14,7 +14,7 @@ import os
 import random
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -87,16 +87,44 @@ def is_endless(iterator: Any) -> bool:
     return isinstance(iterator, itertools.repeat)
 
 
+_OF_NUMBERS = frozenset((range, bytes, bytearray, bin, hex, oct, chr, complex))
+_NUMBERS_IN = frozenset(("math", "cmath", "itertools", "numpy", "_operator", "_decimal", "decimal", "_bisect", "_heapq", "_struct"))
+
+
+_SMOOTH = frozenset(map(id, (math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.pow)))  # without steps and turns
+
+
+def _hides_numbers(fn: Any) -> bool:
+    """Whether it makes of a number, in C, what nobody can ask where it came from; a tensor's methods are the program's own."""
+    owner = getattr(fn, "__self__", None)
+    return (
+        (isinstance(fn, Hashable) and fn in _OF_NUMBERS)
+        or str(getattr(fn, "__module__", None) or "").partition(".")[0] in _NUMBERS_IN
+        or isinstance(owner, (str, bytes, bytearray, np.ndarray))
+        or (isinstance(owner, (list, collections.deque)) and fn.__name__ in ("insert", "pop", "rotate", "index"))
+    )
+
+
 def _of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
     """What answers in C for a size of which is noted what Python asks (see `sizes`), so that this is; else None."""
-    if fn is range and any(map(is_noted, args)):
-        return lambda *limits: range(*(n.plain() if is_noted(n) else n for n in limits))
+    if id(fn) in _SMOOTH and all(isinstance(a, (int, float)) for a in args) and (first := next(filter(is_noted, args), None)) is not None:
+        return lambda *given: first.through(fn, given)
+    if any(map(is_noted, args)) and _hides_numbers(fn):
+        return lambda *given, **options: fn(*(n.plain() if is_noted(n) else n for n in given), **options)
+    if fn in (min, max, sum) and (given := args[0] if len(args) == 1 else args) and type(given) in (list, tuple):
+        noted = next((n for n in given if is_noted(n)), None)
+        if noted is not None and any(type(n) is float for n in given):
+            rest = args[1:] if len(args) == 1 else ()
+            return lambda *_, **options: fn([noted.beside(n) if type(n) is float else n for n in given], *rest, **options)
     if fn is len and args and isinstance(args[0], torch.Tensor) and any(map(is_noted, args[0].shape)):
         return lambda tensor: tensor.shape[0]
     if fn is torch.numel and args and any(map(is_noted, args[0].shape)):
         return torch.Tensor.numel
     shape = getattr(fn, "__self__", None)
     return (lambda: math.prod(shape)) if type(shape) is torch.Size and fn.__name__ == "numel" and any(map(is_noted, shape)) else None
+
+
+_IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 
 def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
@@ -112,7 +140,7 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
     kind = type(fn)
-    if (kind is types.BuiltinFunctionType or id(fn) == id(range)) and (of_noted := _of_noted_size(fn, args)) is not None:
+    if kind in _IN_C and (of_noted := _of_noted_size(fn, args)) is not None:
         return of_noted
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace

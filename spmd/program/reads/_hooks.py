@@ -91,12 +91,12 @@ HOOKS: dict[str, Callable[..., Any]] = {
         name: _teller(name)
         for name in (
             *("load_cell", "store_cell", "load_attr", "store_attr", "look_into", "mutate"),
-            *("iterate", "contains", "operate", "operate_in_place", "made_with_keys"),
+            *("iterate", "contains", "made_with_keys"),
         )
     },
     **{name: _global_teller(name) for name in ("load_global", "store_global")},
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
-    **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key")},
+    **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key", "operate", "operate_in_place")},
     "choice": _choice,
     "chosen": _chosen,
     "super_of": lambda made_by, cls, instance: made_by(cls, instance),

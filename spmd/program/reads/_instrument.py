@@ -183,9 +183,9 @@ class Instrumenter:
             yield from self._tell("contains", copies(2), at)
         elif op == "BINARY_OP":
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
-            yield from self._tell("operate_in_place" if is_in_place else "operate", copies(2), at)
+            yield from self._operation("operate_in_place" if is_in_place else "operate", at)
         elif op == "COMPARE_OP":
-            yield from self._tell("operate", copies(2), at)
+            yield from self._operation("operate", at)
         elif op in _TRUTH:
             yield from self._tell("look_into", copies(1), at)
         elif op in _LOOKS_INTO:
@@ -223,6 +223,11 @@ class Instrumenter:
         yield Instr("UNPACK_SEQUENCE", 2, location=at)
         for _ in range(2):
             yield from (Instr("SWAP", 3, location=at), Instr("POP_TOP", location=at))
+
+    def _operation(self, name: str, at: Any) -> Iterator[Any]:
+        """The hook is handed both operands, and returns what takes the first one's place."""
+        yield from self._hook(name, [Instr("COPY", 4, location=at)] * 2, at)
+        yield from (Instr("SWAP", 3, location=at), Instr("POP_TOP", location=at))
 
     def _call_ex(self, num: int, at: Any) -> Iterator[Any]:
         """The same of a call with `*args`, and `**kwargs` if `num` is 3."""

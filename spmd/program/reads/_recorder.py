@@ -39,7 +39,7 @@ from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple
 from spmd.program.reads._replaced import Held, replaced
-from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, with_fixed_keys
+from spmd.program.reads._varying import Varying, asked, beside, fixed, fixed_if_varying, is_noted, is_varying, with_fixed_keys
 from spmd.program.reads._varying_index import index_of, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__"}
@@ -150,8 +150,8 @@ class Recording(PlacesRead):
             if is_device_tensor(holder) and not self.fixes_indices and (found := read_at(holder, key)) is not None:
                 return 0, (found,)
             key = fixed(key)
-        elif is_noted(key) and not isinstance(holder, torch.Tensor):
-            key = key.plain()
+        elif not isinstance(holder, torch.Tensor):
+            key = asked(key)
         self._read_item(holder, key)
         return key, holder
 
@@ -182,23 +182,24 @@ class Recording(PlacesRead):
         else:
             self.look_into(holder)
 
-    def operate(self, left: Any, right: Any) -> None:
-        if type(left) not in _QUIET:
-            self.look_into(left)
-        if type(right) not in _QUIET:
-            self.look_into(right)
+    def operate(self, left: Any, right: Any) -> Any:
+        """Both are about to be operands; returns the first one to use."""
+        left = beside(left, right) if is_noted(right) else left
+        self.look_into(left)
+        self.look_into(right)
+        return left
 
-    def operate_in_place(self, left: Any, right: Any) -> None:
+    def operate_in_place(self, left: Any, right: Any) -> Any:
         if isinstance(left, list):
             self.look_into(right)
             for item in right if isinstance(right, (list, tuple)) else ():
                 self.journal.append(left, item, partial(list.append, left), self._title(left))
             if not isinstance(right, (list, tuple)):
                 self.mutate(left)
-            return
+            return left
         if isinstance(left, (dict, set, collections.deque, bytearray, np.ndarray)):
             self.mutate(left)
-        self.operate(left, right)
+        return self.operate(left, right)
 
     def iterate(self, value: Any) -> None:
         if isinstance(value, collections.abc.Iterator):

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from spmd.device._numbers import lifted
@@ -91,7 +92,7 @@ class Varying:
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)`, some of whose arguments are varying, computed by every call."""
-        parts = [a.evaluate if isinstance(a, Varying) else (lambda a=a: a) for a in args]
+        parts = [_evaluate(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
         value = evaluate()  # an error comes now, at the user's line
         return Varying(self._numbers, evaluate) if type(value) in (int, float) else value
@@ -115,6 +116,11 @@ class Varying:
         if name not in _METHODS:
             raise AttributeError(name)  # torch asks any object for `__torch_function__`
         return getattr(self.concrete(), name)
+
+
+def _evaluate(number: Any) -> Evaluate:
+    """What gives a number in each call."""
+    return number.evaluate if isinstance(number, Varying) else number.now if is_noted(number) else lambda: number
 
 
 def _convert(name: str) -> None:
@@ -141,7 +147,7 @@ def _comparison(name: str, fn: Callable[[Any, Any], Any]) -> None:
     def compare(self: Varying, other: Any) -> Any:
         if not isinstance(other, (int, float, Varying)):
             return fn(self.traced(), other) if isinstance(other, torch.Tensor) else fn(self.concrete(), other)
-        evaluate, its = self.evaluate, other.evaluate if isinstance(other, Varying) else (lambda: other)
+        evaluate, its = self.evaluate, _evaluate(other)
         outcome = fn(evaluate(), its())
         self._numbers.on_branch(None, lambda: fn(evaluate(), its()), outcome)
         return outcome
@@ -170,7 +176,21 @@ _PURE = frozenset(map(id, (v for v in vars(math).values() if callable(v)))) | fr
 
 def is_noted(number: Any) -> bool:
     """Whether it is a size of which is noted what Python asks; see `sizes/_size_reads`."""
-    return type(number) is not int and isinstance(number, int) and hasattr(number, "plain")
+    return type(number) not in (int, float) and isinstance(number, (int, float)) and hasattr(number, "plain")
+
+
+def asked(key: Any) -> Any:
+    """A key without sizes of which something is noted: that they were asked for is."""
+    if type(key) is slice:
+        return slice(asked(key.start), asked(key.stop), asked(key.step))
+    return key.plain() if is_noted(key) else key
+
+
+def beside(left: Any, size: Any) -> Any:
+    """The first operand beside such a size: a float's own operations, and numpy's, take an int without asking it."""
+    if isinstance(left, np.generic):
+        size.plain()
+    return size.beside(left) if type(left) is float else left
 
 
 def is_varying(key: Any) -> bool:

@@ -5,7 +5,6 @@ spmd.Dim("seq", max=512)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,14 +180,4 @@ class AskedDims:
         return {name: size for name, (size, _) in sizes.items()}
 
 
-def shards(named: Sequence[Named], annotations: Sequence[Any]) -> dict[str, int]:
-    """For each name, what its padded size must be a multiple of: how many parts its dims are cut into."""
-    found: dict[str, int] = {}
-    for one, spec in zip(named, annotations, strict=True):
-        for d, name in one.dims.items():
-            parts = 1 if spec is None else spec.num_shards(d)
-            found[name] = math.lcm(found.get(name, 1), parts)
-    return found
-
-
-__all__ = ["AskedDims", "Dim", "Named", "shards"]
+__all__ = ["AskedDims", "Dim", "Named"]

@@ -172,12 +172,12 @@ class Evaluation:
         if isinstance(first, Padded) or all(v is first for v in same):
             return first if isinstance(first, Padded) else self.fixed(first)
         if any(np.shape(v) != np.shape(first) for v in same):
-            raise Inexact("an array that Python made, with a size in its shape")
+            raise SizeDecides("an array that Python made, with a size in its shape")
         hosts = [np.asarray(v) for v in same]
         if all(h.tobytes() == hosts[0].tobytes() for h in hosts):
             return self.fixed(first)
         if np.ndim(first):
-            raise Inexact("an array that Python made, whose values depend on a size")
+            raise SizeDecides("an array that Python made, whose values depend on a size")
         dtype = hosts[0].dtype if dtype is None else dtype
         value = self.room.points.number([h.item() for h in hosts], dtype)(self.room.today)
         return self.fixed(jnp.asarray(value).astype(dtype))

@@ -8,9 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
+from jax import lax
 
 from spmd.base._convert import exact_dtypes
-from spmd.device._storage import Buffer
+from spmd.device._storage import Buffer, buffer_of
+from spmd.program.reads import is_noted
 from spmd.program.sizes import _padding_rules, _rules_loops, _rules_places, _rules_windows
 from spmd.program.sizes._evaluate import Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
@@ -18,6 +21,7 @@ from spmd.program.sizes._padded import Dims, Padded, Room
 from spmd.program.sizes._size_reads import SizeReads
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._results import Leaf
+from spmd.program.trace._window import Window
 from spmd.program.xla._jaxpr import with_constants_first
 
 RULES_IN = (_padding_rules, _rules_loops, _rules_places, _rules_windows)  # importing them registers their rules
@@ -39,12 +43,15 @@ class Family:
             Inexact: the traces are not of one program.
         """
         self.names, self.captured, self.today = names, traces[0], tuple(points.at[0])
+        self._reads = reads[0]
         self._points, self._limits = points, tuple(limits)
         self._jaxprs = [t.jaxpr for t in traces]
         _require_alike(traces)
         self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
         self._leaves = [self._leaf(same) for same in zip(*(t.leaves for t in traces), strict=True)]
         self._asked = _questions(points, reads)
+        _require_same_numbers(traces, reads)
+        self._reads.current = _Leaves(self, self._asked[0])
         self._needs: dict[tuple[Values, int], None] = {}
         self._made: dict[tuple[int, ...], tuple[Any, list[Dims], Room]] = {}
 
@@ -63,15 +70,26 @@ class Family:
         first = same[0]
         if any(leaf.kind != first.kind for leaf in same):
             raise SizeDecides("the size decides what is returned")
-        if first.kind in ("same", "alias", "computed", "held") or all(leaf.value is first.value for leaf in same):
+        if first.kind == "computed" or all(leaf.value is first.value for leaf in same):
             return first
+        if first.kind == "alias" and all(_is_alias(leaf.value, first.value) for leaf in same):
+            return first
+        if first.kind in ("same", "alias"):
+            raise SizeDecides("the size decides which part of the state is returned")
         values = [leaf.value for leaf in same]
+        if first.kind == "static" and all(map(is_noted, values)):
+            return Leaf("computed", first.value.now)
         if first.kind == "static" and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
             if len(set(values)) == 1:
                 return Leaf("static", int(values[0]) if isinstance(values[0], int) else float(values[0]))
             dtype = np.int64 if isinstance(values[0], int) else np.float64
             formula = self._points.number(values, dtype)
             return Leaf("computed", lambda: formula(self.today))
+        if first.kind == "static" and all(type(v) is torch.Size for v in values) and len(set(map(len, values))) == 1:
+            columns = [tuple(map(int, column)) for column in zip(*values, strict=True)]
+            for column in columns:
+                self._points.integer(column)
+            return Leaf("computed", lambda: torch.Size(map(self.number, columns)))
         if all(v == values[0] for v in values):
             return first
         if first.kind in ("view", "part") and len({v[0] for v in values}) == 1:
@@ -81,7 +99,13 @@ class Family:
                 numbers = [*size, *stride, tuple(int(w.offset) for w in windows)]
                 self._windows[id(first)] = windows[0], [self._points.integer(tuple(map(int, n))) for n in numbers]
                 return first
-        raise Inexact("a result that is a view, or a Python object, made of a size")
+        if first.kind == "static":
+            raise SizeDecides("a Python object among the results is another for another size")
+        raise Inexact("a result that is a view made of a size")
+
+    def number(self, values: Values) -> int:
+        """What was so at the points, for today's sizes."""
+        return self._points.integer(values)(self.today)
 
     def leaves(self) -> list[Leaf]:
         """The leaves of the result of a call of today's sizes: views have sizes too."""
@@ -95,11 +119,20 @@ class Family:
         own = window._replace(size=tuple(numbers[:rank]), stride=tuple(numbers[rank : 2 * rank]), offset=numbers[-1])
         return Leaf(leaf.kind, (leaf.value[0], own))
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether the points are enough for the forms that its numbers have."""
+        return self._points.are_enough
+
     def reason(self, sizes: Sequence[int]) -> str | None:
         """Why it does not hold for these sizes; None if it does."""
+        if len(sizes) != len(self.names):
+            return "other dims vary"
         for name, size, (least, most) in zip(self.names, sizes, self._limits, strict=True):
             if not least <= size <= most:
                 return f"size {size} of dim {name!r} is outside of {least} to {most}, for which it was traced"
+        if not self._points.within(sizes):
+            return f"the function divides sizes by {self._points.period} and rounds, and these have other remainders than the traces"
         if any(self._points.integer(values)(sizes) < least for values, least in self._needs):
             return f"a part of the program has no meaning for the sizes {dict(zip(self.names, sizes, strict=True))}"
         leaves = [self._points.integer(v)(sizes) for v in self._asked[0]]
@@ -116,7 +149,7 @@ class Family:
         base, key = self.captured, tuple(bucket)
         kept = [b for b in base.const_buffers if b is not None]
         if key not in self._made:
-            self._made[key] = self._evaluated(Room(self._points, bucket, ()))
+            self._made[key] = self._evaluated(Room(self._points, [least for least, _ in self._limits], bucket, ()), bucket)
         closed, dims, room = self._made[key]
         own = dict(zip(base.arg_buffers, buffers, strict=True))
         found = replace(
@@ -131,7 +164,7 @@ class Family:
         )
         return found, dims, room
 
-    def _evaluated(self, room: Room) -> tuple[Any, list[Dims], Room]:
+    def _evaluated(self, room: Room, bucket: Sequence[int]) -> tuple[Any, list[Dims], Room]:
         """A closed jaxpr of state, arguments, sizes and the rest; the dims of its outputs."""
         jaxprs = [c.jaxpr for c in self._jaxprs]
         kept = [i for i, b in enumerate(self.captured.const_buffers) if b is not None]
@@ -144,14 +177,15 @@ class Family:
             room.today = [today[i] for i in range(len(self.names))]
             for i, value, own in zip(kept, state, of_consts, strict=True):
                 consts[i] = [Padded(value, own)] * len(jaxprs)
-            inputs = [Padded(a, d) for a, d in zip((*given, *rest), of_inputs, strict=True)]
+            inputs = [Padded(_cut(a, room.shape(d)), d) for a, d in zip((*given, *rest), of_inputs, strict=True)]
             found = Evaluation(room).run(jaxprs, [list(c) for c in zip(*consts, strict=True)] or [[]] * len(jaxprs), inputs)
             whole = [room.like(v, tuple((room.product(dim),) for dim in v.dims)) for v in found]
             dims[:] = [v.dims for v in whole]
             return [v.array for v in whole]
 
-        def example(dim: Dims, variable: Any) -> Any:
-            return jax.ShapeDtypeStruct(room.shape(dim), variable.aval.dtype)
+        def example(dims: Dims, variable: Any) -> Any:
+            shape = tuple(int(self._points.integer(room.product(dim))(bucket)) for dim in dims)
+            return jax.ShapeDtypeStruct(shape, variable.aval.dtype)
 
         invars = jaxprs[0].invars
         with exact_dtypes():
@@ -161,8 +195,15 @@ class Family:
                 jax.ShapeDtypeStruct((len(self.names),), np.int64),
                 [example(d, v) for d, v in zip(of_inputs[num_first:], invars[num_first:], strict=True)],
             )
+        for values, _ in room.needs:
+            self._points.integer(values)
         self._needs.update(room.needs)
         return with_constants_first(closed, len(kept)), dims, room
+
+
+def _cut(array: Any, shape: tuple[int, ...]) -> Any:
+    """An argument of the bucket's size, where all calls have less."""
+    return array if array.shape == shape else lax.slice(array, (0,) * len(shape), shape)
 
 
 def _dims(shapes: Sequence[Sequence[int]]) -> Dims:
@@ -188,6 +229,49 @@ def _require_alike(traces: Sequence[Captured]) -> None:
         own = dict(zip(first.arg_buffers, other.arg_buffers, strict=False))
         if not alike or any(own.get(a, a) is not b for a, b in zip(first.written, other.written, strict=True)):
             raise SizeDecides("the size decides what is computed")
+
+
+def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return buffer_of(one) is buffer_of(other) and Window.of(one) == Window.of(other)
+
+
+class _Leaves(Sequence[int]):
+    """The sizes that Python read, as they are in the call at hand."""
+
+    def __init__(self, family: Family, values: list[Values]) -> None:
+        self._family, self._values = family, values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._family.number(self._values[place])
+
+
+def _require_same_numbers(traces: Sequence[Captured], reads: Sequence[SizeReads]) -> None:
+    """What the host computes anew in each call of numbers that vary, it computes in the same way at all points.
+
+    Raises:
+        SizeDecides: it does not, or had another answer to a question.
+    """
+    own = reads[0].current
+    for trace, read in zip(traces, reads, strict=True):
+        reads[0].current = read.leaves
+        pairs = zip(_computed(traces[0]), _computed(trace), strict=False)
+        if len(_computed(traces[0])) != len(_computed(trace)) or any(_differ(one, other) for one, other in pairs):
+            raise SizeDecides("a number that the host computes depends on the size in another way for another size")
+    reads[0].current = own
+
+
+def _computed(trace: Captured) -> list[Any]:
+    leaves = [leaf.value for leaf in trace.leaves if leaf.kind == "computed"]
+    noted = [leaf.value.now for leaf in trace.leaves if leaf.kind == "static" and is_noted(leaf.value)]
+    return [*leaves, *noted, *trace.numbers.computed, *(ask for ask, _ in trace.branches)]
+
+
+def _differ(one: Any, other: Any) -> bool:
+    first, second = one(), other()
+    return type(first) is not type(second) or (first != second and not (first != first and second != second))
 
 
 def _questions(points: Points, reads: Sequence[SizeReads]) -> tuple[list[Values], list[Any]]:

@@ -3,7 +3,8 @@
 Note [Points]
 A function is traced with its named sizes at k + 3 points: all small, each one large in its turn, all in between, twice. An integer of
 the program (an extent, a limit, a number that Python computed) is then known at each point. From the first follows what it is as a
-function of the sizes, in one of a few forms; the others must agree. What has none of these forms is refused, never guessed.
+function of the sizes, in one of a few forms; the others must agree, and so must two more points where the form is no sum or product.
+What has none of these forms is refused, never guessed. Nothing periodic looks like one of them (see points_within).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Values = tuple[int, ...]  # of one integer, at each point
 Sizes = Sequence[Any]  # of the names, as Python ints or traced int64
 _POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
 _OFFSETS = (0, -1, 1, -2, 2)
+_STEPS = (2, 3, 4, 5, 6, 7, 8, 16, 32)
 
 
 class Inexact(Exception):
@@ -46,11 +48,15 @@ class Points:
 
     Attributes:
         at: for each trace, the size of each name.
+        period: the sizes of a name have one remainder by it, at all points and in all calls.
+        are_enough: no number had a form of which the points leave little to verify.
     """
 
-    def __init__(self, at: Sequence[Sequence[int]]) -> None:
+    def __init__(self, at: Sequence[Sequence[int]], period: int = 1) -> None:
+        self.period = period
         self.at = tuple(tuple(point) for point in at)
         self.num_names = len(self.at[0])
+        self.are_enough = True
         self._known: dict[Values, Callable[[Sizes], Any]] = {}
 
     def parts(self, values: Sequence[Any]) -> list[int]:
@@ -74,16 +80,18 @@ class Points:
         for form in (self._sum, self._product, self._shifted_product, self._square, self._squares, self._floored):
             found = form(values, names) if names else None
             if found is not None and all(found(point) == value for point, value in zip(self.at, values, strict=True)):
+                self.are_enough &= form in (self._sum, self._product)
                 return found
         raise Unknown(f"an extent or index is {_listed(values)} for sizes {_listed(self.at)}: no sum or product of the sizes")
 
     def _sum(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
         slopes = [Fraction(values[1 + i] - values[0], self.at[1 + i][i] - self.at[0][i]) for i in names]
         start = values[0] - sum(slope * self.at[0][i] for slope, i in zip(slopes, names, strict=True))
-        if any(slope.denominator != 1 for slope in slopes) or start.denominator != 1:
+        below = math.lcm(start.denominator, *(slope.denominator for slope in slopes))
+        if self.period % below:
             return None
-        terms = [(int(slope), i) for slope, i in zip(slopes, names, strict=True)]
-        return lambda sizes: sum(slope * sizes[i] for slope, i in terms) + int(start)
+        terms, rest = [(int(slope * below), i) for slope, i in zip(slopes, names, strict=True)], int(start * below)
+        return lambda sizes: (sum(slope * sizes[i] for slope, i in terms) + rest) // below
 
     def _product(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
         """`c * (n + b) * (m + d) ...`, as of dims that a reshape merged."""
@@ -94,9 +102,10 @@ class Points:
                 return None
             scale /= (self.at[0][i] + offset) * offset.denominator
             terms.append((i, offset.denominator, offset.numerator))
-        if scale.denominator != 1:
+        if self.period ** len(names) % scale.denominator:
             return None
-        return lambda sizes: int(scale) * math.prod((q * sizes[i] + p for i, q, p in terms), start=1)
+        above, below = scale.numerator, scale.denominator
+        return lambda sizes: above * math.prod((q * sizes[i] + p for i, q, p in terms), start=1) // below
 
     def _shifted_product(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
         """`a * n * m + b`."""
@@ -118,9 +127,11 @@ class Points:
         slope = one - square * (first[0] + second[0])
         start = first[1] - slope * first[0] - square * first[0] ** 2
         below = math.lcm(square.denominator, slope.denominator, start.denominator)
-        if below > 2:
-            return None
         a, b, c = (int(v * below) for v in (square, slope, start))
+        rest, step = first[0] % self.period, self.period
+        some = (rest, rest + step, rest + 2 * step)
+        if any((a * n * n + b * n + c) % below for n in some):  # an integer for some of the sizes only
+            return None
         return lambda sizes: (a * sizes[name] * sizes[name] + b * sizes[name] + c) // below
 
     def _squares(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
@@ -136,15 +147,20 @@ class Points:
 
     def _floored(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
         """`d * ((n + b) // c)` of one size, as of a step; only where the points leave one such form."""
-        (name, *others), found, scale = names, list[tuple[int, int]](), math.gcd(*values)
-        for step in range(2, 9) if not others else ():
+        (name, *others), found, common = names, list[tuple[int, int, int]](), math.gcd(*values)
+        scales = [n for n in range(1, min(common, 64) + 1) if common % n == 0]
+        for scale, step in itertools.product(scales, _STEPS) if not others else ():
             for offset in range(-4 * step, 4 * step + 1):
                 if all(scale * ((p[name] + offset) // step) == v for p, v in zip(self.at, values, strict=True)):
-                    found.append((step, offset))
+                    found.append((scale, step, offset))
         if len(found) != 1:
             return None
-        step, offset = found[0]
+        scale, step, offset = found[0]
         return lambda sizes: scale * ((sizes[name] + offset) // step)
+
+    def within(self, sizes: Sequence[int]) -> bool:
+        """Whether sizes have the remainders of the points."""
+        return all((n - m) % self.period == 0 for n, m in zip(sizes, self.at[0], strict=True))
 
     def offset(self, values: Sequence[Any], name: int, number: Any) -> Any:
         """The `b` with which the number is proportional to `n + b`."""
@@ -165,27 +181,30 @@ class Points:
         if kind == "f" or jnp.issubdtype(dtype, jnp.floating):
             numbers = [float(v) for v in values]
             tolerance = max(4 * float(jnp.finfo(dtype).eps), 1e-12)
-            for found in self._forms(numbers, tolerance):
+            for found, num_free in self._forms(numbers, tolerance):
                 if all(math.isclose(_at(found, p), v, rel_tol=tolerance) for p, v in zip(self.at, numbers, strict=True)):
+                    self.are_enough &= num_free < 3
                     return found
         raise Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}: no power or logarithm of them that is known")
 
     def _forms(self, values: list[float], tolerance: float) -> Any:
-        """The forms that a float may have, simplest first."""
+        """The forms that a float may have, simplest first, and how many free numbers each has."""
         names = [i for i in range(self.num_names) if not math.isclose(values[1 + i], values[0], rel_tol=tolerance)]
         if not names:
             return
         for power, offset in itertools.product(_POWERS, _OFFSETS):  # c * (n * m + b) ** p
-            yield self._scaled(values, names, power, offset)
+            yield self._scaled(values, names, power, offset), 1
         for power, offsets in itertools.product(_POWERS, itertools.product(_OFFSETS, repeat=len(names) if len(names) < 4 else 0)):
             if any(offsets) and len(names) > 1:  # c * ((n + b) * (m + d)) ** p
-                yield self._powered(values, list(zip(names, offsets, strict=True)), power)
+                yield self._powered(values, list(zip(names, offsets, strict=True)), power), 1
+        for above, below in itertools.permutations(_OFFSETS, 2):  # c * (n * m + a) / (n * m + b), as Bessel's correction
+            yield self._quotient(values, names, above, below), 1
         if tolerance < 1e-3:  # two free numbers need figures
             for power in (*_POWERS, 0.0):
-                yield self._affine(values, names, power)
+                yield self._affine(values, names, power), 2
             for power in _POWERS[1:]:
-                yield self._rooted(values, names, power)
-            yield self._ratio(values, names)
+                yield self._rooted(values, names, power), 2
+            yield self._ratio(values, names), 3
 
     def _scaled(self, values: list[float], names: list[int], power: float, offset: int) -> Callable[[Sizes], Any]:
         base = math.prod(self.at[0][i] for i in names) + offset
@@ -196,6 +215,16 @@ class Points:
         base = math.prod(self.at[0][i] + b for i, b in terms)
         scale = values[0] / float(base) ** power if base > 0 else math.nan
         return lambda sizes: scale * math.prod([_float(sizes[i]) + b for i, b in terms]) ** power
+
+    def _quotient(self, values: list[float], names: list[int], above: int, below: int) -> Callable[[Sizes], Any]:
+        first = math.prod(self.at[0][i] for i in names)
+        scale = values[0] * (first + below) / (first + above) if first + above else math.nan
+
+        def found(sizes: Sizes) -> Any:
+            product = _float(math.prod([sizes[i] for i in names]))
+            return scale * (product + above) / (product + below)
+
+        return found
 
     def _affine(self, values: list[float], names: list[int], power: float) -> Callable[[Sizes], Any]:
         """`a * q ** p + b` of the product of the sizes; a power of 0 is the logarithm."""
@@ -219,7 +248,7 @@ class Points:
         return lambda sizes: sign * (slope * _float(math.prod([sizes[i] for i in names])) + start) ** power
 
     def _ratio(self, values: list[float], names: list[int]) -> Callable[[Sizes], Any]:
-        """`(a * q + c) / (q + b)` of the product of the sizes: Bessel's correction."""
+        """`(a * q + c) / (q + b)` of the product of the sizes."""
         places = [0, 1 + names[0], len(self.at) - 2]
         products = np.array([math.prod(self.at[place][i] for i in names) for place in places], np.float64)
         known = np.array([values[place] for place in places])

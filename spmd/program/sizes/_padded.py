@@ -9,6 +9,7 @@ may be NaN: an operation that looks at them selects what they count as.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,18 +36,30 @@ class Room:
 
     Attributes:
         points: of the traces.
-        bucket: the padded size of each name.
+        bucket: the padded size of each name: the largest that a call of the bucket has.
+        least: the smallest.
         today: the real size of each name, traced.
         needs: extents and differences that the sizes of a call must give, each with the least that it may be.
     """
 
-    def __init__(self, points: Points, bucket: Sequence[int], today: Sizes) -> None:
-        self.points, self.bucket, self.today = points, tuple(bucket), today
+    def __init__(self, points: Points, least: Sequence[int], bucket: Sequence[int], today: Sizes) -> None:
+        self.points, self.today = points, today
+        self.least = tuple(n + (at - n) % points.period for n, at in zip(least, points.at[0], strict=True))
+        self.bucket = tuple(n - (n - at) % points.period for n, at in zip(bucket, points.at[0], strict=True))
         self.needs: dict[tuple[Values, int], None] = {}
+        self._sizes: dict[Values, int] = {}
 
     def size(self, values: Values) -> int:
-        """A quantity in the padded program."""
-        return int(self.points.integer(values)(self.bucket))
+        """A quantity in the padded program: the largest that it has for sizes of the bucket, be it one that shrinks while they grow."""
+        if values not in self._sizes:
+            formula = self.points.integer(values)
+            corners = itertools.product(*({least, most} for least, most in zip(self.least, self.bucket, strict=True)))
+            self._sizes[values] = max(0, *(int(formula(corner)) for corner in corners))
+        return self._sizes[values]
+
+    def holds(self, sizes: Sequence[int]) -> bool:
+        """Whether all quantities of the program have room for those of these sizes."""
+        return all(self.points.integer(values)(sizes) <= size for values, size in self._sizes.items())
 
     def real(self, values: Values) -> Any:
         """The same in the call at hand: an int, or an int64 of the trace."""
@@ -82,6 +95,16 @@ class Room:
             return (values,)
         factors = [tuple(point[i] for point in self.points.at) for i in names]
         return tuple(factors) if self.product(tuple(factors)) == values else (values,)
+
+    def window(self, array: Any, dim: int, start: Values, extent: Values) -> Any:
+        """From a place on, as much as `extent` has in the padded program; behind the array's end may be anything."""
+        size, most = self.size(extent), self.size(start)
+        lack = most + size - array.shape[dim]
+        if lack > 0:
+            array = lax.pad(array, jnp.zeros((), array.dtype), [(0, lack if d == dim else 0, 0) for d in range(array.ndim)])
+        if len(set(start)) == 1:
+            return lax.slice_in_dim(array, start[0], start[0] + size, axis=dim)
+        return lax.dynamic_slice_in_dim(array, jnp.asarray(self.real(start), np.int64), size, dim)
 
     def digits(self, dim: Dim) -> list[Any]:
         """For each factor, the digits of the positions along a dim: int64[size]."""

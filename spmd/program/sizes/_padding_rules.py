@@ -22,23 +22,8 @@ ELEMENTWISE = (
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e"),
     *("bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh"),
     *("digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac"),
-    *(
-        "igamma_grad_a",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "le_to",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "lt_to",
-        "max",
-        "min",
-    ),
-    *("mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "random_gamma_grad", "real"),
+    *("igamma_grad_a", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max"),
+    *("min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "random_gamma_grad", "real"),
     *("reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "sharding_constraint", "shift_left"),
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh"),
     *("threefry2x32", "xor", "zeta"),
@@ -238,9 +223,8 @@ def top_k(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]
         raise Inexact("top_k along another dim than the last")
     extent = ev.room.product(value.dims[last])
     ev.room.need(tuple(n - k for n, k in zip(extent, count, strict=True)), 0)
+    value = ev.room.relaid(value, last, (extent,))  # all padding behind all real elements: one of them may be the lowest number too
     array, index = eqn.bind(ev.room.masked(value, [last], lowest(value.array.dtype)))
-    if len(value.dims[last]) > 1:
-        index = ev.room.index(value.dims[last])[index].astype(index.dtype)
     dims = (*value.dims[:-1], (count,))
     return [Padded(array, dims), Padded(index, dims)]
 
@@ -251,11 +235,8 @@ def random_bits(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
     key, dims, settings = operands[0], ev.room.plain(eqn.shapes()), cast(Any, jax.config)
     if key.dims or "fry" not in str(key.array.dtype) or not settings.jax_threefry_partitionable:
         raise Inexact("random numbers of many keys, or of another generator than threefry")
-    width, shape = eqn.fixed("bit_width"), ev.room.shape(dims)
-    index = jnp.zeros((), np.uint64)
-    for d, dim in enumerate(dims):
-        own = lax.broadcast_in_dim(ev.room.index(dim).astype(np.uint64), shape, (d,))
-        index = index * jnp.asarray(ev.room.real(ev.room.product(dim))).astype(np.uint64) + own
+    width = eqn.fixed("bit_width")
+    index = numbering(ev.room, dims)
     words = jax.random.key_data(key.array)
     high, low = (index >> np.uint64(32)).astype(np.uint32), index.astype(np.uint32)
     first, second = threefry(words[0], words[1], high, low)
@@ -264,6 +245,15 @@ def random_bits(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
     else:
         bits = (first ^ second).astype(f"uint{width}")
     return [Padded(bits, dims)]
+
+
+def numbering(room: Room, dims: Dims) -> Any:
+    """uint64, in the padded shape: the number that each element has in the unpadded array, counted row by row."""
+    index, shape = jnp.zeros((), np.uint64), room.shape(dims)
+    for d, dim in enumerate(dims):
+        own = lax.broadcast_in_dim(room.index(dim).astype(np.uint64), shape, (d,))
+        index = index * jnp.asarray(room.real(room.product(dim))).astype(np.uint64) + own
+    return index
 
 
 def threefry(first: Any, second: Any, high: Any, low: Any) -> Any:
@@ -275,10 +265,7 @@ def threefry(first: Any, second: Any, high: Any, low: Any) -> Any:
 def counts(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
     """The two words of each element's index without padding."""
     dims = ev.room.plain(eqn.shapes())
-    index, shape = jnp.zeros((), np.uint64), ev.room.shape(dims)
-    for d, dim in enumerate(dims):
-        own = lax.broadcast_in_dim(ev.room.index(dim).astype(np.uint64), shape, (d,))
-        index = index * jnp.asarray(ev.room.real(ev.room.product(dim))).astype(np.uint64) + own
+    index = numbering(ev.room, dims)
     return [Padded((index >> np.uint64(32)).astype(np.uint32), dims), Padded(index.astype(np.uint32), dims)]
 
 

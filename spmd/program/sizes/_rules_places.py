@@ -38,7 +38,7 @@ def part(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
         if stride is not None and set(stride) != {1}:
             array = _strided(room, array, d, extent, start, limit, stride, out)
         else:
-            array = lax.dynamic_slice_in_dim(array, jnp.asarray(room.real(start), np.int64), room.size(out), d)
+            array = room.window(array, d, start, out)
         dims.append((out,))
     return [Padded(array, tuple(dims))]
 
@@ -55,15 +55,14 @@ def split(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]
     """Parts one after the other."""
     value, axis, found = operands[0], eqn.fixed("axis"), list[Padded]()
     extent = ev.room.product(value.dims[axis])
-    sizes = list(zip(*eqn.param("sizes"), strict=True))
-    if not ev.room.is_padded(value.dims[axis]):
+    sizes: list[Values] = list(zip(*eqn.param("sizes"), strict=True))
+    if not any(len(set(size)) > 1 for size in sizes):
         arrays = eqn.bind(value.array)
         return [Padded(a, (*value.dims[:axis], (s,), *value.dims[axis + 1 :])) for a, s in zip(arrays, sizes, strict=True)]
     value = ev.room.relaid(value, axis, (extent,))
     start: Values = (0,) * len(extent)
     for size in sizes:
-        place = jnp.asarray(ev.room.real(start), np.int64)
-        own = lax.dynamic_slice_in_dim(value.array, place, ev.room.size(size), axis)
+        own = ev.room.window(value.array, axis, start, size)
         found.append(Padded(own, (*value.dims[:axis], (size,), *value.dims[axis + 1 :])))
         start = tuple(a + b for a, b in zip(start, size, strict=True))
     return found
@@ -154,7 +153,10 @@ def window(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded
         room.need(_minus(extent, size), 0)
         starts[d] = jnp.clip(starts[d], 0, most)
         dims.append((size,))
-    return [Padded(lax.dynamic_slice(value.array, starts, [room.size(s) for s in sizes]), tuple(dims))]
+    shape = room.shape(tuple(dims))
+    lacks = [n if len(set(size)) > 1 and dim == (size,) else 0 for n, size, dim in zip(shape, sizes, dims, strict=True)]
+    array = lax.pad(value.array, jnp.zeros((), value.array.dtype), [(0, lack, 0) for lack in lacks])
+    return [Padded(lax.dynamic_slice(array, starts, shape), tuple(dims))]
 
 
 @rule("dynamic_update_slice")
@@ -190,17 +192,13 @@ def write_window(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[
 def _within(room: Room, index: Any, column: int, dim: Dim, size: Values, mode: Any) -> Any:
     """One column of an array of indices as places in the padded array; a place outside, for modes that ask for it, is one there too."""
     own = index[..., column].astype(np.int64)
-    extent = room.product(dim)
-    if not room.is_padded(dim):
-        most: Any = room.size(extent) - room.size(size)
-    else:
-        most = jnp.asarray(room.real(_minus(extent, size)), np.int64)
+    most = jnp.asarray(room.real(_minus(room.product(dim), size)), np.int64)
     outside = (own < 0) | (own > most)
     own = jnp.clip(own, 0, most)
     if len(dim) > 1:
         own = room.position(own, dim)
     if mode.name == "FILL_OR_DROP":
-        own = jnp.where(outside, room.size(extent), own)
+        own = jnp.where(outside, room.shape((dim,))[0], own)
     return own
 
 
@@ -220,12 +218,16 @@ def gather(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded
             continue
         if size == extent:
             windows.append(value.dims[d])
+        elif len(set(size)) > 1:
+            raise Inexact("parts whose size varies, from places that the host does not know")
         else:
             value = room.relaid(value, d, (extent,))
             room.need(_minus(extent, size), 0)
             windows.append((size,))
     columns = [_within(room, index.array, c, value.dims[d], sizes[d], mode) for c, d in enumerate(numbers.start_index_map)]
-    array = eqn.bind(value.array, _stacked(columns, index.array), indices_are_sorted=False, unique_indices=False)[0]
+    taken = tuple(n if size == room.product(dim) else size[0] for n, size, dim in zip(value.array.shape, sizes, value.dims, strict=True))
+    places = _stacked(columns, index.array)
+    array = eqn.bind(value.array, places, slice_sizes=taken, indices_are_sorted=False, unique_indices=False)[0]
     offsets, rest = iter(windows), iter(index.dims[:-1])
     dims = tuple(next(offsets) if d in numbers.offset_dims else next(rest) for d in range(array.ndim))
     return [Padded(array, dims)]
@@ -265,7 +267,7 @@ def scatter(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
     mask = room.mask(index, batch)
     if mask is not None:
         first = numbers.scatter_dims_to_operand_dims[0]
-        columns[0] = jnp.where(mask[..., 0], columns[0], room.size(room.product(value.dims[first])))
+        columns[0] = jnp.where(mask[..., 0], columns[0], value.array.shape[first])
     places = _stacked(columns, index.array)
     array = eqn.bind(
         *(value.array, places, update.array),

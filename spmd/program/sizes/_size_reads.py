@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 
 from spmd.device._storage import recording
@@ -29,11 +31,15 @@ class SizeReads:
     Attributes:
         leaves: the sizes that were read.
         asked: each question with its answer.
+        divisors: numbers by which a size was divided, with rounding.
+        current: what the sizes that were read are now: those of the trace, or of a call that it runs for.
     """
 
     def __init__(self) -> None:
+        self.divisors = set[int]()
         self.leaves: list[int] = []
         self.asked: list[tuple[Tree, Any]] = []
+        self.current: Sequence[int] = self.leaves
 
     def size(self, value: int) -> int:
         """A size that is read now."""
@@ -50,14 +56,15 @@ _OF_DIGITS = (
     operator.xor,
     operator.lshift,
     operator.rshift,
+    round,
 )  # a few points say nothing of these
 _HIDDEN = (
     *("__int__", "__float__", "__trunc__", "__floor__", "__ceil__", "__invert__", "__divmod__", "__rdivmod__"),
-    *("bit_length", "bit_count", "to_bytes", "as_integer_ratio"),
+    *("bit_length", "bit_count", "to_bytes", "as_integer_ratio", "__str__", "__repr__", "__format__"),
 )
 _HIDDEN_OF_FLOATS = (
     *("__int__", "__float__", "__trunc__", "__floor__", "__ceil__", "__divmod__", "__rdivmod__"),
-    *("as_integer_ratio", "is_integer", "hex"),
+    *("as_integer_ratio", "is_integer", "hex", "__str__", "__repr__", "__format__"),
 )
 _OURS = frozenset(("jax", "jaxlib", "numpy", "opt_einsum", "spmd", "mesh"))
 _reads: ContextVar[SizeReads | None] = ContextVar("spmd_size_reads", default=None)
@@ -65,15 +72,16 @@ _reads: ContextVar[SizeReads | None] = ContextVar("spmd_size_reads", default=Non
 
 class _Size(int):
     tree: Tree
+    reads: SizeReads
 
     @staticmethod
     def of(value: Any, tree: Tree) -> Any:
         """A number with what it is a function of."""
-        kind = _Size if type(value) in (int, _Size) else _SizeFloat if type(value) in (float, _SizeFloat) else None
-        if kind is None:
+        kind, reads = _Size if type(value) in (int, _Size) else _SizeFloat if type(value) in (float, _SizeFloat) else None, _reads.get()
+        if kind is None or reads is None:
             return value
         found = kind(value)
-        found.tree = tree
+        found.tree, found.reads = tree, reads
         return found
 
     def __hash__(self) -> int:
@@ -85,14 +93,38 @@ class _Size(int):
         """Python's own number; that it was asked for is noted."""
         return _ask(int.__int__(self), self.tree)
 
+    def beside(self, number: float) -> float:
+        """Another operand, as one that leaves its operations to this one."""
+        return _Size.of(number, lambda leaves: number)
+
+    def through(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function of numbers makes of it and others."""
+        trees = [_tree(a) for a in args]
+        return _Size.of(function(*map(_plain, args)), lambda leaves: function(*(tree(leaves) for tree in trees)))
+
+    def now(self) -> int:
+        """What it is in the call at hand."""
+        return self.tree(self.reads.current)
+
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
 
 
 class _SizeFloat(float):
     tree: Tree
+    reads: SizeReads
 
     __hash__ = float.__hash__
+
+    def plain(self) -> float:
+        """Python's own number; that it was asked for is noted."""
+        return _ask(float.__float__(self), self.tree)
+
+    beside, through = _Size.beside, _Size.through
+
+    def now(self) -> float:
+        """What it is in the call at hand."""
+        return self.tree(self.reads.current)
 
     def __reduce__(self) -> Any:
         return float, (float.__float__(self),)
@@ -105,9 +137,16 @@ def _ask(answer: Any, tree: Tree) -> Any:
     return answer
 
 
+def _note_divisor(divisor: Any) -> None:
+    reads = _reads.get()
+    if reads is not None and type(divisor) is int and divisor > 1:
+        reads.divisors.add(divisor)
+
+
 def _is_ours(frame: Any) -> bool:
-    """Whether a frame is one whose questions change no values: jax's, or of this package."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS
+    """Whether a frame is one whose questions change no values: jax's, of this package, or where torch takes a number for arithmetic."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in _OURS or (name == "torch" and frame.f_code.co_name == "sym_float")
 
 
 def _tree(value: Any) -> Tree:
@@ -121,6 +160,10 @@ def _plain(value: Any) -> Any:
 def _operation(function: Callable[..., Any], is_question: bool, swapped: bool) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         if any(not isinstance(o, (int, float)) for o in others):
+            if function is operator.mul and isinstance(others[0], (str, bytes, bytearray, list, tuple)):
+                return others[0] * self.plain()
+            if isinstance(others[0], (numbers.Number, np.ndarray)) and not isinstance(others[0], (torch.SymFloat, torch.SymInt)):
+                self.plain()  # numpy's, a fraction, a decimal: they note nothing
             return NotImplemented
         operands = (*others, self) if swapped else (self, *others)
         trees = [_tree(o) for o in operands]
@@ -129,8 +172,14 @@ def _operation(function: Callable[..., Any], is_question: bool, swapped: bool) -
         def tree(leaves: Sequence[int]) -> Any:
             return function(*(t(leaves) for t in trees))
 
-        if (is_question or function in _OF_DIGITS) and not _is_ours(sys._getframe(1)):
-            _ask(value, tree)
+        if not _is_ours(sys._getframe(1)):
+            if function is operator.floordiv:  # what is left over says for which sizes the quotient is linear
+                _ask(operator.mod(*map(_plain, operands)), lambda leaves: operator.mod(*(t(leaves) for t in trees)))
+                _note_divisor(operands[1])
+            elif is_question or function in _OF_DIGITS or type(value) not in (int, float):
+                _ask(value, tree)
+                if function is operator.mod:
+                    _note_divisor(operands[1])
         if is_question:
             return value
         return _Size.of(value, tree)

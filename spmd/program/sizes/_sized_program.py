@@ -49,7 +49,12 @@ class SizedProgram(Program):
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
         """Why it does not hold for a call; None if it does."""
-        return self.family.reason(self.family.today) or super().reason_to_trace(numbers, buffers)
+        return self.reason_for(self.family.today) or super().reason_to_trace(numbers, buffers)
+
+    def reason_for(self, sizes: tuple[int, ...]) -> str | None:
+        """Why it does not hold for these sizes; None if it does."""
+        why = self.family.reason(sizes)
+        return "a part of the program is larger than in its bucket" if why is None and not self._room.holds(sizes) else why
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once; the last of `hosts` is int64[names]."""

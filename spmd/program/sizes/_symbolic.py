@@ -24,6 +24,7 @@ from spmd.program.sizes._expressions import Expression, tree_of
 from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Padded, Room
+from spmd.program.sizes._trace_points import more_points, points_within
 from spmd.program.trace._capture import Captured
 from spmd.program.xla._jaxpr import with_constants_first
 
@@ -77,6 +78,10 @@ def _symbols(texts: Sequence[str], constraints: Sequence[str]) -> list[Any]:
 
 class SymbolicRoom(Room):
     """The sizes are symbols."""
+
+    def __init__(self, points: Points, sizes: Sequence[Any], today: Sequence[Any]) -> None:
+        super().__init__(points, points.at[0], points.at[0], today)
+        self.bucket = tuple(sizes)
 
     def size(self, values: Values) -> Any:
         """A quantity, as an expression of the symbols."""
@@ -230,18 +235,16 @@ def limits(points: Points, names: Sequence[str], own: Sequence[Values], asked: t
     return list({str(limit.tree): tree_of(limit) for limit in found}.values())
 
 
+def limits_of(ranges: Sequence[Range], shift: int) -> list[tuple[int, int]]:
+    """Between which sizes to trace: the largest is one of the model's own, as a rule."""
+    return [(own.least, own.most - (1 + shift) * own.multiple) for own in ranges]
+
+
 def points_of(ranges: Sequence[Range], shift: int) -> list[tuple[int, ...]]:
-    """Sizes at which to trace. See Note [Points]; `shift`: another number gives others."""
-    low, high, middle, other = list[int](), list[int](), list[int](), list[int]()
-    for place, (least, most, multiple) in enumerate((r.least, r.most, r.multiple) for r in ranges):
-        first = max(least + shift * multiple, min(3 + 2 * place + 4 * shift, most // 2))
-        high.append(most - (1 + shift) * multiple)  # the largest is one of the model's own sizes, as a rule
-        low.append(min(-(-first // multiple) * multiple, high[-1] - 3 * multiple))
-        steps = (high[-1] - low[-1]) // multiple
-        middle.append(low[-1] + max(2, int(steps * (0.618 + 0.07 * shift))) * multiple)
-        other.append(low[-1] + max(1, int(steps * (0.31 + 0.05 * shift))) * multiple)
-    found = [tuple(low), *(tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low)))]
-    return [*found, tuple(middle), tuple(other)]
+    """Sizes at which to trace; `shift`: another number gives others."""
+    steps = [(own.multiple, 0) for own in ranges]
+    found = points_within(limits_of(ranges, shift), steps, shift)
+    return [*found, *more_points(found, steps)]
 
 
-__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "points_of", "require_alike", "symbolic"]
+__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "limits_of", "points_of", "require_alike", "symbolic"]

@@ -109,6 +109,7 @@ class Captured:
         holders: classes of arguments that are containers even while they hold no tensor.
         known: inputs whose values decided what it is.
         layers: see `TraceRecorder`.
+        branches: what Python asked of numbers that vary, each with its answer.
     """
 
     jaxpr: Any
@@ -140,6 +141,7 @@ class Captured:
     holders: frozenset[type]
     known: KnownInputs | None
     layers: list[list[list[Any]]]
+    branches: list[tuple[Callable[[], Any], Any]]
 
     def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Buffer]) -> None:
         """The guards are to be asked about a call with these."""
@@ -271,6 +273,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         holders=state.found.holders,
         known=state.known,
         layers=recorder.layers,
+        branches=list(recorder.branches.values()),
     )
 
 

@@ -1,0 +1,178 @@
+"""The traces of a function by the sizes for which they hold: those that are there, and the search for new ones.
+
+Traces that hold for all sizes are tried first, then for all that are not small, then for those of one bucket. Where Python divides a size
+and rounds (`n // 2`, `n % 8`), the same is tried for the sizes of one remainder alone, for which the quotient is linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from spmd.device._storage import Buffer
+from spmd.program.sizes._dims import SMALLEST
+from spmd.program.sizes._evaluate import SizeDecides
+from spmd.program.sizes._family import Family
+from spmd.program.sizes._formulas import Inexact, Points
+from spmd.program.sizes._size_reads import SizeReads
+from spmd.program.sizes._trace_points import more_points, points_within, with_enough_points
+from spmd.program.trace._capture import Captured
+
+_MOST_REMAINDERS = 4  # that have traces of their own; more, and each size has a program
+_LONGEST_PERIOD = 128
+Trace = Callable[[Sequence[int]], tuple[Captured, SizeReads]]
+Limits = tuple[tuple[int, int], ...]
+Steps = tuple[tuple[int, int], ...]
+
+
+class Sizes(NamedTuple):
+    """The dims of a call that vary.
+
+    Attributes:
+        now: the size of each name in the call.
+        bucket: of the program that runs it.
+        most: the largest.
+        multiples: what shards divide.
+    """
+
+    names: tuple[str, ...]
+    now: tuple[int, ...]
+    bucket: tuple[int, ...]
+    most: tuple[int, ...]
+    multiples: tuple[int, ...]
+
+
+class Families:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[Family]] = {}
+        self._failed: set[Hashable] = set()
+        self._periods: dict[Hashable, int] = {}
+        self._remainders: dict[Hashable, set[tuple[int, ...]]] = {}
+
+    def __iter__(self) -> Iterator[Family]:
+        return (family for families in self._known.values() for family in families)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.__init__()
+
+    def of(self, key: Hashable) -> list[Family]:
+        """Those of calls that differ in their sizes alone."""
+        return self._known.get(key, [])
+
+    def search(self, key: Hashable, sizes: Sizes, buffers: list[Buffer], trace: Trace) -> Family:
+        """New traces that hold for a call.
+
+        Args:
+            buffers: of the call's arguments.
+            trace: the function, at a point.
+
+        Raises:
+            Inexact: it is not proved that there are any.
+        """
+        why: Inexact = SizeDecides("other sizes showed that each has a program of its own")
+        periods = [self._periods.get(key, 1)]
+        for period in periods:
+            steps = self._steps(key, sizes, period)
+            if steps is None:
+                continue
+            for number, limits in enumerate(_ranges(sizes)):
+                place = key, number, limits, steps
+                points = points_within(limits, steps, int(number == 1))
+                holds_for = tuple((low if number else least, most) for low, (least, most) in zip(points[0], limits, strict=True))
+                if place in self._failed or not _within(sizes.now, holds_for):
+                    continue
+                divisors = set[int]()
+
+                def traced(point: Sequence[int], divisors: set[int] = divisors) -> tuple[Captured, SizeReads]:
+                    captured, reads = trace(point)
+                    divisors |= reads.divisors
+                    return captured, reads
+
+                try:
+                    more = more_points(points, steps)
+                    family = family_at(sizes.names, points, more, period, holds_for, traced, lambda f: f.padded(sizes.bucket, buffers))
+                except Inexact as error:
+                    why = error
+                    if not error.may_depend_on_range:
+                        raise
+                    self._failed.add(place)
+                    found = math.lcm(*divisors)
+                    if period == 1 and 1 < found <= _LONGEST_PERIOD:
+                        self._periods[key] = found
+                        periods.append(found)
+                        break
+                    continue
+                self._known.setdefault(key, []).insert(0, family)
+                reason = family.reason(sizes.now)
+                if reason is None:
+                    return family
+                why = SizeDecides(reason)
+        raise why
+
+    def _steps(self, key: Hashable, sizes: Sizes, period: int) -> Steps | None:
+        """For each name, between which of its sizes to choose points: one of `step`, from `remainder` on; None if there are none."""
+        if period > 1:
+            remainders = self._remainders.setdefault(key, set())
+            own = tuple(n % period for n in sizes.now)
+            if len(remainders) == _MOST_REMAINDERS and own not in remainders:
+                return None
+            remainders.add(own)
+        found = list[tuple[int, int]]()
+        for n, multiple in zip(sizes.now, sizes.multiples, strict=True):
+            step = math.lcm(multiple, period)
+            fitting = [r for r in range(0, step, multiple) if (r - n) % period == 0]
+            if not fitting:
+                return None
+            found.append((step, fitting[0]))
+        return tuple(found)
+
+
+def _within(sizes: Sequence[int], limits: Limits) -> bool:
+    return all(low <= n <= high for n, (low, high) in zip(sizes, limits, strict=True))
+
+
+def _ranges(sizes: Sizes) -> list[Limits]:
+    """The sizes for which one set of traces may hold: all; all that are not small; those of the bucket."""
+    bucket = tuple((n // 2 + 1 if n > SMALLEST else 2, n) for n in sizes.bucket)
+    found: list[Limits] = [tuple((2, n) for n in sizes.most), tuple((max(2, n // 6), n) for n in sizes.most), bucket]
+    found = [limits for limits in found if _within(sizes.now, limits)]
+    found = [limits for i, limits in enumerate(found) if limits not in found[:i]]
+    return [*found[:1], *found]  # once more at other points: a size that is the model's own constant can be taken for it
+
+
+def family_at(
+    names: tuple[str, ...],
+    points: Sequence[Sequence[int]],
+    more: Sequence[Sequence[int]],
+    period: int,
+    limits: Limits,
+    trace: Trace,
+    use: Callable[[Family], Any],
+) -> Family:
+    """The traces at these points, and at more if these leave a doubt.
+
+    Args:
+        period: by which all sizes have one remainder.
+        limits: the sizes for which it holds.
+        trace: the function, at a point.
+        use: asks for the formulas that are needed.
+
+    Raises:
+        Inexact: the traces are not of one program.
+    """
+    made = list[tuple[Any, Captured, SizeReads]]()
+
+    def family(at: Sequence[Sequence[int]]) -> Family:
+        made.extend((point, *trace(point)) for point in at[len(made) :])
+        found = Family(names, Points([point for point, _, _ in made], period), [t for _, t, _ in made], [r for _, _, r in made], limits)
+        use(found)
+        return found
+
+    return with_enough_points(family, points, more)
+
+
+__all__ = ["Families", "Sizes", "family_at"]

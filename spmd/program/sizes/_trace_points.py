@@ -1,0 +1,85 @@
+"""The sizes at which a function is traced. See Note [Points]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from spmd.program.sizes._formulas import Unknown
+
+SHARES = (0.618, 0.31)  # of the range: all names in between, twice
+MORE_SHARES = (0.82, 0.46)
+
+
+def points_within(limits: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]], shift: int = 0) -> list[tuple[int, ...]]:
+    """Points for k names: all small, each large in its turn, all in between, twice.
+
+    The range of a name is a prime number of steps, another prime for each name. So whatever is periodic in the sizes (`n // 4 * 4`,
+    `(n + m) % 3`), with any period but the step's, has two values at the points.
+
+    Args:
+        limits: for each name the least and the largest size. A range without four points is left at its upper end.
+        steps: for each name a step and a remainder: each size is the remainder and a multiple of the step.
+        shift: 1 for other points within the same limits.
+    """
+    low, spans = list[int](), list[int]()
+    for place, ((least, most), (step, rest)) in enumerate(zip(limits, steps, strict=True)):
+        bottom = -(-(max(least + shift * step, min(3 + 2 * place + 4 * shift, most // 2)) - rest) // step)
+        top = (most - rest) // step
+        fitting = [n for n in range(top - bottom, 2, -1) if n not in spans and _is_prime(n)]
+        span = fitting[0] if fitting else next(n for n in range(3, 1000) if n not in spans and _is_prime(n))
+        low.append(rest + bottom * step)
+        spans.append(span)
+    high = [n + span * step for n, span, (step, _) in zip(low, spans, steps, strict=True)]
+    found = [tuple(low), *(tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low)))]
+    return [*found, *(_between(low, spans, steps, share + 0.06 * shift) for share in SHARES)]
+
+
+def more_points(points: Sequence[tuple[int, ...]], steps: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Two more in between, for numbers that other points might say by chance."""
+    low = points[0]
+    spans = [(points[1 + i][i] - n) // step for i, (n, (step, _)) in enumerate(zip(low, steps, strict=True))]
+    found = [_between(low, spans, steps, share) for share in MORE_SHARES]
+    return [point for point in found if point not in points]
+
+
+class _Certain(Protocol):
+    @property
+    def is_certain(self) -> bool: ...
+
+
+_Made = TypeVar("_Made", bound=_Certain)
+
+
+def with_enough_points(
+    make: Callable[[Sequence[Sequence[int]]], _Made], points: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+) -> _Made:
+    """What is made of the traces at some points, and at more if these leave a doubt.
+
+    Args:
+        make: of all points so far; the first are those of the call before.
+    """
+    try:
+        found = make(points)
+        if found.is_certain:
+            return found
+    except Unknown:  # two forms that fit, perhaps
+        pass
+    return make([*points, *more])
+
+
+def _between(low: Sequence[int], spans: Sequence[int], steps: Sequence[tuple[int, int]], share: float) -> tuple[int, ...]:
+    """A point inside; no two names have one size there, if that can be."""
+    found = list[int]()
+    for n, span, (step, _) in zip(low, spans, steps, strict=True):
+        first = min(span - 1, max(1, int(span * share)))
+        inside = [n + ((first + k - 1) % (span - 1) + 1) * step for k in range(span - 1)]
+        found.append(next((size for size in inside if size not in found), inside[0]))
+    return tuple(found)
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % n for n in range(2, int(number**0.5) + 1))
+
+
+__all__ = ["more_points", "points_within", "with_enough_points"]
