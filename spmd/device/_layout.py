@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import mesh
+from spmd.base._jax import is_tracer
 from spmd.device._storage import buffer_of
 
 _LAYOUT = "spmd_sharding"
@@ -68,7 +69,10 @@ def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
     if target.device.type == "jax":
         buffer = buffer_of(target)
         if buffer.annotation is None and buffer.shape == tuple(target.shape):
-            buffer.annotation = annotation
+            if buffer.is_waiting or (buffer.value is not None and not is_tracer(buffer.value)):
+                buffer.annotate(annotation)  # a value that is there has to lie so: padded, if the dim is uneven
+            else:
+                buffer.annotation = annotation
     else:
         remember(target, annotation)
     if state is not annotation and state is not None:
