@@ -11,7 +11,9 @@ A node may know its `hint`, the number's value at trace time, and then answers c
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -177,6 +179,10 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
     setattr(NumberNode, name, method)
 
 
+def _of_math(name: str, number: Any) -> Any:
+    return getattr(jnp, name)(number) if isinstance(number, jax.Array) else getattr(math, name)(number)
+
+
 def _power(base: Any, exponent: Any) -> Any:
     """A root where it is one: XLA:TPU writes a thousand instructions for a power of 64-bit floats."""
     return jnp.sqrt(base) if isinstance(base, jax.Array) and isinstance(exponent, float) and exponent == 0.5 else base**exponent
@@ -211,6 +217,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "sqrt": lambda a: _power(a, 0.5),
     "sym_sqrt": lambda a: _power(a, 0.5),
 }
+for _name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "log2"):  # math's, as Dynamo names them
+    _OPERATORS[f"sym_{_name}"] = partial(_of_math, _name)
 for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
 

@@ -178,7 +178,7 @@ FLOATS: dict[str, Callable[..., torch.Tensor]] = {
     "factor": lambda x, n: x * n,
     "arithmetic": lambda x, n: x * (n * 2 + 1) - x / (n + 3),
     "bounds": lambda x, n: x.clamp(-n, n) + torch.full_like(x, n),
-    "of Python's math": lambda x, n: x * math.sqrt(n),
+    "of Python's math": lambda x, n: x * math.sqrt(n) * (1 + math.cos(math.pi * n)) + math.log2(n) * math.tanh(n) - math.atan(n),
     "value": lambda x, n: x.addcmul(x, x, value=n),
     "integers": lambda x, n: (x * 10).long() * n,
 }

@@ -146,7 +146,7 @@ class Evaluation:
             values[variable] = self.constant(same)
         values.update(zip(first.invars, args, strict=True))
         for each in zip(*(j.eqns for j in jaxprs), strict=True):
-            if any(one.primitive is not each[0].primitive for one in each):
+            if any(one.primitive is not each[0].primitive or _ranks(one) != _ranks(each[0]) for one in each[1:]):
                 raise SizeDecides("the size decides what is computed")
             try:
                 operands = [self._operand(same, values) for same in zip(*(one.invars for one in each), strict=True)]
@@ -216,6 +216,10 @@ class Evaluation:
             for factor in dim:
                 if len(set(factor)) > 1:
                     self.room.need(factor, 2)
+
+
+def _ranks(equation: Any) -> list[int]:
+    return [len(getattr(v.aval, "shape", ())) for v in equation.outvars]
 
 
 LOOPS = frozenset(("scan", "while", "cond"))
