@@ -147,3 +147,16 @@ def test_a_module_without_shapes_yet_is_refused_by_name_and_runs_when_it_has_the
 def test_a_module_without_shapes_that_does_not_run_is_left_alone() -> None:
     models = [nn.LazyLinear(2).to("jax"), nn.Identity()]
     assert spmd.compile(lambda x: models[1](x) * 2)(torch.ones(1, device="jax")).item() == 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4, device="jax"))], ids=["script", "trace"])
+def test_a_module_of_torchscript_is_refused_by_name_where_it_runs(make: Any) -> None:
+    scripted: Any = make(nn.Linear(4, 4).to("jax"))
+    models = [scripted, nn.Identity()]
+    x = torch.ones(1, 4, device="jax")
+    for fn in (lambda x: scripted(x), lambda x: models[0](x)):
+        with pytest.raises(spmd.TraceError, match="a Linear of TorchScript runs in a compiled function"):
+            spmd.compile(fn)(x)
+    assert spmd.compile(lambda x: models[1](x) * 2)(x).sum().item() == 8
+    assert scripted(x).shape == x.shape

@@ -116,11 +116,11 @@ class Reachable:
         yield from {id(t): (name, t) for name, t in reversed(named) if t is not None and not is_lazy(t)}.values()
 
     def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Every module under the roots, once, with its qualified name."""
+        """Every module under the roots, once, with its qualified name; none of TorchScript's, whose state is no Python's."""
         seen: set[int] = set()
         for root_name, root in self.modules.values():
             for name, module in root.named_modules():
-                if id(module) not in seen:
+                if id(module) not in seen and not isinstance(module, torch.jit.ScriptModule):
                     seen.add(id(module))
                     yield name or root_name, module
 

@@ -50,6 +50,8 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         return p.device.type == "jax" and buffer_of(p) not in known and buffer_of(p) not in recorder.newborn
 
     def ran(module: torch.nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _scripted(module)
         if any(is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None):
             raise _uninitialised(module, names.get(id(module)))
         # A module that the function makes around tensors that are known is no news: each trace makes another one.
@@ -93,6 +95,16 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             scopes.pop()[1].__exit__(None, None, None)
         for handle in handles:
             handle.remove()
+
+
+def _scripted(module: torch.jit.ScriptModule) -> TraceError:
+    return TraceError(
+        message(
+            f"a {module.original_name} of TorchScript runs in a compiled function",
+            "its interpreter reads flags and attributes that a program cannot watch: after model.eval() it would train on",
+            fix="compile the nn.Module that it was made of, or call it outside of the compiled function",
+        )
+    )
 
 
 def _uninitialised(module: torch.nn.Module, name: str | None) -> TraceError:
