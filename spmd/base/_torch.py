@@ -10,7 +10,8 @@ skipped where kernels are registered. What is replaced in torch, and why, is tol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -109,6 +110,8 @@ try:
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    pop_saved_tensors_default_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+    push_saved_tensors_default_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
     register_constant_type: Callable[[type], None] = (
         partial(opaque_object.register_custom_class, typ="constant")
         if torch_at_least("2.14")
@@ -128,6 +131,20 @@ dict_version: Callable[[dict[Any, Any]], int] | None = _dict_version
 def current_device_mesh() -> Any:
     """The DeviceMesh of the `with` block that runs. torch's own error if there is none."""
     return torch.distributed.device_mesh._mesh_resources.get_current_mesh()
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Generator[None]:
+    """While active, tensors that autograd saves are seen by no hook of the user's (a checkpoint's, one that moves them to the host)."""
+    hooks: list[Any] = []
+    while (top := top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            push_saved_tensors_default_hooks(pack, unpack)
 
 
 def graph_break(msg: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._jax import ArrayImpl
+from spmd.base._torch import without_saved_tensors_hooks
 from spmd.base._torch_late import without_dynamo
 from spmd.base._underway import underway
 from spmd.device._pacing import note_operation
@@ -59,7 +60,7 @@ class Program:
         self._replicated = None if self.mesh is None else jax.NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
         with_gradient = torch.is_grad_enabled()
         self.given = [self._given_as(t, i, with_gradient) for i, t in enumerate(tensors)]
-        with compiling(), without_dynamo(), underway(f"tracing {name}"), no_host_random():
+        with compiling(), without_dynamo(), without_saved_tensors_hooks(), underway(f"tracing {name}"), no_host_random():
             self.traced = traced = self._traced(calls, args, tensors)
         self._outer = [value for value, _ in traced.outer]
         self._no_words: Any = on_all_devices(np.zeros(4, np.uint32), self._replicated)  # an array: the host's would be sent in each call

@@ -89,6 +89,8 @@ class _Call:
         """Of the inputs of a group whose outputs have these gradients; the program runs for all groups at once."""
         had, made = self.ready.pop(outputs, ({}, []))
         if made and _is_same(had, own):
+            if ctx.is_carried:  # what hooks hold would be brought back for nothing
+                ctx.saved_tensors  # noqa: B018 - autograd refuses a second backward pass
             return made
         given = self.arrived if _is_same(_part(self.arrived, outputs), own) else own
         self.arrived = {}

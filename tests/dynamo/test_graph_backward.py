@@ -133,3 +133,26 @@ def test_an_output_that_is_used_and_whose_gradient_is_none_has_none() -> None:
         w = batch(3).to("jax").requires_grad_()
         Stop.apply(make(w)).sum().backward()
         assert w.grad is None
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_a_checkpoint_around_a_compiled_model_recomputes_it(num_outputs: int) -> None:
+    host, model = twins(Heads)
+    fast = torch.compile(model, backend="spmd", fullgraph=True)
+    for net, run in ((host, host), (model, fast)):  # the first call traces, which the checkpoint does not see
+        for i in range(2):
+            results = checkpoint(run, batch(4, 8, seed=i).to(net.scale.device), use_reentrant=False)
+            torch.stack([r.square().sum() for r in results[:num_outputs]]).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in host.parameters()])
+
+
+def test_a_backward_pass_frees_what_only_it_reached() -> None:
+    host, model = twins(Heads)
+    fast = torch.compile(model, backend="spmd", fullgraph=True)
+    for net, run in ((host, host), (model, fast)):
+        one, other, _ = run(batch(4, 8).to(net.scale.device))
+        torch.autograd.grad(one.sum(), [net.one.weight, net.trunk.weight])
+        torch.autograd.grad(other.sum(), [net.scale])
+        for output in (one, other):
+            with pytest.raises(RuntimeError, match="second time"):
+                output.sum().backward()
