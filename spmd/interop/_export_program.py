@@ -270,7 +270,7 @@ class _Part:
             "numbers": list(self.numbers),
             "checks": [str(check.text) for check in captured.checks],
             "result": self._result(),
-            "sizes": {name: [r.least, r.most, r.multiple] for name, r in self.traced.ranges.items()},
+            "sizes": {name: [r.least, r.most, r.multiple, r.rest] for name, r in self.traced.ranges.items()},
             "limits": [] if trace is None else trace.limits,
             "constraints": [] if trace is None else trace.symbols.constraints,
         }

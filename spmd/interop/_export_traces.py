@@ -32,14 +32,14 @@ from spmd.program.sizes._family_search import family_at
 from spmd.program.sizes._formulas import Inexact
 from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._sized_arguments import parts_of, replaced, stand_in
-from spmd.program.sizes._symbolic import Range, SymbolicTrace, limits_of, symbolic
-from spmd.program.sizes._trace_points import more_points, points_within
+from spmd.program.sizes._symbolic import Range, SymbolicTrace, points_of, symbolic
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
 
 _MOST_APART = 4  # sizes of a name that get programs of their own
+_MOST_REMAINDERS = 8
 
 
 class Traced(NamedTuple):
@@ -87,6 +87,18 @@ class _Varying(NamedTuple):
     shift: int
 
 
+class _Part(NamedTuple):
+    """Some of the sizes that a call may have.
+
+    Attributes:
+        fixed: names that have one size.
+        steps: for each other, by what all its sizes have the same remainder, and which; none: by nothing.
+    """
+
+    fixed: Mapping[str, int]
+    steps: Mapping[str, tuple[int, int]]
+
+
 class FileTraces(Step[Any, Any]):
     """The traces of one function for a file."""
 
@@ -97,6 +109,7 @@ class FileTraces(Step[Any, Any]):
         self._sizes: _Varying | None = None
         self._family: Family | None = None
         self._trace: SymbolicTrace | None = None
+        self._divisors = set[int]()  # by which Python divided a size, with rounding
 
     def of_call(self, args: Any, kwargs: Any) -> list[Traced]:
         """The programs for calls with these arguments: that for most sizes last.
@@ -109,15 +122,38 @@ class FileTraces(Step[Any, Any]):
         if not named:
             return [Traced(self._program_of(args, kwargs, None), args, kwargs)]
         declared = self._declared(named)
-        found, seen, waiting = list[Traced](), list[dict[str, int]](), [dict[str, int]()]
+        found, seen, waiting = list[Traced](), list[_Part](), [_Part({}, {})]
         while waiting:
-            fixed = waiting.pop(0)
-            if fixed not in seen:
-                seen.append(fixed)
-                traced = self._at(args, kwargs, named, declared, fixed)
-                found.insert(0, traced)
-                waiting += [{**fixed, name: size} for name in traced.ranges for size in self._apart(traced, name)]
+            part = waiting.pop(0)
+            if part in seen:
+                continue
+            seen.append(part)
+            self._divisors.clear()
+            try:
+                traced = self._at(args, kwargs, named, declared, part)
+            except Inexact as error:
+                waiting += self._by_remainders(part, declared, error)
+                continue
+            found.insert(0, traced)
+            waiting += [_Part({**part.fixed, name: size}, {}) for name in traced.ranges for size in self._apart(traced, name)]
         return found
+
+    def _by_remainders(self, part: _Part, declared: Mapping[str, Range], error: Inexact) -> list[_Part]:
+        """The same for sizes that have one remainder by what Python divided them by, for which a quotient is a linear function.
+
+        Raises:
+            TraceError: that is no help.
+        """
+        period = math.lcm(*self._divisors)
+        steps = {name: math.lcm(own.multiple, period) for name, own in declared.items() if name not in part.fixed}
+        rests = [range(0, step, declared[name].multiple) for name, step in steps.items()]
+        is_narrow = any(declared[name].most < declared[name].least + 6 * step for name, step in steps.items())
+        if period == 1 or part.steps or is_narrow or math.prod(map(len, rests)) > _MOST_REMAINDERS:
+            raise self._not_for_all(error) from error
+        return [
+            _Part(part.fixed, {name: (step, rest) for (name, step), rest in zip(steps.items(), chosen, strict=True)})
+            for chosen in itertools.product(*rests)
+        ]
 
     def _declared(self, named: Sequence[Named]) -> dict[str, Range]:
         """The sizes that the file will take: multiples of the shards."""
@@ -138,25 +174,26 @@ class FileTraces(Step[Any, Any]):
                 raise SpmdError(message(what, fix="drop it from dynamic=, and export the other sizes too: also=[(x,)]"))
         return found
 
-    def _at(self, args: Any, kwargs: Any, named: Sequence[Named], declared: Mapping[str, Range], fixed: Mapping[str, int]) -> Traced:
-        """The program with some sizes fixed."""
-        free = {name: Range(max(own.least, 2), own.most, own.multiple) for name, own in declared.items() if name not in fixed}
-        sizes = {**fixed, **{name: own.least for name, own in free.items()}}
+    def _at(self, args: Any, kwargs: Any, named: Sequence[Named], declared: Mapping[str, Range], part: _Part) -> Traced:
+        """The program for some of the sizes.
+
+        Raises:
+            Inexact: it is not proved that it is one.
+        """
+        free = {name: Range(max(own.least, 2), own.most, own.multiple) for name, own in declared.items() if name not in part.fixed}
+        free = {name: own.within(*part.steps.get(name, (own.multiple, 0))) for name, own in free.items()}
+        sizes = {**part.fixed, **{name: own.least for name, own in free.items()}}
         others = {id(n.tensor): stand_in(n, sizes) for n in named}
         args, kwargs = replaced(args, kwargs, others, self._way.holders)
         named = [Named(n.path, others[id(n.tensor)], {d: name for d, name in n.dims.items() if name in free}) for n in named]
-        try:
-            if not free:
-                return Traced(self._program_of(args, kwargs, None), args, kwargs, named, free, declared)
+        if free:
             return self._symbolic(args, kwargs, named, free, declared)
-        except Inexact as error:
-            raise self._not_for_all(error) from error
+        try:
+            return Traced(self._program_of(args, kwargs, None), args, kwargs, named, free, declared)
         except Noted:
             raise
         except Exception as error:
-            if not fixed:
-                raise
-            raise self._not_for(fixed, error) from error
+            raise self._not_for(part.fixed, error) from error
 
     def _symbolic(self, args: Any, kwargs: Any, named: Sequence[Named], free: Mapping[str, Range], declared: Mapping[str, Range]) -> Traced:
         varying = {id(n.tensor): n for n in named if n.dims}
@@ -187,7 +224,6 @@ class FileTraces(Step[Any, Any]):
 
     def _traced_at(self, varying: _Varying, call: Signature, way: Way) -> Family:
         names, ranges = tuple(varying.free), list(varying.free.values())
-        holds_for, steps = tuple((own.least, own.most) for own in ranges), [(own.multiple, 0) for own in ranges]
 
         def trace(point: Sequence[int]) -> tuple[Captured, SizeReads]:
             sizes = dict(zip(names, point, strict=True))
@@ -195,17 +231,20 @@ class FileTraces(Step[Any, Any]):
             args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
             with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
                 try:
-                    return self._traced(call._replace(args=args, kwargs=kwargs), way)[0], read
+                    captured = self._traced(call._replace(args=args, kwargs=kwargs), way)[0]
                 except (Noted, Inexact, StaleGradients):
                     raise
                 except Exception as error:
                     raise self._not_for(sizes, error) from error
+            self._divisors |= read.divisors
+            return captured, read
 
         def use(family: Family) -> None:
             self._trace = symbolic(family, ranges)
 
-        points = points_within(limits_of(ranges, varying.shift), steps, varying.shift)
-        return family_at(names, points, more_points(points, steps), 1, holds_for, trace, use)
+        points, more = points_of(ranges, varying.shift)
+        period = math.gcd(*(own.multiple for own in ranges))
+        return family_at(names, points, more, period, tuple((own.least, own.most) for own in ranges), trace, use)
 
     def _apart(self, traced: Traced, name: str) -> list[int]:
         """The sizes of a name for which a program does not hold, whatever the others are.
@@ -215,7 +254,7 @@ class FileTraces(Step[Any, Any]):
         """
         assert traced.trace is not None
         own = traced.ranges[name]
-        sizes = np.arange(traced.declared[name].least, own.most + 1, own.multiple)
+        sizes = traced.declared[name].within(own.multiple, own.rest).sizes()
         holds = sizes >= own.least
         for limit in traced.trace.limits:
             others = [{other: r.most if end else r.least + 3 * r.multiple for other, r in traced.ranges.items()} for end in (0, 1)]

@@ -87,14 +87,14 @@ class ExportedProgram:
         with jax.enable_x64(True):
             jitted = jax.jit(exported.call, donate_argnums=range(len(part["written"])))
             jitted.lower(
-                *(self._example(*item) for item in zip(self._least_shapes(part), exported.in_avals, call["in_specs"], strict=True))
+                *(self._example(*item) for item in zip(self._largest_shapes(part), exported.in_avals, call["in_specs"], strict=True))
             )
         return jitted
 
-    def _least_shapes(self, part: dict[str, Any]) -> list[tuple[int, ...]]:
+    def _largest_shapes(self, part: dict[str, Any]) -> list[tuple[int, ...]]:
         """Of the program's inputs, for sizes that it holds for."""
         shapes, first = [tuple(shape) for shape, _ in part["call"]["in"]], len(part["written"]) + len(part["read"])
-        sizes = {name: max(least, most - most % multiple) for name, (least, most, multiple) in part["sizes"].items()}
+        sizes = {name: most for name, (_, most, _, _) in part["sizes"].items()}
         given = [tuple(sizes.get(n, n) for n in item["stored"]) for item in part["arguments"]]
         return [*shapes[:first], *given, *shapes[first + len(given) :]]
 
@@ -279,8 +279,10 @@ class ExportedProgram:
             if not least <= size <= most or size % multiple:
                 what = f"{name} is {size} in {where[name]}, the program takes {_range(least, most, multiple)}"
                 raise _error(what, fix=f'spmd.export(..., dynamic=...) with spmd.Dim("{name}", min=..., max=...), or other sizes')
-        is_below = any(size < part["sizes"][name][0] for name, size in sizes.items())
-        if is_below or not all(value_of(limit, sizes) for limit in part["limits"]):
+        is_another = any(
+            sizes[name] < least or sizes[name] % multiple != rest for name, (least, _, multiple, rest) in part["sizes"].items()
+        )
+        if is_another or not all(value_of(limit, sizes) for limit in part["limits"]):
             listed = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             what = "a dim would have fewer than two elements, or what Python asked of the sizes has another answer"
             raise _error(f"no program of this file is for {listed}", what, fix="export a program for it too: spmd.export(..., also=[(x,)])")

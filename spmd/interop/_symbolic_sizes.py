@@ -16,7 +16,7 @@ from jax.errors import InconclusiveDimensionOperation
 from spmd.base._errors import SpmdError, TraceError, message, place_of
 from spmd.base._jax import bounds_of, size_at, symbols_in
 from spmd.interop._exported_program import value_of
-from spmd.program.sizes._evaluate import SizeDecides
+from spmd.program.sizes._family import questions
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of, require_alike
@@ -40,7 +40,8 @@ class SymbolicSizes:
     def __init__(self, arrays: Sequence[Any], shift: int = 0) -> None:
         self._symbols = symbols_in(arrays)
         ranges = [self._range(name, symbol) for name, symbol in self._symbols.items()]
-        self.points = points_of(ranges, shift)
+        points, more = points_of(ranges, shift)
+        self.points = [*points, *more]
 
     def _range(self, name: str, symbol: Any) -> Range:
         low, high = bounds_of(symbol)
@@ -72,7 +73,7 @@ class SymbolicSizes:
     def _evaluated(self, jaxprs: Sequence[Any], reads: Sequence[SizeReads], arrays: Sequence[Any]) -> list[Any]:
         opened, points = [closed.jaxpr for closed in jaxprs], Points(self.points)
         require_alike(opened)
-        asked = _asked(reads)
+        asked = questions(points, reads)
         self._require(limits(points, list(self._symbols), extents(jaxprs), asked))
         return evaluated(points, list(self._symbols.values()), opened, [closed.consts for closed in jaxprs], arrays)
 
@@ -113,16 +114,6 @@ def _traced(run: Run, examples: Sequence[Any], values: Mapping[str, int]) -> Any
                 fix=f"say what they may be: jax.export.symbolic_shape({', '.join(values)!r}, constraints=['{name} >= 8', '{name} <= 64'])",
             )
         ) from error
-
-
-def _asked(reads: Sequence[SizeReads]) -> tuple[list[tuple[int, ...]], list[Any]]:
-    """The sizes that Python read, at each point, and its questions, which the traces have in common."""
-    if len({len(r.leaves) for r in reads}) > 1 or len({len(r.asked) for r in reads}) > 1:
-        raise SizeDecides("Python does something else for another size")
-    for same in zip(*(r.asked for r in reads), strict=True):
-        if len({answer for _, answer in same}) > 1:
-            raise SizeDecides("Python asks something of a size, with another answer for another size")
-    return [tuple(column) for column in zip(*(r.leaves for r in reads), strict=True)], list(reads[0].asked)
 
 
 def _decided(limit: Any, symbols: Mapping[str, Any]) -> bool:

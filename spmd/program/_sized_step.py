@@ -170,7 +170,9 @@ class SizedStep(Step[Any, Any]):
                 return family, 0
         self._require_may_trace(failed)
         most = tuple(max(self._asked.dims[name].max, now.bucket[name]) for name in now.names)
-        sizes = Sizes(now.names, today, tuple(now.bucket.values()), most, tuple(now.multiples[name] for name in now.names))
+        least = tuple(max(2, self._asked.dims[name].min) for name in now.names)
+        multiples = tuple(now.multiples[name] for name in now.names)
+        sizes = Sizes(now.names, today, tuple(now.bucket.values()), least, most, multiples)
         before = self._own_traces
         family = self._families.search(key, sizes, call.buffers, lambda point: self._traced_at(point, call, way, now))
         num_traces, self._own_traces = self._own_traces - before, before  # whoever asked for them counts them

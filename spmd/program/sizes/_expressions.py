@@ -42,7 +42,9 @@ def _operation(sign: str, is_swapped: bool) -> Any:
     def method(self: Expression, other: Any) -> Any:
         if not isinstance(other, (int, float, Expression)):
             return NotImplemented
-        if (sign in "+-" and _is(other, 0) and not (sign == "-" and is_swapped)) or (sign == "*" and _is(other, 1)):
+        if (sign in "+-" and _is(other, 0) and not (sign == "-" and is_swapped)) or (
+            sign in ("*", "//") and _is(other, 1) and not (sign == "//" and is_swapped)
+        ):
             return self
         operands = (other, self) if is_swapped else (self, other)
         return Expression([sign, *map(tree_of, operands)])

@@ -42,6 +42,7 @@ class Family:
         Raises:
             Inexact: the traces are not of one program.
         """
+        traces = [traces[0], *(_in_order_of(traces[0], other) for other in traces[1:])]
         self.names, self.captured, self.today = names, traces[0], tuple(points.at[0])
         self._reads = reads[0]
         self._points, self._limits = points, tuple(limits)
@@ -49,7 +50,7 @@ class Family:
         _require_alike(traces)
         self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
         self._leaves = [self._leaf(same) for same in zip(*(t.leaves for t in traces), strict=True)]
-        self._asked = _questions(points, reads)
+        self._asked = questions(points, reads)
         _require_same_numbers(traces, reads)
         self._reads.current = _Leaves(self, self._asked[0])
         self._needs: dict[tuple[Values, int], None] = {}
@@ -210,6 +211,21 @@ def _dims(shapes: Sequence[Sequence[int]]) -> Dims:
     return tuple((tuple(column),) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
 
+def _in_order_of(first: Captured, other: Captured) -> Captured:
+    """A trace with its constants in the order of another's, where they are the same state: which is read first is a matter of caches."""
+    wanted, found = ([None if b is None else id(b) for b in t.const_buffers] for t in (first, other))
+    if wanted == found or sorted(map(str, wanted)) != sorted(map(str, found)):
+        return other
+    made = iter([i for i, own in enumerate(found) if own is None])
+    order = [next(made) if own is None else found.index(own) for own in wanted]
+    closed = other.jaxpr
+    jaxpr = closed.jaxpr.replace(
+        constvars=[closed.jaxpr.constvars[i] for i in order], debug_info=closed.jaxpr.debug_info.with_unknown_names()
+    )
+    buffers = [other.const_buffers[i] for i in order]
+    return replace(other, jaxpr=closed.replace(jaxpr=jaxpr, consts=[closed.consts[i] for i in order]), const_buffers=buffers)
+
+
 def _require_alike(traces: Sequence[Captured]) -> None:
     first = traces[0]
     for other in traces[1:]:
@@ -274,18 +290,19 @@ def _differ(one: Any, other: Any) -> bool:
     return type(first) is not type(second) or (first != second and not (first != first and second != second))
 
 
-def _questions(points: Points, reads: Sequence[SizeReads]) -> tuple[list[Values], list[Any]]:
+def questions(points: Points, reads: Sequence[SizeReads]) -> tuple[list[Values], list[Any]]:
     """The sizes that Python read, and what it asked of those that vary.
 
     Raises:
         SizeDecides: it asked something else for another size, or had another answer.
     """
+    for same, line in zip(zip(*(r.asked for r in reads), strict=False), reads[0].lines, strict=False):
+        if len({answer for _, answer in same}) > 1:
+            where = f", at {line}" if line else ""
+            raise SizeDecides(f"Python asks something of a size, with another answer for another size{where}")
     if len({len(r.leaves) for r in reads}) > 1 or len({len(r.asked) for r in reads}) > 1:
         raise SizeDecides("Python does something else for another size")
     leaves = [tuple(column) for column in zip(*(r.leaves for r in reads), strict=True)]
-    for same in zip(*(r.asked for r in reads), strict=True):
-        if len({answer for _, answer in same}) > 1:
-            raise SizeDecides("Python asks something of a size, with another answer for another size")
     asked = list(reads[0].asked)
     for values in leaves:
         points.integer(values)
@@ -299,4 +316,4 @@ def _answer(tree: Any, leaves: Sequence[int]) -> Any:
         return None
 
 
-__all__ = ["Family"]
+__all__ = ["Family", "questions"]

@@ -32,13 +32,14 @@ class Sizes(NamedTuple):
     Attributes:
         now: the size of each name in the call.
         bucket: of the program that runs it.
-        most: the largest.
+        least, most: the smallest, which is at least 2, and the largest.
         multiples: what shards divide.
     """
 
     names: tuple[str, ...]
     now: tuple[int, ...]
     bucket: tuple[int, ...]
+    least: tuple[int, ...]
     most: tuple[int, ...]
     multiples: tuple[int, ...]
 
@@ -137,8 +138,9 @@ def _within(sizes: Sequence[int], limits: Limits) -> bool:
 
 def _ranges(sizes: Sizes) -> list[Limits]:
     """The sizes for which one set of traces may hold: all; all that are not small; those of the bucket."""
-    bucket = tuple((n // 2 + 1 if n > SMALLEST else 2, n) for n in sizes.bucket)
-    found: list[Limits] = [tuple((2, n) for n in sizes.most), tuple((max(2, n // 6), n) for n in sizes.most), bucket]
+    both = [*zip(sizes.least, sizes.most, strict=True)]
+    bucket = tuple((max(low, n // 2 + 1) if n > SMALLEST else low, n) for low, n in zip(sizes.least, sizes.bucket, strict=True))
+    found: list[Limits] = [tuple(both), tuple((max(low, n // 6), n) for low, n in both), bucket]
     found = [limits for limits in found if _within(sizes.now, limits)]
     found = [limits for i, limits in enumerate(found) if limits not in found[:i]]
     return [*found[:1], *found]  # once more at other points: a size that is the model's own constant can be taken for it

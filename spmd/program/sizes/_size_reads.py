@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.base._errors import user_line
 from spmd.device._storage import recording
 from spmd.patches._table import current, replaced
 from spmd.program.reads import is_library
@@ -31,6 +32,7 @@ class SizeReads:
     Attributes:
         leaves: the sizes that were read.
         asked: each question with its answer.
+        lines: the user's line that asked it.
         divisors: numbers by which a size was divided, with rounding.
         current: what the sizes that were read are now: those of the trace, or of a call that it runs for.
     """
@@ -39,6 +41,7 @@ class SizeReads:
         self.divisors = set[int]()
         self.leaves: list[int] = []
         self.asked: list[tuple[Tree, Any]] = []
+        self.lines: list[str] = []
         self.current: Sequence[int] = self.leaves
 
     def size(self, value: int) -> int:
@@ -134,6 +137,7 @@ def _ask(answer: Any, tree: Tree) -> Any:
     reads = _reads.get()
     if reads is not None:
         reads.asked.append((tree, answer))
+        reads.lines.append(user_line())
     return answer
 
 

@@ -33,11 +33,21 @@ _REFUSALS = (InconclusiveDimensionOperation, TypeError, ValueError, NotImplement
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes that a name may have: from `least` to `most`, multiples of `multiple`."""
+    """The sizes that a name may have: from `least` to `most`, which has `rest` beyond a multiple of `multiple` as all of them."""
 
     least: int
     most: int
     multiple: int = 1
+    rest: int = 0
+
+    def sizes(self) -> Any:
+        """int64[n]: all of them."""
+        return np.arange(self.least, self.most + 1, self.multiple)
+
+    def within(self, multiple: int, rest: int) -> Range:
+        """Those with a remainder by a multiple of the own one."""
+        least, most = self.least + (rest - self.least) % multiple, self.most - (self.most - rest) % multiple
+        return Range(least, most, multiple, rest)
 
 
 class Symbols:
@@ -52,7 +62,7 @@ class Symbols:
     def __init__(self, names: Sequence[str], points: Points, ranges: Sequence[Range], extents: Sequence[Values]) -> None:
         """`extents`: those that occur in the traces."""
         self.points = points
-        texts = [_symbol(name, i, own.multiple) for i, (name, own) in enumerate(zip(names, ranges, strict=True))]
+        texts = [_symbol(name, i, own) for i, (name, own) in enumerate(zip(names, ranges, strict=True))]
         free = _symbols(texts, ())
         found = [f"{points.integer(values)(free)} >= 2" for values in extents]
         for text, own in zip(texts, ranges, strict=True):
@@ -65,10 +75,11 @@ class Symbols:
         return tuple(self.points.integer(tuple(column))(self.sizes) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
 
-def _symbol(name: str, place: int, multiple: int) -> str:
+def _symbol(name: str, place: int, own: Range) -> str:
     is_word = name.isidentifier() and name.isascii() and name not in ("floordiv", "mod", "max", "min", "non_negative")
     symbol = name if is_word else f"size{place}"
-    return symbol if multiple == 1 else f"{multiple}*{symbol}"
+    multiple = symbol if own.multiple == 1 else f"{own.multiple}*{symbol}"
+    return f"{multiple} + {own.rest}" if own.rest else multiple
 
 
 def _symbols(texts: Sequence[str], constraints: Sequence[str]) -> list[Any]:
@@ -235,16 +246,15 @@ def limits(points: Points, names: Sequence[str], own: Sequence[Values], asked: t
     return list({str(limit.tree): tree_of(limit) for limit in found}.values())
 
 
-def limits_of(ranges: Sequence[Range], shift: int) -> list[tuple[int, int]]:
-    """Between which sizes to trace: the largest is one of the model's own, as a rule."""
-    return [(own.least, own.most - (1 + shift) * own.multiple) for own in ranges]
+def points_of(ranges: Sequence[Range], shift: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Sizes at which to trace, and more of them if these leave a doubt; `shift`: another number gives others.
+
+    The largest is not among them: as a rule it is one of the model's own.
+    """
+    steps = [(own.multiple, own.rest) for own in ranges]
+    limits = [(own.least, own.most - (1 + shift) * own.multiple) for own in ranges]
+    found = points_within(limits, steps, shift)
+    return found, more_points(found, steps)
 
 
-def points_of(ranges: Sequence[Range], shift: int) -> list[tuple[int, ...]]:
-    """Sizes at which to trace; `shift`: another number gives others."""
-    steps = [(own.multiple, 0) for own in ranges]
-    found = points_within(limits_of(ranges, shift), steps, shift)
-    return [*found, *more_points(found, steps)]
-
-
-__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "limits_of", "points_of", "require_alike", "symbolic"]
+__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "points_of", "require_alike", "symbolic"]
