@@ -128,7 +128,9 @@ class Program(Executable):
         left = [(owner, grad) for owner, grad in captured.gradients if isinstance(owner, torch.Tensor)]
         is_left = not options.keep_grads and len(left) == len(captured.gradients)
         self.leaves, self.left = ([p for p, _ in left], [grad for _, grad in left]) if is_left else (None, [])
-        self.shows_arguments = captured.num_objects > 0 or any(leaf.kind in ("argument", "part") for leaf in captured.leaves)
+        self.shows_arguments = captured.num_objects > 0 or any(
+            leaf.kind in ("argument", "part") or isinstance(leaf.owner, int) for leaf in captured.leaves
+        )
         self._numbers: Any = None
         self._digest: bytes | None = None
         self._vector: Any = None

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import mesh
 import spmd
 from tests.oracle import assert_same, assert_same_model, batch, descend, on_device, twins
 
@@ -241,3 +242,29 @@ def test_zeroing_in_place_leaves_unused_parameters_alone() -> None:
         x = batch(8, 8, seed=i)
         assert_same(step(on_device(x)), run(host, optimizers[0], x))
     assert_same_model(device, host)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_result_that_is_a_kept_gradient_is_that_gradient(is_sharded: bool, mesh_4x2: mesh.Mesh) -> None:
+    """What is done to the result is done to the gradient, and the next backward adds to both."""
+
+    def results(device: str, wrap: Callable[[Any], Any]) -> list[Any]:
+        weight = nn.Parameter(torch.arange(1.0, 6.0).to(device))
+        if is_sharded and device == "jax":
+            spmd.mark_sharding(weight, mesh_4x2, ("data",))
+
+        def step(x: torch.Tensor) -> Any:
+            (weight * x * x).sum().backward()
+            return weight.grad, {"again": weight.grad}, x.grad
+
+        run = wrap(step)
+        found: list[Any] = []
+        x: Any = torch.ones(5, device=device).requires_grad_()
+        for _ in range(3):
+            grad, again, of_x = run(x)
+            found.append((grad is weight.grad, again["again"] is grad, of_x is x.grad, grad.tolist(), of_x.tolist()))
+            grad.mul_(0.5)
+            found.append(weight.grad.tolist())  # type: ignore[union-attr]
+        return found
+
+    assert results("jax", lambda fn: spmd.compile(fn, keep_grads=True)) == results("cpu", lambda fn: fn)

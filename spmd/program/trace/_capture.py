@@ -49,7 +49,7 @@ from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._remade import Node, Remade
-from spmd.program.trace._results import Leaf, Results, is_shown_otherwise, show_held
+from spmd.program.trace._results import Leaf, Results, is_shown_otherwise, note_gradients, show_held
 from spmd.program.trace._watch import report_compiling, restore_functorch, watching
 from spmd.program.trace._way import Way
 from spmd.program.xla._jaxpr import with_constants_first
@@ -243,6 +243,8 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
     assert state.reads is not None
     held = state.reads.held(state.effects, lambda t: buffer_of(t) in arg_buffers or is_shown_otherwise(t, state.leaves))
     show_held(state.leaves, held)
+    if state.keep_grads and not state.is_stacked:
+        note_gradients(state.leaves, state.returned, {id(g): position.get(id(p), p) for p, g in gradients.left if g is not None})
     return Captured(
         jaxpr=jaxpr,
         arg_buffers=arg_buffers,

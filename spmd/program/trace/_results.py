@@ -39,10 +39,12 @@ class Leaf:
         value: the tensor or static value; for arrays its Kind; for arguments the position, for
             "container" the path, for "held" the position among `Captured.held`, for "again" the number of the leaf, for "part"
             and "view" one of these and the Window.
+        owner: of an array that is also the gradient which a call leaves: whose (a tensor, or the position of an argument).
     """
 
     kind: str
     value: Any = None
+    owner: Any = None
 
 
 @dataclass
@@ -164,7 +166,8 @@ def made(
     flat: list[Any] = []
     for leaf in leaves:
         if leaf.kind == "array":
-            flat.append(leaf.value.made_of(wrap(next(values))))
+            value = next(values)
+            flat.append(leaf.value.made_of(wrap(value)) if leaf.owner is None else _grad_of(leaf.owner, arguments))
         elif leaf.kind == "number":
             number = fetched(next(values))
             flat.append(number.item() if number.ndim == 0 else number.tolist())
@@ -194,6 +197,16 @@ def made(
         elif leaf.kind == "again":
             flat[index] = flat[leaf.value]
     return flat
+
+
+def note_gradients(leaves: Sequence[Leaf], returned: Sequence[torch.Tensor | None], owners: Mapping[int, Any]) -> None:
+    """Results that are gradients, which calls keep, are these. `owners`: by id of a gradient of the trace, whose it is."""
+    for leaf, tensor in zip((leaf for leaf in leaves if leaf.kind in ("array", "number")), returned, strict=True):
+        leaf.owner = owners.get(id(tensor))
+
+
+def _grad_of(owner: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
+    return (owner if isinstance(owner, torch.Tensor) else arguments[owner]).grad
 
 
 def require_function(fn: Any) -> None:
