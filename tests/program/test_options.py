@@ -1,7 +1,7 @@
 """`spmd.compile`'s options: several steps per call, stale constants found, the module with the first NaN named."""
 
+import ctypes
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,19 +86,18 @@ def test_steps_per_call_refuses_writes_to_python(write: str) -> None:
     assert held.seen
 
 
-def test_check_finds_a_stale_constant_and_leaves_state_alone(tmp_path: Path) -> None:
-    file = tmp_path / "scale"
-    file.write_text("2.0")  # what lies in a file is not guarded
+def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
+    scale = ctypes.c_double(2.0)  # what C's own objects hold is not guarded
     weight = torch.ones(3).to("jax")
 
     @spmd.compile(check=True)
     def scaled() -> torch.Tensor:
-        weight.mul_(float(file.read_text()))
+        weight.mul_(scale.value)
         return weight.sum()
 
     assert scaled().item() == 6.0
     assert scaled().item() == 12.0
-    file.write_text("5.0")
+    scale.value = 5.0
     with pytest.raises(spmd.TraceError, match=r"(?s)scaled would be another program today.*2\.0.*5\.0"):
         scaled()
     assert weight.tolist() == [4.0, 4.0, 4.0]
