@@ -226,6 +226,29 @@ def test_where_a_size_is_divided_and_rounded_each_remainder_has_traces_of_its_ow
     assert step.num_traces <= 16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", [lambda n: 1 / n, lambda n: 3 / (n + 1.5), lambda n: math.exp(-n / 100), lambda n: math.pow(n, 0.3)])
+def test_numbers_of_few_figures_are_not_taken_for_others(dtype: torch.dtype, number: Callable[[int], float]) -> None:
+    step = spmd.compile(lambda x: x * torch.tensor(number(x.shape[0]), dtype=dtype, device=x.device), dynamic=ROWS)
+    for size in (7, 20, 30, 25):
+        x = batch(size, 4).to(dtype)
+        assert torch.equal(step(x.to("jax")).cpu(), x * torch.tensor(number(size), dtype=dtype))
+
+
+def test_numbers_of_an_extent_that_two_sizes_make() -> None:
+    dims = {"x": {0: spmd.Dim("n", max=16), 1: spmd.Dim("m", max=16)}}
+
+    def fn(x: T) -> list[T]:
+        longer = torch.cat([x, x.mean(1, keepdim=True)], 1)
+        return [longer.std(), torch.cat([x.sum(0), x.sum(1)]).var(), x * (x.shape[0] - x.shape[1])]
+
+    step = spmd.compile(fn, dynamic=dims)
+    for n, m in ((3, 5), (9, 16), (7, 4), (12, 12)):
+        x = batch(n, m, seed=n)
+        assert_same(step(x.to("jax")), fn(x))
+    assert step.num_traces == 5
+
+
 def test_infinities_are_not_taken_for_padding() -> None:
     dims = {"x": {0: spmd.Dim("n", max=8), 1: spmd.Dim("m", max=8)}}
     step = spmd.compile(lambda x: x.reshape(-1).topk(4), dynamic=dims)

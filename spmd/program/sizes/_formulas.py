@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -181,11 +182,35 @@ class Points:
         if kind == "f" or jnp.issubdtype(dtype, jnp.floating):
             numbers = [float(v) for v in values]
             tolerance = max(4 * float(jnp.finfo(dtype).eps), 1e-12)
+            if all(v.is_integer() and abs(v) * tolerance < 1 for v in numbers):
+                with suppress(Unknown):
+                    whole = self.integer(tuple(map(int, numbers)))
+                    return lambda sizes: _float(whole(sizes))
+            if tolerance > 1e-4:
+                return self._of_few_figures(numbers, np.dtype(dtype))
             for found, num_free in self._forms(numbers, tolerance):
                 if all(math.isclose(_at(found, p), v, rel_tol=tolerance) for p, v in zip(self.at, numbers, strict=True)):
                     self.are_enough &= num_free < 3
                     return found
-        raise Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}: no power or logarithm of them that is known")
+        raise self._unknown(values)
+
+    def _unknown(self, values: Sequence[Any]) -> Unknown:
+        return Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}: no power or logarithm of them that is known")
+
+    def _of_few_figures(self, values: list[float], dtype: Any) -> Callable[[Sizes], Any]:
+        """A number of 8 or 11 bits: `k * (n * m + b) ** p` or `1 / k` of it, k an integer, rounded as it is."""
+        names = [i for i in range(self.num_names) if values[1 + i] != values[0]]
+        for power, offset in itertools.product(_POWERS, _OFFSETS if names else ()):
+            base = math.prod(self.at[0][i] for i in names) + offset
+            for scale in _near(values[0] / float(base) ** power) if base > 0 else ():
+
+                def found(sizes: Sizes, scale: float = scale, power: float = power, offset: int = offset) -> Any:
+                    return scale * (_float(math.prod([sizes[i] for i in names])) + offset) ** power
+
+                if all(float(np.asarray(_at(found, p)).astype(dtype)) == v for p, v in zip(self.at, values, strict=True)):
+                    self.are_enough = False
+                    return found
+        raise self._unknown(values)
 
     def _forms(self, values: list[float], tolerance: float) -> Any:
         """The forms that a float may have, simplest first, and how many free numbers each has."""
@@ -205,6 +230,9 @@ class Points:
             for power in _POWERS[1:]:
                 yield self._rooted(values, names, power), 2
             yield self._ratio(values, names), 3
+        for extents, quantity in [*self._known.items()]:  # the same of an extent, as of n * (m + 1)
+            if len(set(extents)) > 1:
+                yield from ((form, 1) for form in _of_quantity(values[0], extents[0], quantity))
 
     def _scaled(self, values: list[float], names: list[int], power: float, offset: int) -> Callable[[Sizes], Any]:
         base = math.prod(self.at[0][i] for i in names) + offset
@@ -264,10 +292,30 @@ class Points:
         return found if abs(offset) <= 2 else lambda sizes: math.nan  # else a pole could fit any number
 
 
+def _near(ratio: float) -> list[float]:
+    """The integer, and the inverse of one, that are near to a number."""
+    found = [float(round(ratio))] if abs(ratio) >= 0.5 else []
+    return [*found, 1 / round(1 / ratio)] if ratio and abs(1 / ratio) >= 0.5 else found
+
+
+def _of_quantity(value: float, first: int, quantity: Callable[[Sizes], Any]) -> Iterator[Callable[[Sizes], Any]]:
+    """`c * (q + b) ** p` and `c * (q + a) / (q + b)` of an extent, where `c` follows from one value of both."""
+    for power, offset in itertools.product(_POWERS, _OFFSETS):
+        scale = value / float(first + offset) ** power if first + offset > 0 else math.nan
+        yield lambda sizes, scale=scale, power=power, offset=offset: scale * (_float(quantity(sizes)) + offset) ** power
+    for above, below in itertools.permutations(_OFFSETS, 2):
+        scale = value * (first + below) / (first + above) if first + above else math.nan
+        yield (
+            lambda sizes, scale=scale, above=above, below=below: (
+                scale * (_float(quantity(sizes)) + above) / (_float(quantity(sizes)) + below)
+            )
+        )
+
+
 def _at(found: Callable[[Sizes], Any], point: Sizes) -> float:
     try:
         return float(found(point))
-    except (ArithmeticError, ValueError):
+    except (ArithmeticError, ValueError, TypeError):  # the last for a root of what is negative
         return math.nan
 
 
