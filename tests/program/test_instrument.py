@@ -17,6 +17,8 @@ REPLACING = {
     "call_ex": lambda fn, *rest: fn,
     "match_class": lambda value, *rest: value,
     "as_key": lambda key: key,
+    "operate": lambda left, right: left,
+    "operate_in_place": lambda left, right: left,
     "choice": lambda condition, enters_if: bool(condition) is enters_if,
     "chosen": lambda choice, before, after: after,
 }
