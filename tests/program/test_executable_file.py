@@ -18,6 +18,7 @@ import mesh
 import spmd
 from spmd.base._jax_executables import _Unpickler
 from spmd.program import _executable_file
+from tests.oracle import descend
 
 SCRIPT = """
 import sys
@@ -78,11 +79,7 @@ def trained(**options: Any) -> tuple[Any, nn.Module, Callable[[], torch.Tensor]]
 
     @spmd.compile(**options)
     def train_step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).pow(2).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
+        return descend(model, optimizer, x)
 
     steps = options.get("steps_per_call", 1)
     shape, spec = ((16, 8), ("data", None)) if steps == 1 else ((steps, 16, 8), (None, "data", None))

@@ -10,6 +10,7 @@ from torch import nn
 import mesh
 import spmd
 from spmd.program.xla._compilation import Compilation
+from tests.oracle import descend
 
 
 def steps(**options: Any) -> tuple[nn.Module, Any, Any]:
@@ -22,11 +23,7 @@ def steps(**options: Any) -> tuple[nn.Module, Any, Any]:
 
     @spmd.compile(**options)
     def train_step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).pow(2).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
+        return descend(model, optimizer, x)
 
     @spmd.compile
     def eval_step(x: torch.Tensor) -> torch.Tensor:
