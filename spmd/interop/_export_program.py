@@ -88,17 +88,17 @@ def export(
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad() if isinstance(source, nn.Module) else torch.enable_grad():
             result = source(*args, **kwargs)
-        return pytree.tree_map(lambda leaf: leaf.detach().clone() if is_device_tensor(leaf) else leaf, result)
+        return pytree.tree_map(_copied, result)
 
     traces = FileTraces(call, (fn.dynamic if isinstance(fn, SizedStep) else {}) if dynamic is None else dynamic)
     calls: list[Any] = [_on_device((these, kwargs or {})) for these in (args, *also)]
     writer = _Writer(name, source, calls[0], [traced for given in calls for traced in traces.of_call(*given)])
     first = writer.parts[0].program
     chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.platform,))
+    programs = [part.exported(chosen) for part in writer.parts]  # before there is a file: it may raise
     with zipfile.ZipFile(path, "w") as archive:
         manifest: dict[str, Any] = {**writer.manifest(weights and not first.is_ahead), "platforms": chosen}
-        for number, part in enumerate(writer.parts):
-            exported = part.exported(chosen)
+        for number, exported in enumerate(programs):
             manifest["programs"][number]["call"] = call_of(exported)
             archive.writestr(f"program{number}.bin", exported.mlir_module_serialized)
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
@@ -121,6 +121,11 @@ def _named_like(source: Any) -> Callable[[Any], Any]:
         return call
 
     return rename
+
+
+def _copied(leaf: Any) -> Any:
+    """A result as one of its own, its elements side by side."""
+    return leaf.detach().clone(memory_format=torch.contiguous_format) if is_device_tensor(leaf) else leaf
 
 
 def _on_device(tree: Any) -> Any:
@@ -238,7 +243,14 @@ class _Part:
             pinned = None if program.mesh is None else [*(shape.sharding for shape in state), *[None] * count]
             jitted = jax.jit(run, donate_argnums=range(num_written), out_shardings=pinned)
             amend = (lambda lowered: None) if program.mesh is None else (lambda lowered: avoid_faults(lowered, program.platform))
-            return exported_by(jitted, (*flat, self._whole((len(self.numbers),), np.float64)), platforms, amend)
+            try:
+                return exported_by(jitted, (*flat, self._whole((len(self.numbers),), np.float64)), platforms, amend)
+            except NotImplementedError as error:  # JAX has an operation for numbers alone
+                if self.traced.trace is None:
+                    raise
+                what = f"{self.name} cannot be exported for sizes that vary: JAX has no form of an operation for all of them"
+                fix = "drop the dim from dynamic=, and export the sizes that you need: also=[(x,)]"
+                raise SpmdError(message(what, str(error).partition("\n")[0], fix=fix)) from error
 
     def _given(self) -> list[Any]:
         """The arguments' shapes, which may have symbols."""

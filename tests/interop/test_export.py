@@ -231,6 +231,14 @@ def test_several_sizes_and_values_over_one_state(tmp_path: Path) -> None:
         program(state, batch(3, 8).numpy(), True)
 
 
+def test_results_with_gaps_between_their_elements(tmp_path: Path) -> None:
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).t()
+
+    program = load(spmd.export(turned, (batch(3, 5),), tmp_path / "turned.spmd"))
+    np.testing.assert_array_equal(program({}, batch(3, 5).numpy())[1], turned(batch(3, 5)))
+
+
 def counts(x: torch.Tensor) -> torch.Tensor:
     SEEN.append(len(SEEN))
     return x + len(SEEN)

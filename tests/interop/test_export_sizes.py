@@ -295,6 +295,10 @@ def most(x: torch.Tensor) -> torch.Tensor:
     return torch.topk(x, 6, dim=0)[0]
 
 
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.rfft(x, dim=0).abs()
+
+
 X: dict[str, Any] = {"x": {0: BATCH}}
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a branch": (
@@ -302,6 +306,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         X,
         r"branch is not one program for all sizes(?s:.*)with another answer(?s:.*)at test_export_sizes.py:\d+ in branch",
     ),
+    "no form in JAX": (spectrum, X, r"spectrum cannot be exported for sizes that vary(?s:.*)FFT(?s:.*)also="),
     "a slice": (cut, X, r"cut is not one program for all sizes(?s:.*)operation slice of(?s:.*)in cut(?s:.*)fix: narrow the sizes"),
     "questions": (equals, X, r"for all sizes of dim 'batch'(?s:.*)batch = 2 to 24 and 32 to 64(?s:.*)spmd.Dim\('batch', min=32, max=64\)"),
     "a size of 1": (noted, X, r"noted cannot be traced for batch = 1(?s:.*)more than 1 value(?s:.*)spmd.Dim\('batch', min=2, max=64\)"),
@@ -320,6 +325,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 def test_what_is_not_one_program_is_refused(fn: Callable[..., Any], dynamic: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(spmd.SpmdError, match=text):
         spmd.export(fn, (batch(5, 3),), tmp_path / "no.spmd", dynamic=dynamic)
+    assert not (tmp_path / "no.spmd").exists()
 
 
 @pytest.mark.parametrize(("fn", "least"), [(branch, 11), (cut, 12), (equals, 32), (noted, 2), (most, 6)])
