@@ -20,6 +20,7 @@ from mesh.platform._jax_runtime import missing
 try:
     from jax._src.array import ArrayImpl as ArrayImpl
     from jax._src.compilation_cache_interface import CacheInterface as CacheInterface
+    from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation
     from jax._src.core import eval_context as _eval_context
     from jax._src.core import trace_ctx as _trace_ctx
     from jax._src.core import trace_state_clean as _trace_state_clean

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.errors import InconclusiveDimensionOperation
 
 from spmd.base._errors import SpmdError, TraceError, message, place_of
-from spmd.base._jax import bounds_of, size_at, symbols_in
+from spmd.base._jax import InconclusiveDimensionOperation, bounds_of, size_at, symbols_in
 from spmd.interop._exported_program import value_of
 from spmd.program.sizes._family import questions
 from spmd.program.sizes._formulas import Inexact, Points

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.errors import InconclusiveDimensionOperation
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._jax import is_jaxpr
+from spmd.base._jax import InconclusiveDimensionOperation, is_jaxpr
 from spmd.program.sizes._evaluate import LOOPS, RULES, Equation, Evaluation, SizeDecides
 from spmd.program.sizes._expressions import Expression, tree_of
 from spmd.program.sizes._family import Family
