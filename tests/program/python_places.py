@@ -931,16 +931,17 @@ def in_an_object_that_is_deleted() -> tuple[Read, Write]:
     return lambda: held.scale, write
 
 
+class CachedScale:
+    value = 2.0
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return self.value
+
+
 @place
 def in_a_cached_property_that_is_dropped() -> tuple[Read, Write]:
-    class Settings:
-        value = 2.0
-
-        @functools.cached_property
-        def scale(self) -> float:
-            return self.value
-
-    held = Settings()
+    held = CachedScale()
 
     def write(value: float) -> None:
         held.value = value
@@ -951,14 +952,7 @@ def in_a_cached_property_that_is_dropped() -> tuple[Read, Write]:
 
 @place
 def in_a_cached_property_that_is_kept() -> tuple[Read, Write]:
-    class Settings:
-        value = 2.0
-
-        @functools.cached_property
-        def scale(self) -> float:
-            return self.value
-
-    held = Settings()
+    held = CachedScale()
     return lambda: held.scale, lambda v: setattr(held, "value", v)
 
 

@@ -183,10 +183,10 @@ def test_what_is_written_to_python_objects_is_of_the_calls_size(name: str) -> No
     ours, theirs = Meter(), Meter()
     step: Any = spmd.compile(getattr(ours, name), dynamic=ROWS)
     for size in (7, 12, 9, 20, 3, 7, 15, 22, 5):
-        x = batch(size, 4, seed=size)
+        x = batch(size, 4, seed=size).double()
         found, expected = step(x.to("jax")), getattr(theirs, name)(x)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, check_device=False)
-        assert vars(ours) == {**vars(theirs), "total": pytest.approx(theirs.total, abs=1e-5)}
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, check_device=False)
+        assert vars(ours) == {**vars(theirs), "total": pytest.approx(theirs.total, abs=1e-12)}
         assert repr(ours.log) == repr(theirs.log)  # a torch.Size is one
 
 

@@ -61,11 +61,9 @@ def with_enough_points(
     """
     try:
         found = make(points)
-        if found.is_certain:
-            return found
-    except Unknown:  # two forms that fit, perhaps
-        pass
-    return make([*points, *more])
+    except Unknown:  # of two forms that fit more points decide; where none does, it is raised again
+        return make([*points, *more])
+    return found if found.is_certain else make([*points, *more])
 
 
 def _between(low: Sequence[int], spans: Sequence[int], steps: Sequence[tuple[int, int]], share: float) -> tuple[int, ...]:
