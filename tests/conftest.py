@@ -24,6 +24,12 @@ hypothesis.settings.load_profile("spmd")
 
 # Files of processes that take long: first, since at the end of a run the other worker would wait for them.
 LONG = ("test_train_gpt2.py", "test_everywhere.py", "test_examples.py", "test_device_counts.py", "test_readme.py", "test_notebook.py")
+# What imports transformers, peft, flax: last, since each trace afterwards swaps their functions too (tests/later.py).
+LAST = ("test_optax_flax.py", "test_presets.py", "test_roll_models.py", "test_scan_layers.py", "test_models.py", "test_table.py")
+
+
+def is_last(path: Path) -> bool:
+    return path.name in LAST or path.parent.name in ("huggingface", "train")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mesh.AcceleratorIdle)  # tests want virtual devices on every machine
         mesh.virtual_devices(config.getoption("--devices"))
+    # CPU torch in one thread, here and in what tests start: its tensors are small, and threads that wait for the next one take a core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # This process keeps no programs; those that tests start share a folder, which goes with the run.
     jax.config.update("jax_enable_compilation_cache", False)
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -50,6 +58,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
+    gc.set_threshold(20_000, 10, 10)  # a collection in thirty that Python would make: nine tenths of what they cost
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -58,7 +67,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     num_devices = config.getoption("--devices")
-    items.sort(key=lambda item: item.path.name not in LONG)  # stable: the others stay in their order
+    items.sort(key=lambda item: (item.path.name not in LONG, is_last(item.path)))  # stable: the others stay in their order
     for item in items:
         if item.nodeid.partition("::")[0] in compilation.OPTIMIZED:
             item.add_marker(pytest.mark.optimized)

@@ -1,10 +1,12 @@
-"""Run a program under `spmd launch` in a process of its own, and read what came of it."""
+"""Run a program in a process of its own, alone or under `spmd launch`, and read what came of it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,20 @@ def launch(*options: object, program: Path = JOB, arguments: tuple[object, ...] 
     """Run the job to its end; the launcher is a fork of one that has imported what it needs (`command` is one of its own)."""
     argv = ["spmd.cli", *command(*options, program=program, arguments=arguments)[len(LAUNCH) - 1 :]]
     return Done(*fork_server.run(argv, environ(), Path.cwd(), timeout))
+
+
+def start(*options: object, arguments: tuple[object, ...] = ()) -> Future[Done]:
+    """The same meanwhile."""
+    return ThreadPoolExecutor(1).submit(launch, *options, arguments=arguments)
+
+
+def run(program: str | Path, *arguments: object, timeout: float = 300, **variables: str) -> Done:
+    """Run a script of this repository, or Python as `python -c` takes it, in a fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = program if isinstance(program, Path) else Path(folder, "program.py")
+        if isinstance(program, str):
+            path.write_text(program, encoding="utf-8")
+        return Done(*fork_server.run([str(path), *map(str, arguments)], {**environ(), **variables}, ROOT, timeout))
 
 
 def steps(folder: Path, process: int = 0) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.
 
 
 SHOWN_ELSEWHERE = {
+    "megatron_mlp": "tests/test_readme.py runs the same model and step, which the README shows",
     "jax_both_ways": "tests/interop has its parts",
     "train_gpt2": "tests/test_train_gpt2.py runs it seven times",
     "huggingface_trainer": "tests/huggingface/test_trainer.py trains the same beside CPU torch",

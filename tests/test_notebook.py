@@ -6,8 +6,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
+
+from tests.later import nbformat
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "first_day.ipynb"
 

@@ -1,8 +1,6 @@
 """Compiled programs as files: found by the next process, whole or not at all, of one user, limited in size."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -15,10 +13,15 @@ from jax.experimental.compilation_cache import compilation_cache
 import spmd
 from spmd.base import _program_files, _settings
 from spmd.base._program_files import ProgramFiles
+from tests import launched
 
 SCRIPT = """
+import sys
 import jax, torch, spmd
 found = []
+if len(sys.argv) > 1:
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[-1]))
 layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to("jax")
 optimizer = torch.optim.AdamW(layers.parameters())
@@ -54,11 +57,11 @@ def kept() -> Generator[None]:
     compilation_cache.reset_cache()
 
 
-def run(home: Path, **environment: str) -> str:
+def run(home: Path, *arguments: object) -> str:
     """What a process of its own prints: programs found, programs compiled and kept."""
-    given = {**os.environ, "XDG_CACHE_HOME": str(home), "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    done = launched.run(SCRIPT, *arguments, XDG_CACHE_HOME=str(home))
+    assert done.code == 0, done.err
+    return done.out.strip()
 
 
 def test_the_next_process_compiles_nothing_and_nobody_asked_for_it(tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
 
 
 def test_a_folder_that_the_program_gave_to_jax_is_left_to_jax(tmp_path: Path) -> None:
-    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0").startswith("0 ")
+    assert run(tmp_path, tmp_path / "jax").startswith("0 ")
     assert not (tmp_path / "spmd").exists()
     assert list((tmp_path / "jax").glob("*step*-cache"))
 

@@ -1,8 +1,6 @@
 """Checkpoints that were damaged, or made to do harm, are never taken for whole ones."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,14 @@ from spmd import checkpoint
 from spmd.checkpoint import _manifest
 from spmd.checkpoint._boxes import Box, box_of, grid, tile, whole
 from spmd.checkpoint._files import StepName, parse_name
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import launched
 
 
 def run(script: str, *args: str) -> dict[str, Any]:
     """A benchmark in a process of its own; its report."""
     out = next(Path(arg) for arg, before in zip(args[1:], args, strict=False) if before == "--json")
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *args]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = launched.run(launched.ROOT / "benchmarks" / script, *args)
+    assert done.code == 0, done.out + done.err
     return json.loads(out.read_text())
 
 

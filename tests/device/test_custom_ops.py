@@ -1,10 +1,7 @@
 """Operators of a library on device 'jax': `lower` after import, made by `custom_op` and `define`, of every shape a schema has."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +13,7 @@ from torch.utils import _pytree as pytree
 import mesh
 import spmd
 from spmd.device._storage import load
+from tests import launched
 from tests.oracle import assert_same, batch
 
 NAMESPACE = "spmd_tests"
@@ -264,8 +262,8 @@ class TestRegistration:
 
     def test_an_aten_overload_gets_its_forms_at_once(self) -> None:
         """In a process of its own: other tests count what ATen has."""
-        done = subprocess.run([sys.executable, "-c", ADD_RELU], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = launched.run(ADD_RELU)
+        assert done.code == 0, done.err[-3000:]
 
     @pytest.mark.parametrize("name", [f"{NAMESPACE}::wave", "add.Tensor"])
     def test_twice_is_an_error_that_names_the_first_place(self, name: str) -> None:

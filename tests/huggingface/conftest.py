@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 
 @pytest.fixture(autouse=True)
@@ -14,5 +13,7 @@ def no_accelerator() -> Iterator[None]:
 
 
 def forget() -> None:
+    from accelerate.state import AcceleratorState, GradientState  # not before a test of this folder: see tests/later.py
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

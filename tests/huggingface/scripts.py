@@ -10,24 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 import mesh
 import spmd.huggingface
 from tests.huggingface.conftest import forget
-
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+from tests.later import transformers
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Any]] = {
     "fsdp": ((8,), ("fsdp",), "fsdp"),
@@ -42,20 +29,24 @@ def training_on(layout: str) -> spmd.huggingface.Training:
     return spmd.huggingface.train_on(mesh.Mesh(range(8), shape, axes), rules)
 
 
-def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
+def gpt2(dropout: float = 0.0) -> transformers.GPT2LMHeadModel:
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 8, "vocab_size": 64, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, loss_type="ForCausalLM"))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, loss_type="ForCausalLM")
+    )
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> transformers.LlamaForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32, bos_token_id=1, eos_token_id=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32, bos_token_id=1, eos_token_id=2)
+    )
 
 
-def bert() -> BertForSequenceClassification:
+def bert() -> transformers.BertForSequenceClassification:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 64}
-    config = BertConfig(**sizes, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return BertForSequenceClassification(config)
+    config = transformers.BertConfig(**sizes, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForSequenceClassification(config)
 
 
 def texts(num: int = 32, length: int = 8) -> list[dict[str, torch.Tensor]]:
@@ -76,21 +67,23 @@ def fit(
     folder: Path,
     resume: Path | None = None,
     data_collator: Any = None,
-    before: Callable[[Trainer], None] = lambda trainer: None,
+    before: Callable[[transformers.Trainer], None] = lambda trainer: None,
     **options: Any,
-) -> Trainer:
+) -> transformers.Trainer:
     """Train as a script does; what it would print is dropped."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     transformers.set_seed(0)
     usual = {"per_device_train_batch_size": 8, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"}
-    arguments = TrainingArguments(str(folder), **{**usual, "report_to": [], "dataloader_pin_memory": False, **options})
-    trainer = Trainer(make(), arguments, train_dataset=data, eval_dataset=data[:12], data_collator=data_collator)
+    arguments = transformers.TrainingArguments(str(folder), **{**usual, "report_to": [], "dataloader_pin_memory": False, **options})
+    trainer = transformers.Trainer(make(), arguments, train_dataset=data, eval_dataset=data[:12], data_collator=data_collator)
     before(trainer)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
 
-def history(trainer: Trainer) -> list[tuple[str, int, float]]:
+def history(trainer: transformers.Trainer) -> list[tuple[str, int, float]]:
     """What was logged: (name, step, value), without times."""
     kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
     return [(name, log["step"], log[name]) for log in trainer.state.log_history for name in kept if name in log]

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object, pad_across_processes
-from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 
 import mesh
 import spmd.compat.torch_xla
 import spmd.huggingface
 from spmd.device._storage import buffer_of
 from tests.huggingface.scripts import gpt2, on_cpu, texts, training_on
+from tests.later import accelerate, transformers
 from tests.oracle import TOLERANCE, assert_same
 
 pytestmark = pytest.mark.multidevice(num=8)
@@ -26,11 +24,11 @@ class Loop:
 
     def __init__(self, accumulate: int = 1) -> None:
         torch.manual_seed(0)
-        self.accelerator = Accelerator(gradient_accumulation_steps=accumulate)
+        self.accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulate)
         model: Any = gpt2()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         loader = torch.utils.data.DataLoader(texts(24), batch_size=8, shuffle=True)
-        schedule = get_linear_schedule_with_warmup(optimizer, 2, 12)
+        schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 12)
         self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(model, optimizer, loader, schedule)
 
     def epoch(self) -> list[torch.Tensor]:
@@ -65,7 +63,7 @@ def test_losses_are_those_of_cpu_torch(accumulate: int) -> None:
 
 def test_a_batch_is_split_and_gathers_give_the_global_tensor() -> None:
     with training_on("megatron"):
-        accelerator = Accelerator()
+        accelerator = accelerate.Accelerator()
         loader = accelerator.prepare(torch.utils.data.DataLoader(texts(20), batch_size=8))
         batches = list(loader)
         layout = buffer_of(batches[0]["input_ids"]).annotation
@@ -73,9 +71,9 @@ def test_a_batch_is_split_and_gathers_give_the_global_tensor() -> None:
         ids = [batch["input_ids"] for batch in batches]
         assert [tuple(x.shape) for x in ids] == [(8, 8), (8, 8), (4, 8)]
         assert_same(torch.cat([x.cpu() for x in ids]), torch.stack([text["input_ids"] for text in texts(20)]))
-        for kept in (accelerator.gather(ids[2]), accelerator.reduce(ids[2], "sum"), pad_across_processes(ids[2])):
+        for kept in (accelerator.gather(ids[2]), accelerator.reduce(ids[2], "sum"), accelerate.utils.pad_across_processes(ids[2])):
             assert torch.equal(kept.cpu(), ids[2].cpu())
-        assert gather_object(["a"]) == ["a"]
+        assert accelerate.utils.gather_object(["a"]) == ["a"]
         assert (accelerator.num_processes, accelerator.device.type, accelerator.is_main_process) == (1, "jax", True)
 
 
@@ -93,7 +91,7 @@ def test_states_and_models_come_back(tmp_path: Path) -> None:
         again.accelerator.load_state(str(tmp_path / "state"))
         assert_same(torch.rand(3, device="jax").cpu(), draws, (0, 0))
         again.epoch()
-        read: Any = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+        read: Any = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model")
         prepared = again.accelerator.prepare_model(read)
         assert buffer_of(prepared.transformer.wte.weight).annotation is not None
         assert len(wanted) == 3
@@ -104,14 +102,14 @@ def line(mesh_: Any = None, **options: Any) -> spmd.huggingface.Training:
 
 
 def test_it_comes_before_what_it_changes() -> None:
-    Accelerator()
+    accelerate.Accelerator()
     with pytest.raises(spmd.SpmdError, match=r"Accelerate has its device already: cpu\n.*made before\n  fix: call train_on first"):
         line()
 
 
 def test_it_is_called_once() -> None:
     with line():
-        Accelerator()
+        accelerate.Accelerator()
         with pytest.raises(spmd.SpmdError, match="Accelerate has its device already: jax"):
             line()
 
@@ -119,7 +117,7 @@ def test_it_is_called_once() -> None:
 def test_an_axis_that_the_mesh_lacks_is_named_and_nothing_is_replaced() -> None:
     with pytest.raises(spmd.SpmdError, match="has no axis 'rows'"):
         line(batch="rows")
-    assert Accelerator().device.type == "cpu"
+    assert accelerate.Accelerator().device.type == "cpu"
 
 
 def test_it_works_without_torch_xlas_names() -> None:
@@ -129,13 +127,13 @@ def test_it_works_without_torch_xlas_names() -> None:
 
 def test_afterwards_all_is_as_before() -> None:
     with line():
-        assert Accelerator().device.type == "jax"
-    assert Accelerator().device.type == "cpu"
+        assert accelerate.Accelerator().device.type == "jax"
+    assert accelerate.Accelerator().device.type == "cpu"
     x = torch.ones(2, device="jax") + 1
     assert buffer_of(x).value is not None  # it does not wait
 
 
 def test_the_cpu_stays_the_cpu_where_it_is_asked_for() -> None:
     with line():
-        accelerator = Accelerator(cpu=True)
+        accelerator = accelerate.Accelerator(cpu=True)
         assert accelerator.prepare(torch.nn.Linear(2, 2)).weight.device.type == "cpu"

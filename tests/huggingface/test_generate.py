@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 import spmd
 from spmd.huggingface._generate import reason_against
@@ -25,6 +22,7 @@ from tests.huggingface.generating import (
     programs,
     prompt,
 )
+from tests.later import transformers
 from tests.oracle import TOLERANCE
 
 RTOL, ATOL = TOLERANCE[torch.float32]
@@ -208,48 +206,59 @@ def test_a_model_over_a_mesh_generates_the_same_with_its_cache_divided(family: s
         assert not gathered, f"{what} gathers what is cached: {gathered}"
 
 
-class Seen(LogitsProcessor):
+def seen() -> Any:
     """A user's processor: no token twice in a row, with a note of what it is given."""
 
-    def __init__(self) -> None:
-        self.devices: set[str] = set()
-        self.lengths: list[int] = []
+    class Seen(transformers.LogitsProcessor):
+        def __init__(self) -> None:
+            self.devices: set[str] = set()
+            self.lengths: list[int] = []
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self.devices |= {input_ids.device.type, scores.device.type}
-        self.lengths.append(input_ids.shape[1])
-        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            self.devices |= {input_ids.device.type, scores.device.type}
+            self.lengths.append(input_ids.shape[1])
+            return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+    return Seen()
 
 
-class Until(StoppingCriteria):
+def until() -> Any:
     """A user's criterion."""
 
-    def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= 10, device=input_ids.device)
+    class Until(transformers.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 10, device=input_ids.device)
+
+    return Until()
 
 
-class Words(BaseStreamer):
-    def __init__(self) -> None:
-        self.words: list[Any] = []
+def words() -> Any:
+    """A user's streamer."""
 
-    def put(self, value: Any) -> None:
-        self.words.append(value.tolist())
+    class Words(transformers.generation.streamers.BaseStreamer):
+        def __init__(self) -> None:
+            self.words: list[Any] = []
 
-    def end(self) -> None:
-        self.words.append("end")
+        def put(self, value: Any) -> None:
+            self.words.append(value.tolist())
+
+        def end(self) -> None:
+            self.words.append("end")
+
+    return Words()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=SLOW), "jax"])
 def test_a_users_processor_criterion_and_streamer_see_each_token(device: str) -> None:
     found: list[Any] = []
     for model, where in ((host_model("llama"), "cpu"), (device_model("llama"), device)):
-        processor, streamer = Seen(), Words()
+        processor, streamer = seen(), words()
         tokens = model.generate(
             prompt(6, 1).to(where),
             max_new_tokens=9,
             do_sample=False,
-            logits_processor=LogitsProcessorList([processor]),
-            stopping_criteria=StoppingCriteriaList([Until()]),
+            logits_processor=transformers.LogitsProcessorList([processor]),
+            stopping_criteria=transformers.StoppingCriteriaList([until()]),
             streamer=streamer,
         )
         assert processor.devices == {where}
@@ -267,10 +276,11 @@ def test_a_users_processor_criterion_and_streamer_see_each_token(device: str) ->
         ({"prompt_lookup_num_tokens": 2}, "its way of generating"),
         ({"output_attentions": True}, "output_attentions"),
         ({"token_type_ids": prompt(4)}, "token_type_ids"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+        ({"past_key_values": lambda: transformers.DynamicCache()}, "past_key_values"),
     ],
 )
 def test_what_programs_do_not_do_is_left_to_transformers(options: dict[str, Any], reason: str) -> None:
+    options = {name: value() if callable(value) else value for name, value in options.items()}
     assert reason_against(device_model("llama"), {"inputs": prompt(4), "kwargs": options}) == reason
     assert reason_against(device_model("llama"), {"inputs": prompt(4), "kwargs": {"num_beams": 2}}) is None
 
@@ -284,7 +294,7 @@ def test_a_model_that_is_no_program_says_so_and_generates(monkeypatch: pytest.Mo
         return found if found.logits.max() > 0 else forward(*args, **kwargs)
 
     model.forward = asking
-    ids, streamer, wanted = prompt(3, 1), Words(), Words()
+    ids, streamer, wanted = prompt(3, 1), words(), words()
     with pytest.warns(UserWarning, match="generates by transformers' own loop"):
         got = model.generate(ids.to("jax"), max_new_tokens=2, do_sample=False, streamer=streamer)
     host.generate(ids, max_new_tokens=2, do_sample=False, streamer=wanted)

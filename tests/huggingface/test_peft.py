@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaForCausalLM, set_seed
 
 from tests.huggingface.scripts import fit, history, llama, on_cpu, texts, training_on
+from tests.later import peft, transformers
 from tests.oracle import assert_same
 
 pytestmark = [
@@ -19,7 +18,7 @@ pytestmark = [
 
 
 def adapted() -> Any:
-    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
 @pytest.mark.parametrize("layout", ["data parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "megatron"))])
@@ -36,11 +35,11 @@ def test_adapters_train_and_merge_as_on_cpu_torch(layout: str, tmp_path: Path) -
     assert_same(merged, dict(wanted.model.merge_and_unload().named_parameters()))
     saved = tmp_path / "mesh/checkpoint-4"
     assert (saved / "adapter_model.safetensors").is_file() and not (saved / "model.safetensors").exists()
-    loaded: Any = PeftModel.from_pretrained(untrained(), saved)
+    loaded: Any = peft.PeftModel.from_pretrained(untrained(), saved)
     assert_same(dict(loaded.merge_and_unload().named_parameters()), merged)
 
 
-def untrained() -> LlamaForCausalLM:
+def untrained() -> transformers.LlamaForCausalLM:
     """The model that `fit` makes."""
-    set_seed(0)
+    transformers.set_seed(0)
     return llama()

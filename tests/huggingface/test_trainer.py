@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, Trainer
 
 import spmd.huggingface
 from spmd.device._storage import buffer_of
 from tests.huggingface.scripts import bert, fit, gpt2, history, labelled, llama, on_cpu, texts, training_on
+from tests.later import transformers
 from tests.oracle import TOLERANCE, assert_same
 
 pytestmark = pytest.mark.multidevice(num=8)
 SLOW = pytest.mark.slow
 
 
-def both(layout: str, *script: Any, folder: Path, **options: Any) -> tuple[Trainer, Trainer, spmd.huggingface.Training]:
+def both(layout: str, *script: Any, folder: Path, **options: Any) -> tuple[Any, Any, spmd.huggingface.Training]:
     """The script on the CPU and over a mesh."""
     with on_cpu():
         wanted = fit(*script, folder / "cpu", **options)
@@ -106,7 +106,7 @@ def test_a_trained_model_generates_what_it_does_on_the_cpu(layout: str, tmp_path
         model.generate(prompt.to("jax"), **options)
         assert training.lazy.num_executables == num_programs
         model.save_pretrained(tmp_path / "last")
-    assert torch.equal(got, LlamaForCausalLM.from_pretrained(tmp_path / "last").generate(prompt, **options))
+    assert torch.equal(got, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "last").generate(prompt, **options))
 
 
 def test_fp16_is_refused(tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import torch
 import torch.nn.functional as F
-from flax import nnx
 from torch import nn
 
 import spmd
+from tests.later import nnx, optax
 from tests.oracle import MLP, TOLERANCE, assert_same, batch, train, twins
 
 RTOL, ATOL = TOLERANCE[torch.float32]
@@ -43,7 +42,7 @@ def test_optax_trains_a_torch_model_as_torch_does() -> None:
 class FromFlax(nn.Module):
     """A layer of flax.nnx whose parameters are torch's."""
 
-    def __init__(self, layer: nnx.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         self.graph, state = nnx.split(layer)
         leaves, self.tree = jax.tree.flatten(state)
@@ -75,25 +74,28 @@ def test_a_layer_of_flax_is_trained_in_a_torch_model() -> None:
     assert_same(shapes[8, 8].detach().t(), host[1].weight.detach())
 
 
-class FromTorch(nnx.Module):
+def from_torch(module: nn.Module) -> Any:
     """A torch module whose parameters are flax's."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.fn, params, buffers = spmd.functionalize(module)
-        self.params = nnx.Dict({name.replace(".", "/"): nnx.Param(value) for name, value in params.items()})
-        self.buffers = nnx.Dict({name.replace(".", "/"): nnx.BatchStat(value) for name, value in buffers.items()})
+    class FromTorch(nnx.Module):
+        def __init__(self, module: nn.Module) -> None:
+            self.fn, params, buffers = spmd.functionalize(module)
+            self.params = nnx.Dict({name.replace(".", "/"): nnx.Param(value) for name, value in params.items()})
+            self.buffers = nnx.Dict({name.replace(".", "/"): nnx.BatchStat(value) for name, value in buffers.items()})
 
-    def __call__(self, x: Any) -> Any:
-        params, buffers = ({name.replace("/", "."): v[...] for name, v in held.items()} for held in (self.params, self.buffers))
-        out, buffers = self.fn.with_buffers(params, buffers, None, x)
-        for name, value in buffers.items():
-            self.buffers[name.replace(".", "/")][...] = value
-        return out
+        def __call__(self, x: Any) -> Any:
+            params, buffers = ({name.replace("/", "."): v[...] for name, v in held.items()} for held in (self.params, self.buffers))
+            out, buffers = self.fn.with_buffers(params, buffers, None, x)
+            for name, value in buffers.items():
+                self.buffers[name.replace(".", "/")][...] = value
+            return out
+
+    return FromTorch(module)
 
 
 def test_a_torch_module_is_trained_in_a_flax_model() -> None:
     host, module = twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    layer = FromTorch(module)
+    layer = from_torch(module)
     optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
     x, y = batch(4, 8), batch(4, 8, seed=2)
     by_torch = torch.optim.SGD(host.parameters(), lr=0.1)

@@ -19,7 +19,8 @@ from mesh.job._place import PREEMPTED, STUCK
 from mesh.launch import main
 from mesh.launch._attempt import meaning
 from mesh.launch._launch_options import parse
-from tests.launched import LAUNCH_WITHOUT_TORCH, ROOT, command, environ, launch, steps
+from tests import launched
+from tests.launched import LAUNCH_WITHOUT_TORCH, command, environ, launch, start, steps
 from tests.ports import reserve_port
 
 TWO = ("-n", 2, "--devices-per-process", 2)
@@ -72,17 +73,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_killed_gang_resumes_and_ends_bit_identical(unbroken: Path, tmp_path: Path) -> None:
     job, out = tmp_path / "job", tmp_path / "out"
-    running = subprocess.Popen(
-        command(*TWO, "--restarts", 1, "--job-dir", job, arguments=("--out", out, "--steps", 10, "--pause", 0.05)),
-        env=environ(),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    running = start(*TWO, "--restarts", 1, "--job-dir", job, arguments=("--out", out, "--steps", 10, "--pause", 0.05))
     wait_for(lambda: len(steps(out)) > 6)
     os.kill(pids_of(job)["1"], signal.SIGKILL)
-    _, err = running.communicate(timeout=300)
-    assert running.returncode == 0, err
+    code, err = running.result().code, running.result().err
+    assert code == 0, err
     assert "process 1" in err and "failed first" in err and "killed by SIGKILL" in err
     assert "starts all 2 processes again from the checkpoint of step 5 (restart 1)" in err
     assert [step["step"] for step in steps(out) if step["attempt"] == 1] == [5, 6, 7, 8, 9]
@@ -92,11 +87,10 @@ def test_killed_gang_resumes_and_ends_bit_identical(unbroken: Path, tmp_path: Pa
 def test_sigterm_to_one_stops_all_before_the_same_step_and_none_is_lost(unbroken: Path, tmp_path: Path) -> None:
     job, out = tmp_path / "job", tmp_path / "out"
     arguments = ("--out", out, "--steps", 10, "--save-every", 100, "--pause", 0.1)
-    running = subprocess.Popen(command(*TWO, "--job-dir", job, arguments=arguments), env=environ(), stderr=subprocess.PIPE, text=True)
+    running = start(*TWO, "--job-dir", job, arguments=arguments)
     wait_for(lambda: len(steps(out)) > 2)
     os.kill(pids_of(job)["1"], signal.SIGTERM)
-    _, err = running.communicate(timeout=300)
-    assert running.returncode == PREEMPTED, err
+    assert running.result().code == PREEMPTED, running.result().err
     done = len(steps(out))
     assert done < 10
     resumed = launch(*TWO, arguments=arguments)
@@ -362,5 +356,5 @@ def test_single_process_pays_nothing_and_is_never_told_to_stop() -> None:
     run += "assert f._latest.watched is None\nimport threading\n"
     run += "names = {t.name for t in threading.enumerate()} - {'progress'}\n"  # which says what takes long, and ends by itself
     run += "assert names <= {'MainThread', 'SIGTERM'}\n"
-    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, env=environ(), capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    done = launched.run(run)
+    assert done.code == 0, done.err

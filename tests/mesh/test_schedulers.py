@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -21,6 +20,7 @@ from mesh.launch._emit_options import KINDS
 from mesh.launch._launch_options import parse
 from mesh.schedulers._scheduled_job import Code
 from mesh.schedulers._tpu_slice import TpuSlice
+from tests.later import jsonschema
 from tests.launched import environ
 from tests.ports import reserve_port
 

@@ -1,8 +1,6 @@
 """`step.save` and `step.load`: executables that another process compiled are found by the trace, or refused by name."""
 
 import json
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,12 +16,14 @@ import mesh
 import spmd
 from spmd.base._jax_executables import _Unpickler
 from spmd.program import _executable_file
+from tests import launched
 from tests.oracle import descend
 
 SCRIPT = """
-import sys
+import sys, warnings
 import jax, torch, spmd
 
+warnings.simplefilter("error", UserWarning)
 compiled = []
 jax.monitoring.register_scalar_listener(lambda event, *_, **__: compiled.append(event.endswith("backend_compile_duration")))
 spmd.configure(cache_dir=False)
@@ -107,10 +107,9 @@ def test_a_loaded_program_is_found_by_the_trace_and_computes_the_same(tmp_path: 
 
 def test_another_process_neither_lowers_nor_compiles(tmp_path: Path) -> None:
     def run(what: str) -> str:
-        command = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT, str(tmp_path / "step"), what]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = launched.run(SCRIPT, tmp_path / "step", what)
+        assert done.code == 0, done.err
+        return done.out
 
     saved, loaded = run("save"), run("load")
     assert saved.startswith("False ") and loaded.startswith("True ")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
 import spmd
+from tests.later import transformers as hf
 
 LAYERS, STEPS = 6, 50
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4}

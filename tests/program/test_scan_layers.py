@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-import transformers as hf
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mesh
 import spmd
 from spmd.program.xla import _hlo
+from tests.later import transformers as hf
 from tests.oracle import assert_same
 
 WIDTH, LAYERS = 8, 5

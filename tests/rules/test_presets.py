@@ -1,6 +1,7 @@
 """Presets, on models of Hugging Face and torch: the layouts, no finding that is an error, and losses of the unsharded model."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import mesh
 import spmd
 from benchmarks import presets
 from benchmarks.preset_models import SAMPLES
+from tests.later import transformers
 from tests.oracle import assert_same
 
-transformers = pytest.importorskip("transformers", reason="the models come from transformers")
 pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models come from transformers"),
     pytest.mark.multidevice(num=8),
     pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers", "ignore:.*:FutureWarning:transformers", "ignore:.*:UserWarning:peft"),
 ]

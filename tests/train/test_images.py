@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import ResNetConfig, ResNetForImageClassification
 
 from spmd.train import RecipeError, Run, recipe_of
 from spmd.train._image_folder import ImageFolder
+from tests.later import transformers
 from tests.oracle import TOLERANCE
 from tests.train.recipes import RESNET, by_hand, records, sample_batches, tables
 
@@ -76,7 +76,7 @@ def test_a_resnet_and_its_average_are_those_of_a_loop_by_hand(tmp_path: Path) ->
     run = Run(recipe_of(found))
     assert run.train() == 0
     torch.manual_seed(0)
-    model = ResNetForImageClassification(ResNetConfig(**RESNET))
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**RESNET))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     batches = sample_batches(ImageFolder([str(training)], SIZE, augment=True), BATCH)
     expected = by_hand(found, model, batches, lambda: average.update_parameters(model))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from mesh import PREEMPTED
 from tests import fork_server
+from tests.later import transformers
 from tests.launched import environ, launch
 from tests.oracle import TOLERANCE, assert_reordered
 from tests.train.mortal import Mortal
@@ -129,7 +129,11 @@ def test_two_processes_give_the_losses_of_a_loop_by_hand(name: str, unbroken_of_
     found = tomllib.loads(mortal(tmp_path, "", name).read_text(encoding="utf-8"))
     samples = Mortal(**found["data"]["arguments"]).inner
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA)) if name == "llama" else ResNetForImageClassification(ResNetConfig(**RESNET))
+    model = (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+        if name == "llama"
+        else transformers.ResNetForImageClassification(transformers.ResNetConfig(**RESNET))
+    )
     expected = by_hand(found, model, sample_batches(samples, BATCH))
     rtol, atol = TOLERANCE[torch.float32]
     torch.testing.assert_close(list(unbroken_of_two(name).values()), expected, rtol=rtol, atol=atol)

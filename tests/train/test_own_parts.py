@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
 
 from spmd.train import Run, recipe_of
+from tests.later import transformers
 from tests.oracle import TOLERANCE
 from tests.train.own_parts import Named, squared
 from tests.train.recipes import BATCH, GPT2, NO_DROPOUT, SEQ, by_hand, records, tables, token_batches
@@ -39,7 +39,7 @@ def test_a_loss_and_named_samples_of_ones_own(loss: str, tmp_path: Path) -> None
         )
     )
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(run.model.config)
+    model = transformers.GPT2LMHeadModel(run.model.config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.0)
     optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.dim() > 1]
     optimizer.param_groups[0]["weight_decay"] = 0.1
@@ -71,6 +71,6 @@ def test_a_model_that_a_run_has_written_is_trained_further(tmp_path: Path) -> No
     model: dict[str, Any] = {"pretrained": folder, "rules": "megatron"}
     run = Run(recipe_of({**found, "model": model}), steps=3)
     run.train()
-    read = GPT2LMHeadModel.from_pretrained(folder).train()
+    read = transformers.GPT2LMHeadModel.from_pretrained(folder).train()
     expected = by_hand({**found, "steps": 3}, read, token_batches(found["data"]["paths"][0]))
     torch.testing.assert_close(list(records(tmp_path / "run").values()), expected, rtol=RTOL, atol=ATOL)

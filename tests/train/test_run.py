@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from spmd.train import RecipeError, Run, recipe_of
+from tests.later import transformers
 from tests.oracle import TOLERANCE
 from tests.train.recipes import GPT2, LLAMA, NO_DROPOUT, SEQ, STEPS, by_hand, records, tables, token_batches, write_tokens
 
@@ -37,7 +37,7 @@ def test_losses_are_those_of_a_loop_by_hand(name: str, tmp_path: Path) -> None:
     run = Run(recipe_of(found))
     assert run.train() == 0
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**GPT2, **NO_DROPOUT))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT))
     expected = by_hand(found, model, token_batches(found["data"]["paths"][0]))
     rtol, atol = TOLERANCE[torch.float32]
     assert list(records(tmp_path / "run")) == list(range(1, STEPS + 1))
@@ -66,7 +66,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert second.update.ema is not None and unbroken.update.ema is not None
     for mine, other in zip(second.update.ema.parameters(), unbroken.update.ema.parameters(), strict=True):
         assert torch.equal(mine.cpu(), other.cpu())
-    read = GPT2LMHeadModel.from_pretrained(tmp_path / "run" / f"model-{STEPS}")
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run" / f"model-{STEPS}")
     assert torch.equal(read.lm_head.weight, second.model.lm_head.weight.cpu())
     assert records(tmp_path / "run", "event") == {4: "resumed"}
 
@@ -97,7 +97,7 @@ def test_a_llama_split_over_both_axes_is_that_of_a_loop_by_hand(compute: str, tm
     )
     Run(recipe_of(found)).train()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     expected = by_hand(found, model, token_batches(found["data"]["paths"][0]))
     rtol, atol = TOLERANCE[getattr(torch, compute)]
     torch.testing.assert_close(list(records(tmp_path / "run").values()), expected, rtol=rtol, atol=atol)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
 
 import mesh
 from spmd.train import RecipeError, Run, recipe_of
 from spmd.train._tokenizers import Bytes, tokenizer_of
+from tests.later import transformers
 from tests.train.recipes import GPT2, SEQ, records, tables
 
 SAMPLES: dict[str, Any] = {"every": 2, "prompts": ["ab", "a b"], "tokens": 4, "temperature": 0.0, "tokenizer": "bytes"}
@@ -29,7 +29,7 @@ def test_samples_are_those_of_the_cpu_and_change_no_loss(tmp_path: Path) -> None
     assert records(tmp_path / "run") == records(tmp_path / "plain")
     drawn = records(tmp_path / "run", "samples")
     assert list(drawn) == [2, 3]
-    read = GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "model-3")
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "model-3")
     for prompt, text in zip(SAMPLES["prompts"], drawn[3], strict=True):
         tokens = Bytes().encode(prompt)
         for _ in range(SAMPLES["tokens"]):

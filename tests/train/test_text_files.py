@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from spmd.train import RecipeError, Run, recipe_of
 from spmd.train._text_files import TextFeed, TextFiles
 from spmd.train._tokenizers import Bytes, tokenizer_of
+from tests.later import transformers
 from tests.oracle import TOLERANCE
 from tests.train.recipes import BATCH, GPT2, NO_DROPOUT, SEQ, by_hand, records, tables
 
@@ -88,7 +88,7 @@ def test_what_is_no_text_is_told(tmp_path: Path) -> None:
 def test_a_tokenizer_of_hugging_face_is_read_from_its_folder(tmp_path: Path) -> None:
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"words": 0, "more": 1, "<end>": 2, "?": 3}, unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="?").save_pretrained(tmp_path / "words")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="?").save_pretrained(tmp_path / "words")
     tokenizer = tokenizer_of(str(tmp_path / "words"), "[data] tokenizer")
     assert tokenizer.decode(tokenizer.encode("more words")) == "more words"
     for name, text in (("a", "words more\nmore other\n"), ("b", "words\n")):
@@ -116,7 +116,7 @@ def test_a_run_over_text_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
     batches = [windows[s : s + BATCH] for s in range(0, len(windows) - BATCH + 1, BATCH)]
     endless = (batch for _ in range(6) for batch in batches)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     pairs = ((torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])) for batch in endless)
     rtol, atol = TOLERANCE[torch.float32]
     torch.testing.assert_close(list(records(tmp_path / "run").values()), by_hand(found, model, pairs), rtol=rtol, atol=atol)

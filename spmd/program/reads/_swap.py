@@ -1,7 +1,7 @@
 """Every function outside the libraries asks for its instrumented code while a recording runs, and has its own again afterwards.
 
 A process that has imported transformers and peft has ten thousand such functions, and each trace swaps them all. So nothing here
-is a step of Python for each function but what `map` does in C.
+is a step of Python for each function but what `map` does in C, and stubs are looked up only for what was not there at the last trace.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ class Swapped:
     Attributes:
         functions: they.
         codes: what each had before.
+        stubs: what each has until one of its code is entered.
     """
 
     def __init__(self, functions: list[types.FunctionType]) -> None:
         self.functions = functions
         self.codes: list[types.CodeType] = list(map(_codes_of, functions))
+        codes, stubs = _last[0]
+        num = _num_common(self.codes, codes)
+        self.stubs = [*stubs[:num], *_INSTRUMENTER.stubs(self.codes[num:])]
 
     @functools.cached_property
     def _by_code(self) -> tuple[dict[int, types.FunctionType], dict[int, list[types.FunctionType]]]:
@@ -50,6 +54,7 @@ class Swapped:
 
 
 _swapped: list[Swapped] = []  # of the recordings that run, the innermost last
+_last: list[tuple[list[types.CodeType], list[types.CodeType]]] = [([], [])]  # codes and stubs of the last recording of all
 
 
 def code_of(fn: types.FunctionType) -> types.CodeType:
@@ -60,7 +65,7 @@ def code_of(fn: types.FunctionType) -> types.CodeType:
 def swap(functions: list[types.FunctionType]) -> Swapped:
     """Give every function a stub; returns what `restore` needs."""
     swapped = Swapped(functions)
-    _set_codes(functions, _INSTRUMENTER.stubs(swapped.codes))
+    _set_codes(functions, swapped.stubs)
     _swapped.append(swapped)
     return swapped
 
@@ -68,8 +73,18 @@ def swap(functions: list[types.FunctionType]) -> Swapped:
 def restore(swapped: Swapped) -> None:
     """Undo `swap`, but for functions that the user's program gave another code meanwhile."""
     _swapped.remove(swapped)
-    is_ours = list(map(_INSTRUMENTER.original.__contains__, map(id, map(_codes_of, swapped.functions))))
+    _last[0] = swapped.codes, swapped.stubs
+    now: list[types.CodeType] = list(map(_codes_of, swapped.functions))
+    is_ours = list(map(operator.is_, now, swapped.stubs))
+    for index in itertools.compress(range(len(now)), map(operator.not_, is_ours)):
+        is_ours[index] = id(now[index]) in _INSTRUMENTER.original
     _set_codes(list(itertools.compress(swapped.functions, is_ours)), list(itertools.compress(swapped.codes, is_ours)))
+
+
+def _num_common(codes: list[types.CodeType], others: list[types.CodeType]) -> int:
+    """How many codes both begin with."""
+    is_same = list(map(operator.is_, codes, others))
+    return len(is_same) if all(is_same) else is_same.index(False)
 
 
 def _set_codes(functions: list[types.FunctionType], codes: list[types.CodeType]) -> None:
