@@ -51,7 +51,9 @@ def test_each_test_of_a_file_has_its_outcome_also_where_the_process_dies(tmp_pat
     assert found["T.test_zz_dies"] == "no result: the process ended"
 
 
-@pytest.mark.parametrize(("source", "outcome"), [("import torch_xla", "pass"), ("raise SystemExit(3)", "fail: exit code 3")])
+@pytest.mark.parametrize(
+    ("source", "outcome"), [pytest.param("import torch_xla", "pass", marks=pytest.mark.slow), ("raise SystemExit(3)", "fail: exit code 3")]
+)
 def test_a_script_passes_if_it_ends_well(source: str, outcome: str, tmp_path: Path) -> None:
     case = Case("test/spmd/test_few.py", is_script=True)
     assert conformance.run(checkout(tmp_path, source), case, 1, 300, tmp_path / "out.jsonl") == {"test_few.py": outcome}

@@ -130,10 +130,14 @@ QUOTIENTS: dict[str, Callable[[T], Any]] = {
 STEPS = {**SHRINKING, **QUOTIENTS}
 
 
+ALL = (7, 20, 12, 9, 13, 30, 10, 15, 4, 31, 16)
+
+
+@pytest.mark.parametrize("sizes", [(7, 20, 9, 4, 31), pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("name", STEPS)
-def test_values_are_those_of_the_size(name: str) -> None:
+def test_values_are_those_of_the_size(name: str, sizes: tuple[int, ...]) -> None:
     step = spmd.compile(STEPS[name], dynamic=ROWS)
-    for size in (7, 20, 12, 9, 13, 30, 10, 15, 4, 31, 16):
+    for size in sizes:
         x = batch(size, 4, seed=size)
         assert_same(step(x.to("jax")), STEPS[name](x))
 
