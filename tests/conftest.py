@@ -25,7 +25,10 @@ hypothesis.settings.load_profile("spmd")
 # Files of processes that take long: first, since at the end of a run the other worker would wait for them.
 LONG = ("test_train_gpt2.py", "test_everywhere.py", "test_examples.py", "test_device_counts.py", "test_readme.py", "test_notebook.py")
 # What imports transformers, peft, flax: last, since each trace afterwards swaps their functions too (tests/later.py).
-LAST = ("test_optax_flax.py", "test_presets.py", "test_roll_models.py", "test_scan_layers.py", "test_models.py", "test_table.py")
+LAST = (
+    *("test_optax_flax.py", "test_presets.py", "test_roll_models.py", "test_scan_layers.py", "test_models.py", "test_table.py"),
+    *("test_programs.py", "test_scripts.py", "test_export.py", "test_export_sizes.py", "test_functionalize.py", "test_grouped.py"),
+)
 
 
 def is_last(path: Path) -> bool:

@@ -3,16 +3,20 @@
 import copy
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="the models come from transformers, which the extras `hf` and `dev` install")
-
 import spmd
 from benchmarks import models, zoo, zoo_timm, zoo_vision
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers")
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("transformers") is None, reason="the models come from transformers, which the extras `hf` and `dev` install"
+    ),
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers"),
+]
 
 NAMES = ("T5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Qwen3-MoE", "Mamba")))
 

@@ -94,7 +94,7 @@ def language_step(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return train_step
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["one device", "sharded"])
+@pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one device", "sharded"])
 def test_a_language_model_with_batch_and_sequence_at_once(is_sharded: bool, tmp_path: Path, num_devices: int) -> None:
     host, device = twins(language)
     ids = (torch.arange(4 * 9) * 7 % 32).view(4, 9)

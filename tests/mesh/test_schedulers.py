@@ -294,7 +294,7 @@ def pod_environment(container: dict[str, Any], index: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("code", ["image", "git"])
+@pytest.mark.parametrize("code", [pytest.param("image", marks=pytest.mark.slow), "git"])
 def test_pods_of_a_jobset_find_each_other(code: str, folder: Path) -> None:
     subprocess.run(["git", "-C", folder, "init", "-q", "-b", "main"], check=True)
     subprocess.run(["git", "-C", folder, "add", "train.py"], check=True)

@@ -149,7 +149,7 @@ def trained(num_kv_heads: int, grid: mesh.Mesh, batch: int) -> list[torch.Tensor
     ("num_kv_heads", "shape", "batch"),
     [
         (4, (2, 4), 4),
-        (2, (2, 4), 4),  # two devices share a head of keys
+        pytest.param(2, (2, 4), 4, marks=pytest.mark.slow),  # two devices share a head of keys
         (1, (2, 4), 4),  # all do
         (8, (4, 2), 6),  # a batch that its axis does not divide
     ],
