@@ -107,7 +107,6 @@ class Program(Executable):
         self.position = {id(b): i for i, b in enumerate(captured.arg_buffers)}
         written = [b for b in captured.written if id(b) not in self.position and b not in captured.copies]
         written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
-        self.num_donated = sum(b.shape != () for b in written)
         read = [b for b in dict.fromkeys(buffers) if b not in set(written)]
         self.mesh = program_mesh((*written, *read, *captured.arg_buffers), captured.layouts)
         self.platform = platform_of(self.mesh)
@@ -116,6 +115,7 @@ class Program(Executable):
         spent = spent[0], spent[1] + time.perf_counter() - start
         if self.rolled is not None:
             written, read = self.rolled.state(written), self.rolled.state(read)
+        self.num_donated = sum(b.shape != () for b in written)
         self.written, self.read = written, read
         self.written_args = [self.position[id(b)] for b in captured.written if id(b) in self.position]
         self.kept_args = [i for i in range(len(captured.arg_buffers)) if i not in set(self.written_args)]

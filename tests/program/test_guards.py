@@ -177,3 +177,59 @@ def test_an_attribute_of_a_module_that_gave_way_to_another_is_seen() -> None:
     model.factor = 3.0  # as many attributes as before
     assert_same(step(x), scaled / 2)
     assert "model.scale changed from 2.0 to absent" in step.retraces[0]
+
+
+def _after_changes(device: str, change: Callable[[int, list[torch.Tensor]], None]) -> list[list[float]]:
+    tensors = [torch.full((2,), i + 1.0).to(device).requires_grad_() for i in range(3)]
+    optimizer = torch.optim.SGD(tensors, lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.stack([t.square().sum() for t in tensors]).sum().backward()
+        optimizer.step()
+
+    run, found = spmd.compile(step) if device == "jax" else step, list[list[float]]()
+    for i in range(5):
+        change(i, tensors)
+        run()
+        found.append([round(value, 4) for t in tensors for value in t.tolist()])
+    return found
+
+
+def halve(tensor: torch.Tensor) -> None:
+    assert tensor.grad is not None
+    tensor.grad.mul_(0.5)
+
+
+def test_hooks_and_flags_of_tensors_that_no_module_has_are_seen() -> None:
+    def changes() -> Callable[[int, list[torch.Tensor]], None]:
+        handles: list[Any] = []
+
+        def change(i: int, tensors: list[torch.Tensor]) -> None:
+            if i == 1:
+                handles.append(tensors[0].register_hook(lambda g: g * 2))
+                handles.append(tensors[1].register_post_accumulate_grad_hook(halve))
+            if i == 2:
+                handles[1].remove()
+            if i == 3:
+                handles[0].remove()
+                tensors[2].requires_grad_(False)
+            if i == 4:
+                tensors[2].requires_grad_(True)
+
+        return change
+
+    assert _after_changes("jax", changes()) == _after_changes("cpu", changes())
+
+
+def test_a_hook_of_an_argument_runs_in_calls_after_it_was_registered() -> None:
+    @spmd.compile
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(x.square().sum(), x)[0]
+
+    x = torch.ones(2, device="jax", requires_grad=True)
+    found = [gradient(x).tolist()]
+    handle = x.register_hook(lambda g: g * 3)
+    found.append(gradient(x).tolist())
+    handle.remove()
+    assert [*found, gradient(x).tolist()] == [[2.0, 2.0], [6.0, 6.0], [2.0, 2.0]]

@@ -291,3 +291,20 @@ def test_gradients_that_are_kept_and_steps_in_one_call() -> None:
 def test_a_wrong_option_is_refused_with_what_would_be_right() -> None:
     with pytest.raises(spmd.SpmdError, match=r'roll="auto"'):
         spmd.compile(lambda x: x, roll="always")  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_counters_of_layers_that_are_frozen_meanwhile_keep_their_values() -> None:
+    """A program of fewer layers takes over the array that all step counters share, and leaves it to those it does not update."""
+    models = [made(6), made(6).to("jax")]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    steps: list[Any] = [step_of(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+    steps[0] = steps[0].__wrapped__
+    steps[1] = spmd.compile(steps[1].__wrapped__, roll=True)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for i in range(5):
+        for model in models:
+            model.blocks[:2].requires_grad_(i not in (1, 2))
+        assert_same(steps[1](x.to("jax")), steps[0](x))
+    assert any(loop.why_not is None for loop in steps[1].rolled)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert optimizers[0].state[p]["step"].item() == optimizers[1].state[q]["step"].item()

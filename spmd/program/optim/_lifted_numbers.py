@@ -34,13 +34,14 @@ class LiftedNumbers:
         varying: Sequence[NumberPlace] = (),
         arguments: Mapping[int, int | float] = MappingProxyType({}),
     ) -> None:
-        self.slots: list[tuple[dict[str, Any], str, int | None]] = []
+        self.slots: list[tuple[dict[Any, Any], Any, int | None]] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 self.slots.extend(_float_slots(group))
         for optimizer in optimizers:
             states = (s for s in optimizer.state.values() if isinstance(s, dict))
-            self.slots.extend((s, key, None) for s in states for key, value in s.items() if type(value) in (int, float))
+            held: tuple[dict[Any, Any], ...] = (optimizer.state, *states)  # the first holds numbers as of `self.state["steps"] += 1`
+            self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in (int, float))
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
         self.varying = [p for p in varying if (id(p.holder), p.key) not in self._places and type(p.read()) is p.kind]
         self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}

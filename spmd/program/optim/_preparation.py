@@ -53,7 +53,7 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that the first step would create, and bring host-side counters to the device.
 
-    Exact for optimizers whose new state does not depend on gradients (zeros, ones, constants), and for SGD's momentum
+    Exact for optimizers whose new state is tensors that do not depend on gradients (zeros, ones, constants), and for SGD's momentum
     without dampening, where a zero buffer gives the same first step. Others create their state in the first traced step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -75,7 +75,7 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
     elif missing and all(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"]):
         _trace_initial_state(optimizer, missing)
     for parameter, state in optimizer.state.items():
-        if parameter.device.type == "jax":
+        if is_device_tensor(parameter) and isinstance(state, dict):
             _settle(optimizer, parameter, state)
 
 
@@ -301,7 +301,7 @@ def _as_before(
     groups = optimizer.param_groups
     kept_grads = [p.grad for p in params]
     kept_flags = [group.get("capturable") for group in groups]
-    kept_state = {p: dict(s) for p, s in optimizer.state.items()}
+    kept_state = {p: (s, dict(s) if isinstance(s, dict) else None) for p, s in optimizer.state.items()}
     for group in groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -320,7 +320,11 @@ def _as_before(
             buffer.reads.clear()
         for p in list(optimizer.state):
             if p in kept_state:
-                optimizer.state[p] = kept_state[p]
+                state, content = kept_state[p]
+                optimizer.state[p] = state
+                if content is not None:
+                    state.clear()
+                    state.update(content)
             elif not any(m[0] is p for m in made):
                 del optimizer.state[p]
 
@@ -336,9 +340,8 @@ def _fill_births(
     ready: list[int] = []
     for entries in by_parameter.values():
         state = optimizer.state[made[entries[0]][0]]
-        host_side = any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in state.values())
-        host_side = host_side or any(type(v) in (int, float) for v in state.values())  # already counted once
-        if host_side or not all(constant[i] for i in entries):
+        has_stepped = not all(v is None or is_device_tensor(v) for v in state.values())  # Python's values are those after a step
+        if has_stepped or not all(constant[i] for i in entries):
             del optimizer.state[made[entries[0]][0]]
         else:
             ready.extend(entries)

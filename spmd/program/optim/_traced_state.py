@@ -9,6 +9,7 @@ from today's on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,11 @@ class TracedState:
 
     Attributes:
         born: (parameter, state tensor) of the state that the trace created.
-        effects: what gives the state its new tensors and numbers after each call.
+        effects: what gives the state its new tensors and numbers after each call, and takes away what the trace took away.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._kept = [{p: dict(s) for p, s in o.state.items() if isinstance(s, dict)} for o in optimizers]
+        self._kept = [_Kept(optimizer) for optimizer in optimizers]
         self.born: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.effects: list[Action] = []
 
@@ -38,44 +38,96 @@ class TracedState:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for optimizer, kept in zip(self._optimizers, self._kept, strict=True):
-            for parameter in [p for p, s in optimizer.state.items() if isinstance(s, dict)]:
-                if parameter not in kept:
-                    del optimizer.state[parameter]
-                else:
-                    state = optimizer.state[parameter]
-                    for key in state.keys() - kept[parameter].keys():
-                        del state[key]
-                    state.update(kept[parameter])
+        for kept in self._kept:
+            kept.put_back()
 
     def note(self, is_newborn: Callable[[Buffer], bool]) -> None:
         """Look at what the trace made of the state.
 
         Raises:
-            TraceError: a state tensor was replaced by another one, or a number depends on values of the program.
+            TraceError: a state tensor was replaced by another one, or made where no parameter says how it lies, or a number
+                depends on values of the program.
         """
-        for optimizer, kept in zip(self._optimizers, self._kept, strict=True):
-            for parameter, state in optimizer.state.items():
-                before = kept.get(parameter, {})
-                for key, value in state.items() if isinstance(state, dict) else ():
-                    if value is before.get(key):
-                        continue
-                    if not is_device_tensor(value):
-                        self.effects.append(_set_number(optimizer, parameter, key, value, before.get(key)))
-                    elif is_device_tensor(before.get(key)):
-                        raise lost_update(f"{type(optimizer).__name__}'s state[{key!r}]")
-                    elif is_newborn(buffer_of(value)):
-                        self.born.append((parameter, value))
-                        self.effects.append(_set(optimizer, parameter, key, value))
+        for kept in self._kept:
+            optimizer = kept.optimizer
+            if optimizer.state is kept.state:
+                self.effects.extend(kept.removals())
+            for owner, state in optimizer.state.items():
+                if isinstance(state, dict):
+                    self._note(optimizer, owner, state, kept.content_of(owner), is_newborn)
+            alone = {key: value for key, value in optimizer.state.items() if not isinstance(value, dict)}
+            self._note(optimizer, None, alone, kept.alone, is_newborn)
+
+    def _note(self, optimizer: torch.optim.Optimizer, owner: Any, state: Any, before: Any, is_newborn: Callable[[Buffer], bool]) -> None:
+        """What is new in the state of a parameter, or of a key of the optimizer's own, or (None) in what lies beside them."""
+        for key, value in state.items():
+            if value is before.get(key):
+                continue
+            if not is_device_tensor(value):
+                self.effects.append(_set_number(optimizer, owner, key, value, before.get(key)))
+            elif is_device_tensor(before.get(key)):
+                raise lost_update(f"{type(optimizer).__name__}'s state[{key!r}]")
+            elif not isinstance(owner, torch.Tensor):
+                raise _made_for_no_parameter(optimizer, owner, key)
+            elif is_newborn(buffer_of(value)):
+                self.born.append((owner, value))
+                self.effects.append(_set(optimizer, owner, key, value))
 
 
-def _set(optimizer: torch.optim.Optimizer, parameter: Any, key: str, value: Any) -> Action:
-    return lambda: optimizer.state[parameter].__setitem__(key, value)
+class _Kept:
+    """An optimizer's state as it is now.
+
+    Attributes:
+        state: the dict itself.
+        alone: its entries that are no dicts, as of an optimizer that counts in `self.state["steps"]`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.state = optimizer, optimizer.state
+        self._dicts = {owner: (state, dict(state)) for owner, state in optimizer.state.items() if isinstance(state, dict)}
+        self.alone = {key: value for key, value in optimizer.state.items() if not isinstance(value, dict)}
+
+    def content_of(self, owner: Any) -> dict[Any, Any]:
+        """The state of a parameter."""
+        return self._dicts[owner][1] if owner in self._dicts else {}
+
+    def removals(self) -> list[Action]:
+        """What takes away, after each call, what is not there any more."""
+        found: list[Action] = [partial(self.state.pop, owner, None) for owner in (*self._dicts, *self.alone) if owner not in self.state]
+        for owner, (_, content) in self._dicts.items():
+            state = self.state.get(owner)
+            if isinstance(state, dict):
+                found.extend(_remove(self.optimizer, owner, key) for key in content if key not in state)
+        return found
+
+    def put_back(self) -> None:
+        """The state is as it was."""
+        for owner in [owner for owner in self.state if owner not in self._dicts and owner not in self.alone]:
+            del self.state[owner]
+        self.state.update(self.alone)
+        for owner, (state, content) in self._dicts.items():
+            self.state[owner] = state
+            for key in state.keys() - content.keys():
+                del state[key]
+            state.update(content)
 
 
-def _set_number(optimizer: torch.optim.Optimizer, parameter: Any, key: str, value: Any, before: Any) -> Action:
+def _place(optimizer: torch.optim.Optimizer, owner: Any) -> Any:
+    """The dict that holds what `TracedState` notes under `owner`."""
+    return optimizer.state if owner is None else optimizer.state[owner]
+
+
+def _set(optimizer: torch.optim.Optimizer, owner: Any, key: Any, value: Any) -> Action:
+    return lambda: _place(optimizer, owner).__setitem__(key, value)
+
+
+def _remove(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> Action:
+    return lambda: _place(optimizer, owner).pop(key, None)
+
+
+def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, value: Any, before: Any) -> Action:
     if not isinstance(value, torch.SymFloat):
-        return _set(optimizer, parameter, key, value)
+        return _set(optimizer, owner, key, value)
     node = value.node
     evaluate = node.evaluate if isinstance(node, NumberNode) else None
     if evaluate is None:
@@ -86,7 +138,19 @@ def _set_number(optimizer: torch.optim.Optimizer, parameter: Any, key: str, valu
             )
         )
     kind = int if isinstance(before, int) else float
-    return lambda: optimizer.state[parameter].__setitem__(key, kind(evaluate()))
+    return lambda: _place(optimizer, owner).__setitem__(key, kind(evaluate()))
+
+
+def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> TraceError:
+    name = type(optimizer).__name__
+    place = f"self.state[{key!r}]" if owner is None else f"self.state[{owner!r}][{key!r}]"
+    return TraceError(
+        message(
+            f"{name} makes a tensor of its state inside the compiled function, {place}",
+            "it is the state of no parameter, so nothing says where it lies",
+            fix=f"make it before the first step, in {name}.__init__: {place} = torch.zeros(..., device='jax')",
+        )
+    )
 
 
 def lost_update(name: str) -> TraceError:

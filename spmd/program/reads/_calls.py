@@ -25,9 +25,9 @@ import torch
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
-from spmd.program.reads._memos import Cache, read_registry
+from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._outside import asked
-from spmd.program.reads._varying import Varying, fixed, is_noted, is_varying, replaced, with_fixed_keys
+from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, replaced, with_fixed_keys
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -132,6 +132,9 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
         told(recording, fn, (fixed(args[0]), *args[1:]))
         return lambda key, *rest: fn(fixed(key), *rest)
+    if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
+        chosen = told(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
+        return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
     if any(type(a) is Varying or _lists_varying(a) for a in args) and not _takes_varying(fn):
         given = replaced(fn, args)
         if given is not None:

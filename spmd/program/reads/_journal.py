@@ -66,6 +66,7 @@ class Journal:
         self._appended: list[Effect] = []
         self._removed: dict[tuple[Any, ...], None] = {}
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
+        self.num_writes = 0
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
         """Whether the trace wrote there before: what is read then came from the trace."""
@@ -134,6 +135,7 @@ class Journal:
 
     def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put, is_content: bool = False) -> None:
         token = (id(holder), _token(key))
+        self.num_writes += 1
         if token not in self._first and not self._is_ignored(holder, key):
             self._first[token] = _Written(holder, key, title, read(), read, put, is_content)
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spmd.base._errors import TraceError, message
 from spmd.base._torch import pytree
 from spmd.program.reads._varying import Varying
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
+
+
+_FUNCTOOLS = functools.wraps.__code__.co_filename
+_OF_TRACE = (torch.Tensor, torch.SymFloat, torch.SymInt)
 
 
 def read_registry(recording: Recording, fn: Any) -> None:
@@ -24,35 +31,59 @@ def read_registry(recording: Recording, fn: Any) -> None:
         recording.look_into(registry)
 
 
+def num_keys(fn: Any) -> int:
+    """How many of its first arguments `fn` keeps as a key (a cached function: all), or chooses by the class of (a generic one: one)."""
+    if isinstance(fn, functools._lru_cache_wrapper):
+        return sys.maxsize
+    return int(type(fn) is types.FunctionType and fn.__code__.co_filename == _FUNCTOOLS)
+
+
 class Cache:
-    """The results that a cached function holds while a trace runs."""
+    """The results that a cached function holds while a trace runs.
+
+    Attributes:
+        made: tensors among those that the trace computed, and their versions then.
+    """
 
     def __init__(self, fn: functools._lru_cache_wrapper[Any]) -> None:
         self.fn = fn
         self.results: dict[Any, Any] = next(o for o in gc.get_referents(fn) if type(o) is dict and o is not fn.__dict__)
         self._before = frozenset(self.results)
+        self.made: list[tuple[torch.Tensor, int]] = []
+        self._of_trace: list[Any] = []
         self._no_key = next(o for o in gc.get_referents(fn) if type(o) is object)
 
     def call(self, recording: Recording, *args: Any, **kwargs: Any) -> Any:
-        """The function's result. One that was there before the trace is expected in every call."""
-        misses = self.fn.cache_info().misses
+        """The function's result. One that was there before the trace is expected in every call.
+
+        One that is computed in the trace is missing in every call if that matters: it holds tensors, which the trace does not leave
+        in the cache, or the function wrote something, which Python would not write again.
+        """
+        misses, num_writes = self.fn.cache_info().misses, recording.journal.num_writes
         result = self.fn(*args, **kwargs)
-        key = self._key(args, kwargs)
-        if self.fn.cache_info().misses == misses and key in self._before:
-            recording._title_of(self.results, f"the cache of {self.fn.__qualname__}")
-            recording._read_item(recording.parts(self.fn, self.results), key)
+        key, title = self._key(args, kwargs), f"the cache of {self.fn.__qualname__}"
+        if self.fn.cache_info().misses == misses:
+            if key in self._before:
+                recording._title_of(self.results, title)
+                recording._read_item(recording.parts(self.fn, self.results), key)
         elif _holds(result, Varying):
             self.results.pop(key, None)
             raise TypeError(f"{self.fn.__qualname__} keeps what it computes: it takes no Varying")  # the trace starts again without these
+        elif (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes:
+            recording.miss(self.fn, self.results, key, f"{title}[{{!r}}]")
+            if is_of_trace:  # a bounded cache does not show what it holds
+                self._of_trace.append(key)
+            self._note_tensors(result)
         return result
+
+    def _note_tensors(self, result: Any) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+        self.made.extend((tensor, tensor._version) for tensor in tensors)
 
     def forget(self) -> None:
         """Drop results of the trace that hold tensors, or numbers of the device: these belong to the trace."""
-        for key in [k for k in self.results if k not in self._before]:
-            held = self.results[key]
-            values = gc.get_referents(held) if type(held).__name__ == "_lru_list_elem" else [held]
-            if any(_holds(value, (torch.Tensor, torch.SymFloat, torch.SymInt)) for value in values):
-                del self.results[key]
+        for key in self._of_trace:
+            self.results.pop(key, None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As functools makes it."""
@@ -62,6 +93,25 @@ class Cache:
         named = [part for item in kwargs.items() for part in item]
         types_of = [*map(type, args), *map(type, kwargs.values())] if is_typed else []
         return (*args, *([self._no_key, *named] if kwargs else []), *types_of)
+
+
+def require_unwritten(caches: Iterable[Cache]) -> None:
+    """Raise if a tensor was written to that the next call would find in a cache, and a program makes anew.
+
+    Raises:
+        TraceError: it was.
+    """
+    for cache in caches:
+        made, cache.made = cache.made, []
+        if any(tensor._version != version for tensor, version in made):
+            name = cache.fn.__qualname__
+            raise TraceError(
+                message(
+                    f"the compiled function writes in place to a tensor that {name} keeps",
+                    "the next call would find the written one in the cache, and a program makes it anew",
+                    fix=f"write to a copy: {name}(...).clone()",
+                )
+            )
 
 
 def _holds(value: Any, kinds: Any) -> bool:

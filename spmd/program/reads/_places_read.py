@@ -53,6 +53,7 @@ class PlacesRead:
         self._owners = owners
         self._ignored = ignored
         self._classes: dict[type, list[dict[str, Any]]] = {}
+        self._missing: list[tuple[DictPlace, Any]] = []
 
     def _entry(self, holder: dict[Any, Any], key: Any, title: str, name: str) -> None:
         if id(holder) in self._ignored or self.journal.is_written(holder, key):
@@ -61,6 +62,19 @@ class PlacesRead:
         if key not in place.entries:
             value = place.entries[key] = dict.get(holder, key, ABSENT)
             self._met(value, name)
+
+    def miss(self, owner: Any, holder: dict[Any, Any], key: Any, title: str) -> None:
+        """A key was missing in a dict that `owner` keeps: it is in every call, even if the trace leaves it there."""
+        self._owners[id(holder)] = owner
+        place = self._dict(holder, title)
+        if key not in place.entries:
+            place.entries[key] = ABSENT
+            self._missing.append((place, key))
+
+    def expect_missing(self) -> None:
+        """Of what is expected when it is settled: what was missing."""
+        for place, key in self._missing:
+            place.expect(key, ABSENT)
 
     def ask(self, holder: Any, question: Question | None) -> None:
         """Something outside Python's objects was asked of `holder`: its answer is expected in every call."""

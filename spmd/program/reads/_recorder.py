@@ -33,7 +33,7 @@ from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._memos import read_registry
+from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
@@ -63,9 +63,8 @@ class Recording(PlacesRead):
         self.advanced: dict[int, tuple[Any, str]] = {}
         self.caches: dict[int, Any] = {}
         self.generators: dict[int, tuple[Any, Any]] = {}
-        self.is_busy = False
         self.choice: Choice | None = None
-        self.fixes_indices = self.has_own_context = False
+        self.fixes_indices = self.has_own_context = self.is_busy = False
         self._seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
@@ -427,6 +426,7 @@ class Recording(PlacesRead):
             self._find_born()
         self._refuse_advanced()
         self._refuse_unseen_writes()
+        require_unwritten(self.caches.values())
         return result
 
     def read_places(self) -> list[Place]:

@@ -29,9 +29,11 @@ _params = itemgetter("params")
 _check_indices = attrgetter("check_indices")
 
 
-def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]]) -> None:
-    """The modules' hooks, and of their own parameters whether they require gradients, and their hooks."""
-    named = [(name, p) for name, module in modules for p in module.__dict__["_parameters"].values() if p is not None]
+def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]], tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """The modules' hooks, and of their own parameters, and of other tensors, whether they require gradients, and their hooks."""
+    named = [(f"a parameter of {name}", p) for name, module in modules for p in module.__dict__["_parameters"].values() if p is not None]
+    known = {id(p) for _, p in named}
+    named.extend((name, t) for name, t in tensors if id(t) not in known and t.is_leaf)
     for has_some in (False, True):  # those without hooks apart, since a registry that is not empty can only be asked
         _guard_leaves(guards, [(name, p) for name, p in named if any(_of_leaf(p)[1:]) is has_some], has_some)
     hooks = [(name, module.__dict__[kind]) for name, module in modules for kind in _HOOKS]
@@ -46,9 +48,9 @@ def _guard_leaves(guards: Guards, named: list[tuple[str, torch.Tensor]], have_ho
         for (name, p), (flag, before, after) in zip(named, then, strict=True):
             requires_grad, *hooks = _of_leaf(p)
             if requires_grad is not flag:
-                return f"requires_grad of a parameter of {name} changed from {flag} to {not flag}"
+                return f"requires_grad of {name} changed from {flag} to {not flag}"
             if tuple(map(_hook_keys, hooks)) != (before, after):
-                return f"a parameter of {name} got or lost a hook"
+                return f"{name} got or lost a hook"
         return None
 
     if have_hooks and leaves:
@@ -115,10 +117,13 @@ def guard_optimizer(guards: Guards, optimizer: torch.optim.Optimizer, numbers: L
     """Same groups, flags and state as traced; only the lifted numbers may differ."""
     state, groups, settings = optimizer.state, optimizer.param_groups, static_settings(optimizer)
     lifted = {(id(holder), key) for holder, key, _ in numbers.slots}
-    held = [s for s in state.values() if isinstance(s, dict)]
-    sizes = [len(s) for s in held]
+    owners = [(p, s) for p, s in state.items() if isinstance(s, dict)]
+    held = [s for _, s in owners]
+    names = list(chain.from_iterable(held))
     entries = [(s, k, v) for s in held for k, v in s.items() if (id(s), k) not in lifted]
+    alone = [(k, v) for k, v in state.items() if not isinstance(v, dict) and (id(state), k) not in lifted]
     values = [v for s in held for v in s.values()]
+    sizes = [len(s) for s in held]
     same_groups, lists = list(groups), [group["params"] for group in groups]
     parameters = list(map(list, lists))
     title, num_entries = type(optimizer).__name__, len(state)
@@ -128,7 +133,9 @@ def guard_optimizer(guards: Guards, optimizer: torch.optim.Optimizer, numbers: L
             return f"{title}'s state was replaced (load_state_dict)"
         if len(state) != num_entries or list(map(len, held)) != sizes:
             return f"{title}'s state has other entries than when it was traced"
-        is_same = all(map(is_, chain.from_iterable(map(dict.values, held)), values))
+        if any(state.get(p) is not s for p, s in owners) or any(state.get(k) is not v for k, v in alone):
+            return f"{title}'s state was replaced in part"
+        is_same = list(chain.from_iterable(held)) == names and all(map(is_, chain.from_iterable(map(dict.values, held)), values))
         if not is_same and any(s.get(k) is not v for s, k, v in entries):
             return f"an entry of {title}'s state was replaced"
         return None

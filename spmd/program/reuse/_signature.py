@@ -141,7 +141,7 @@ def changed_signature(old: Any, new: Any) -> str | None:
 
 
 def _gradient(value: torch.Tensor) -> Any:
-    """Of an argument that requires a gradient: None, or what kind of gradient it has."""
+    """Of an argument that requires a gradient: None, or what kind of gradient it has; and its hooks, which run in the trace."""
     if value.grad_fn is not None and torch.is_grad_enabled():
         raise TraceError(
             message(
@@ -150,7 +150,9 @@ def _gradient(value: torch.Tensor) -> Any:
                 fix="pass x.detach(), or compute it inside the function",
             )
         )
-    return None if value.grad is None else gradient_kind(value.grad)
+    kind = None if value.grad is None else gradient_kind(value.grad)
+    hooks = [tuple(found) for found in (value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)) if found]
+    return (kind, *hooks) if hooks else kind
 
 
 class _Itself:

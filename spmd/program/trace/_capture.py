@@ -399,7 +399,8 @@ class _Trace:
         text = str(error)
         if isinstance(error, RuntimeError) and "scalar.isIntegral" not in text:  # what C++ says of a size that is no int
             return
-        if "Varying" in text or ("SymFloat" in text and self.numbers.has_varying):
+        is_index = isinstance(error, IndexError) and "only integers, slices" in text  # an object whose `__index__` gives a varying number
+        if "Varying" in text or (("SymFloat" in text or is_index) and self.numbers.has_varying):
             raise NumbersNeeded from error
         if recorder.knows_counts():
             raise CountsNeeded from error
@@ -467,14 +468,16 @@ class _Trace:
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
         assert self.reads is not None
         self.places = self.reads.settled(self.numbers.expected)
+        self.reads.expect_missing()
         guards, slots = Guards(), self.slots(recorder)
         for optimizer in self.found.optimizers:
             if any(optimizer is stepped for stepped in recorder.stepped):
                 _guards.guard_optimizer(guards, optimizer, self.numbers)
         _guards.guard_numbers(guards, self.numbers)
         guard_places(guards, self.places)
-        _guards.guard_modules(guards, modules)
-        _guards.guard_storages(guards, [(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched])
+        tensors = [(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]
+        _guards.guard_modules(guards, modules, tensors)
+        _guards.guard_storages(guards, tensors)
         _guards.guard_annotations(guards, [b for b in recorder.touched if b not in self.arguments and b not in slots])
         _guards.guard_equal_counters(guards, recorder.leaders)
         for evaluate, outcome in recorder.branches.values():

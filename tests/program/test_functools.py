@@ -1,0 +1,131 @@
+"""Functions that functools keeps something behind: caches and implementations by type, as Python has them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+
+
+def _called(make: Callable[[], Callable[[int, torch.Tensor], Any]], device: str) -> list[Any]:
+    call = make()
+    kept: dict[str, Any] = {"i": 0}
+    run: Any = lambda x: call(kept["i"], x)  # noqa: E731
+    run = spmd.compile(run) if device == "jax" else run
+    found: list[Any] = []
+    for i in range(6):
+        kept["i"] = i
+        found.append(run(torch.ones(2, device=device)).tolist())
+        found.append(getattr(call, "seen", None) and list(call.seen))  # type: ignore[attr-defined]
+        between: Any = getattr(call, "between", None)
+        if between is not None:
+            between(i)
+    return found
+
+
+def _writes_where_it_is_computed() -> Any:
+    seen: list[int] = []
+    base = {"value": 2.0}
+
+    @functools.lru_cache(maxsize=2)
+    def cached(n: int) -> float:
+        seen.append(n)
+        return n * base["value"]
+
+    def call(i: int, x: torch.Tensor) -> torch.Tensor:
+        return x * cached(i // 2)
+
+    def between(i: int) -> None:
+        if i == 1:
+            base["value"] = 10.0
+        if i == 4:
+            cached.cache_clear()
+
+    call.seen, call.between = seen, between  # type: ignore[attr-defined]
+    return call
+
+
+def _of_a_method() -> Any:
+    class Held:
+        num = 0
+
+        @functools.cache  # noqa: B019
+        def value(self, k: int) -> int:
+            self.num += 1
+            return self.num * k
+
+    held = Held()
+    return lambda i, x: x * held.value(2) + held.value(3) + held.num
+
+
+def _by_type() -> Any:
+    @functools.singledispatch
+    def chosen(value: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @chosen.register
+    def _(value: int, x: torch.Tensor) -> torch.Tensor:
+        return x * value
+
+    class Held:
+        @functools.singledispatchmethod
+        def chosen(self, value: Any, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        @chosen.register
+        def _(self, value: int, x: torch.Tensor) -> torch.Tensor:
+            return x + value
+
+    held = Held()
+    values = (3, 4, 5, "a", 6.0, 7)
+    return lambda i, x: chosen(values[i], x) + held.chosen(i, x)
+
+
+@pytest.mark.parametrize("make", [_writes_where_it_is_computed, _of_a_method, _by_type])
+def test_what_functools_keeps_is_as_in_python(make: Callable[[], Any]) -> None:
+    assert _called(make, "jax") == _called(make, "cpu")
+
+
+@pytest.mark.parametrize("maxsize", [None, 128])
+def test_a_cached_tensor_that_was_changed_outside_is_seen(maxsize: int | None) -> None:
+    @functools.lru_cache(maxsize)
+    def weights(n: int) -> torch.Tensor:
+        return torch.ones(n).to("jax")
+
+    step = spmd.compile(lambda x: x * weights(2))
+    x = torch.ones(2).to("jax")
+    found = [step(x).tolist(), step(x).tolist()]
+    weights(2).mul_(3.0)
+    found += [step(x).tolist()]
+    weights.cache_clear()
+    assert [*found, step(x).tolist()] == [[1.0, 1.0], [1.0, 1.0], [3.0, 3.0], [1.0, 1.0]]
+    assert step.num_traces == 2
+
+
+def test_a_write_to_a_cached_tensor_that_the_function_makes_is_refused() -> None:
+    @functools.lru_cache
+    def weights(n: int) -> torch.Tensor:
+        return torch.ones(n).to("jax")
+
+    with pytest.raises(spmd.TraceError, match=r"(?s)writes in place to a tensor that .*weights keeps.*fix: write to a copy"):
+        spmd.compile(lambda x: x * weights(2).add_(1.0))(torch.ones(2).to("jax"))
+
+
+class _Place:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_an_object_that_is_an_index_may_give_a_number_that_changes() -> None:
+    place = _Place()
+    step = spmd.compile(lambda x: x[place] + range(10)[place])
+    found: list[float] = []
+    for place.value in range(4):
+        found.append(step(torch.arange(4.0).to("jax")).item())
+    assert found == [0.0, 2.0, 4.0, 6.0]

@@ -1,0 +1,167 @@
+"""The state of an optimizer, as its class and the user change it: in the step, and between two calls of one."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+
+Edit = Callable[[Any, list[nn.Parameter]], None]
+
+
+class _Base(torch.optim.Optimizer):
+    """SGD whose `amount` says by how much."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * self.amount(p), alpha=group["lr"])
+
+    def amount(self, p: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class CountsBeside(_Base):
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        super().step(closure)
+
+    def amount(self, p: torch.Tensor) -> Any:
+        return 1 / self.state["steps"]
+
+
+class MeansBeside(_Base):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state["mean"] = torch.zeros_like(self.param_groups[0]["params"][0])
+
+    def amount(self, p: torch.Tensor) -> Any:
+        return self.state["mean"].mul_(0.5).add_(p.grad)
+
+
+class KeepsPythonsValues(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        state.setdefault("history", []).append(len(state["history"]) if "history" in state else 0)
+        state["past"] = (*state.get("past", ()), 1)
+        state["table"] = {"k": state.get("table", {"k": 0})["k"] + 1}
+        return state["table"]["k"] + len(state["past"]) + state["history"][-1]
+
+
+class TakesAway(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.num = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.num += 1
+        for p in list(self.state):
+            if self.num == 2:
+                self.state[p].pop("momentum_buffer")
+            if self.num == 4:
+                del self.state[p]
+        if self.num == 5:
+            self.state.clear()
+        if self.num == 6:
+            self.state = collections.defaultdict(dict)
+
+
+def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
+    """The values of parameters and state, on the CPU, parameters by their number."""
+    names = {p: i for i, p in enumerate(parameters)}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return [round(x, 4) for x in value.detach().cpu().flatten().tolist()]
+        return list(value) if isinstance(value, (list, tuple)) else value
+
+    def state_of(owner: Any) -> Any:
+        state = optimizer.state[owner]
+        return {k: plain(v) for k, v in state.items()} if isinstance(state, dict) else plain(state)
+
+    return [list(map(plain, parameters)), {names.get(owner, owner): state_of(owner) for owner in list(optimizer.state)}]
+
+
+def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: int = 8) -> list[Any]:
+    parameters = [nn.Parameter(torch.full((4,), i + 1.0).to(device)) for i in range(2)]
+    optimizer = make(parameters)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.stack([(p * p).sum() for p in parameters]).sum().backward()
+        optimizer.step()
+
+    run = spmd.compile(step) if device == "jax" else step
+    found = []
+    for i in range(calls):
+        if i in edits:
+            edits[i](optimizer, parameters)
+        run()
+        found.append(_content(optimizer, parameters))
+    return found
+
+
+@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, TakesAway])
+def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: Callable[..., Any]) -> None:
+    assert _run(make, {}, "jax") == _run(make, {}, "cpu")
+
+
+def test_a_count_beside_the_parameters_state_is_an_input_and_may_be_set() -> None:
+    edits: dict[int, Edit] = {3: lambda o, ps: o.state.update(steps=10)}
+    assert _run(CountsBeside, edits, "jax") == _run(CountsBeside, edits, "cpu")
+
+
+def _swap(optimizer: Any, ps: list[nn.Parameter]) -> None:
+    optimizer.state[ps[0]], optimizer.state[ps[1]] = optimizer.state[ps[1]], optimizer.state[ps[0]]
+
+
+def _rename(optimizer: Any, ps: list[nn.Parameter]) -> None:
+    optimizer.state[ps[0]]["old"] = optimizer.state[ps[0]].pop("momentum_buffer")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _swap,
+        _rename,
+        lambda o, ps: o.state.__setitem__(ps[0], {"momentum_buffer": torch.ones_like(ps[0])}),
+        lambda o, ps: o.state.__setitem__(ps[0], dict(o.state[ps[0]])),
+        lambda o, ps: o.state[ps[1]].__setitem__("momentum_buffer", None),
+        lambda o, ps: o.state.pop(ps[1]),
+    ],
+    ids=["swapped", "renamed", "replaced", "copied", "emptied", "taken away"],
+)
+def test_state_that_the_user_changes_between_two_calls_is_used(edit: Edit) -> None:
+    def make(ps: Any) -> Any:
+        return torch.optim.SGD(ps, 0.1, momentum=0.9)
+
+    assert _run(make, {2: edit}, "jax", 5) == _run(make, {2: edit}, "cpu", 5)
+
+
+class BornBeside(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        if "mean" not in self.state:
+            self.state["mean"] = torch.zeros_like(p)
+        return self.state["mean"].add_(p.grad)
+
+
+class BornUnderAName(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state["all"]
+        state.setdefault("mean", torch.zeros_like(p))
+        return state["mean"].add_(p.grad)
+
+
+@pytest.mark.parametrize(("make", "place"), [(BornBeside, r"self\.state\['mean'\]"), (BornUnderAName, r"self\.state\['all'\]\['mean'\]")])
+def test_a_tensor_of_the_state_that_no_parameter_owns_is_refused_where_it_is_made_inside(make: Callable[..., Any], place: str) -> None:
+    with pytest.raises(spmd.TraceError, match=rf"(?s){place}.*fix: make it before the first step"):
+        _run(make, {}, "jax", 1)
