@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.base._jax import is_tracing
+from spmd.base._open_sizes import are_sizes_open
 
 Shape = tuple[int, ...]
 
@@ -37,6 +38,11 @@ class _Digit:
     @property
     def stop(self) -> int:
         return self.start + (self.size - 1) * self.step + 1
+
+    @property
+    def end(self) -> int:
+        """Where a slice may stop: at the end of the digit, where no other element is on the way."""
+        return self.extent if self.extent - self.stop < self.step else self.stop
 
 
 @dataclass(frozen=True)
@@ -106,13 +112,15 @@ class Window:
 
     def _spread(self, fine: Any, value: Any) -> Any:
         """`fine` with `value` at every step-th place: a pad and a select, which a partitioner splits where it would gather a scatter."""
-        sides = zip(self.starts, self.stops, self.steps, self.radix, strict=True)
-        spread = lax.pad(value, jnp.zeros((), value.dtype), [(start, n - stop, step - 1) for start, stop, step, n in sides])
+        sides = zip(self.starts, self.steps, self.radix, strict=True)
+        ends = [(start, n - (start + (count - 1) * step + 1), step - 1) for (start, step, n), count in zip(sides, value.shape, strict=True)]
+        spread = lax.pad(value, jnp.zeros((), value.dtype), ends)
         is_written = jnp.ones((), bool)
         for dim, (start, stop, step, n) in enumerate(zip(self.starts, self.stops, self.steps, self.radix, strict=True)):
             if (start, stop, step) != (0, n, 1):
                 place = lax.broadcasted_iota(jnp.int32, self.radix, dim)
-                is_written = is_written & (place >= start) & (place < stop) & ((place - start) % step == 0)
+                is_written = is_written & (place >= start) & ((place - start) % step == 0)
+                is_written = is_written if stop == n else is_written & (place < stop)
         return jnp.where(is_written, spread, fine)
 
 
@@ -144,13 +152,17 @@ class GatherWindow:
         return root.reshape(-1).at[self._positions().reshape(-1)].set(value.reshape(-1)).reshape(self.root_shape)
 
 
-@functools.lru_cache(maxsize=65536)
 def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> Window | GatherWindow:
     """The operations that read and write the view (size, stride, offset), in elements, of a root of `root_shape`.
 
     Raises:
         RuntimeError: the view reaches past the root's end.
     """
+    return _planned(root_shape, size, stride, offset, are_sizes_open())
+
+
+@functools.lru_cache(maxsize=65536)
+def _planned(root_shape: Shape, size: Shape, stride: Shape, offset: int, has_open_sizes: bool) -> Window | GatherWindow:
     if math.prod(size) == 0:
         return GatherWindow(root_shape, size, stride, offset)
     needed, held = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1, math.prod(root_shape)
@@ -159,7 +171,7 @@ def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> W
             f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset} requiring a storage of {needed} elements "
             f"are out of bounds for storage of {held} elements"
         )
-    digits = _digits(root_shape, size, stride, offset)
+    digits = _digits(root_shape, size, stride, offset, has_open_sizes)
     if digits is None:
         return GatherWindow(root_shape, size, stride, offset)
     used = sorted((d for d in digits if d.dim >= 0), key=lambda d: d.dim)
@@ -169,14 +181,14 @@ def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> W
         size=size,
         radix=tuple(d.extent for d in digits),
         starts=tuple(d.start for d in digits),
-        stops=tuple(d.stop for d in digits),
+        stops=tuple(d.end for d in digits),
         steps=tuple(d.step for d in digits),
         permutation=tuple(order),
         kept=tuple(1 if s == 0 else n for n, s in zip(size, stride, strict=True)),
     )
 
 
-def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> list[_Digit] | None:
+def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int, has_open_sizes: bool) -> list[_Digit] | None:
     """The root's digits with the window's dims laid on them, most significant first; None if they do not fit."""
     digits: list[_Digit] = []
     below = 1
@@ -185,8 +197,9 @@ def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> list[
             digits.insert(0, _Digit(extent, below))
             below *= extent
     live = sorted(((s, n, dim) for dim, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s > 0), reverse=True)
-    for step, count, dim in live:
-        if not _place(digits, step, count, dim):
+    for number, (step, count, dim) in enumerate(live):
+        below = [other for other, *_ in live[number + 1 :]]
+        if not _place(digits, step, count, dim, below if has_open_sizes else None):
             return None
     position = 0
     while position < len(digits):
@@ -222,15 +235,20 @@ def _selected(digit: _Digit, root_shape: Shape) -> list[_Digit]:
     return [which, _Digit(digit.size, digit.stride, digit.dim, digit.size)]
 
 
-def _place(digits: list[_Digit], step: int, count: int, dim: int) -> bool:
-    """Lay a window dim (`count` elements, `step` apart) on the digit it runs along, splitting the digit if need be."""
+def _place(digits: list[_Digit], step: int, count: int, dim: int, below: list[int] | None) -> bool:
+    """Lay a window dim (`count` elements, `step` apart) on the digit it runs along, splitting the digit if need be.
+
+    Args:
+        below: None, or the steps of those to come: then a digit is split for one of these alone, whatever divides its extent.
+    """
     for position, digit in enumerate(digits):
         if not digit.stride <= step < digit.stride * digit.extent:
             continue
         ratio, rest = divmod(step, digit.stride)
         if rest or digit.dim >= 0:
             return False
-        if ratio > 1 and digit.extent % ratio == 0:
+        is_split = below is None or any(digit.stride <= other < step for other in below)
+        if ratio > 1 and digit.extent % ratio == 0 and is_split:
             digits[position : position + 1] = [_Digit(digit.extent // ratio, step, dim, count), _Digit(ratio, digit.stride)]
         else:
             digit.dim, digit.size, digit.step = dim, count, ratio

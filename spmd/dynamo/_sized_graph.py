@@ -14,6 +14,7 @@ from jax import lax
 
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import TraceError
+from spmd.base._open_sizes import open_sizes
 from spmd.device._arrays import fetched
 from spmd.device._layout import annotation_of
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole, load, wrap
@@ -225,7 +226,8 @@ class SizedGraph(Program):
         copies = [self._host_for(position, t, sizes) for position, t in self._placed_hosts(args)]
         hosts = [*map(host_array, copies), np.zeros(len(point), np.int64)]
         try:
-            joint = self._trace(calls, tuple(self._sizes.replaced(args, sizes)), copies, given).joint(examples, hosts)
+            with open_sizes():
+                joint = self._trace(calls, tuple(self._sizes.replaced(args, sizes)), copies, given).joint(examples, hosts)
         except (TraceError, Inexact):
             raise
         except Exception as error:

@@ -21,6 +21,7 @@ from spmd.dynamo._graph_results import Made, Plain, Shown
 from spmd.program.sizes._evaluate import Equation, Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room
+from spmd.program.sizes._window_extents import learn_extents
 from spmd.program.trace._window import Window
 
 Sizes = Sequence[int]
@@ -40,6 +41,7 @@ class SizedTraces:
     def __init__(self, names: tuple[str, ...], points: Points, joints: Sequence[Joint], limits: Sequence[tuple[int, int]]) -> None:
         self._names, self._points, self._joints, self._limits = names, points, list(joints), tuple(limits)
         _require_alike(joints)
+        learn_extents(points, [j.closed for j in joints], self._limits)
         self._shown = _formula(points, [(tuple(j.results), tuple(j.windows)) for j in joints])
         shapes = zip(*([a.shape for a in j.closed.out_avals] for j in joints), strict=True)
         self._shapes = [[points.integer(tuple(column)) for column in zip(*same, strict=True)] for same in shapes]

@@ -19,6 +19,7 @@ from spmd.program.sizes._family import questions
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of, require_alike
+from spmd.program.sizes._window_extents import learn_extents
 
 _FAR = 61  # from the least size of a symbol without a largest to the largest that is traced
 Run = Callable[..., list[Any]]
@@ -41,6 +42,7 @@ class SymbolicSizes:
         ranges = [self._range(name, symbol) for name, symbol in self._symbols.items()]
         points, more = points_of(ranges, shift)
         self.points = [*points, *more]
+        self._limits = [(own.least, own.most) for own in ranges]
 
     def _range(self, name: str, symbol: Any) -> Range:
         low, high = bounds_of(symbol)
@@ -72,6 +74,7 @@ class SymbolicSizes:
     def _evaluated(self, jaxprs: Sequence[Any], reads: Sequence[SizeReads], arrays: Sequence[Any]) -> list[Any]:
         opened, points = [closed.jaxpr for closed in jaxprs], Points(self.points)
         require_alike(opened)
+        learn_extents(points, jaxprs, self._limits)
         asked = questions(points, reads)
         self._require(limits(points, list(self._symbols), extents(jaxprs), asked))
         return evaluated(points, list(self._symbols.values()), opened, [closed.consts for closed in jaxprs], arrays)

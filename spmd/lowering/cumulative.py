@@ -34,29 +34,29 @@ def logcumsumexp(self: Any, dim: int) -> Any:
         return self
     dim %= self.ndim
     x = self.astype(_accumulated_in(self.dtype))
-    return lax.associative_scan(logaddexp, x, axis=dim)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.associative_scan(logaddexp, x, axis=dim)
+    return lax.cumlogsumexp(x, dim)
 
 
 @lower("cummax")
 def cummax(self: Any, dim: int) -> Any:
-    return _running_extreme(self, dim, jnp.greater_equal)
+    return _running_extreme(self, dim, lax.cummax)
 
 
 @lower("cummin")
 def cummin(self: Any, dim: int) -> Any:
-    return _running_extreme(self, dim, jnp.less_equal)
+    return _running_extreme(self, dim, lax.cummin)
 
 
-def _running_extreme(self: Any, dim: int, reaches: Any) -> Any:
-    """Extremes so far and where they stand: the last of equals, and a NaN from its first occurrence on, as in torch."""
+def _running_extreme(self: Any, dim: int, extreme: Any) -> Any:
+    """Extremes so far and where they stand: the last of equals, and the last NaN once there is one, as in torch."""
     if self.ndim == 0 or self.size == 0:
         return self, jnp.zeros(self.shape, jnp.int64)
     dim %= self.ndim
-    positions = lax.broadcasted_iota(jnp.int64, self.shape, dim)
-
-    def further(left: Any, right: Any) -> Any:
-        (a, i), (b, j) = left, right
-        takes_right = jnp.isnan(b) | reaches(b, a) & ~jnp.isnan(a)
-        return jnp.where(takes_right, b, a), jnp.where(takes_right, j, i)
-
-    return lax.associative_scan(further, (self, positions), axis=dim)
+    found = extreme(self.astype(jnp.uint8) if self.dtype == jnp.bool_ else self, dim).astype(self.dtype)
+    is_one = self == found
+    if jnp.issubdtype(self.dtype, jnp.floating):
+        is_one |= jnp.isnan(self)
+    places = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+    return found, lax.cummax(jnp.where(is_one, places, 0), dim)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base._open_sizes import are_sizes_open
 from spmd.lowering._registry import lower
 from spmd.lowering.norm import wide
 
@@ -29,7 +30,8 @@ class Windows:
 
     Attributes:
         out: number of windows per dim.
-        padding: (low, high) per dim; high is as long as the last window needs, which `ceil_mode` may push past the padding.
+        padding: (low, high) per dim, whatever the size: with them `reduce_window` makes as many windows as torch. In `ceil_mode` a last
+            one may reach past torch's padding.
     """
 
     def __init__(self, size: tuple[int, ...], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> None:
@@ -50,7 +52,7 @@ class Windows:
             if count < 1:
                 raise RuntimeError(f"Given input size {size}, kernel {self.kernel}: calculated output size is too small")
             self.out.append(count)
-            self.padding.append((p, max((count - 1) * s + span - n - p, 0)))
+            self.padding.append((p, min(s + p, span) - 1 if ceil_mode else p))
 
     def reduce(self, operand: Any, init: Any, computation: Any, leading: int) -> Any:
         """`lax.reduce_window` over the last dims of one array or several."""
@@ -65,13 +67,17 @@ class Windows:
             window_dilation=ones + self.dilation,
         )
 
-    def counts(self, with_padding: bool) -> list[np.ndarray[Any, Any]]:
-        """Per dim, how many elements each window has, with or without those in the padding."""
-        counts: list[np.ndarray[Any, Any]] = []
+    def counts(self, with_padding: bool, ceil_mode: bool) -> list[Any]:
+        """Per dim, how many elements each window has, with or without those in the padding: a number, or int32[windows]."""
+        counts = list[Any]()
         for n, k, s, p, count in zip(self.size, self.kernel, self.stride, self.low, self.out, strict=True):
-            start = np.arange(count) * s - p
-            end = np.minimum(start + k, n + p)
-            counts.append(end - start if with_padding else np.minimum(end, n) - np.maximum(start, 0))
+            if not ceil_mode and (with_padding or p == 0):  # no window reaches further
+                counts.append(k)
+                continue
+            start = lax.iota(np.int32, count) * s - p
+            end = lax.min(start + k, jnp.full_like(start, n + p))
+            within = lax.min(end, jnp.full_like(end, n)) - lax.max(start, jnp.zeros_like(start))
+            counts.append(end - start if with_padding else within)
         return counts
 
 
@@ -171,11 +177,8 @@ def avg_pool(
     total = windows.reduce(x, np.zeros((), x.dtype), lax.add, x.ndim - rank)
     if divisor_override is not None:
         return _divided(total, divisor_override)
-    for i, counts in enumerate(windows.counts(count_include_pad)):
-        if (counts == counts[0]).all():
-            total = _divided(total, int(counts[0]))
-        else:
-            total = _divided(total, jnp.asarray(counts, total.dtype).reshape((-1,) + (1,) * (rank - 1 - i)))
+    for i, counts in enumerate(windows.counts(count_include_pad, ceil_mode)):
+        total = _divided(total, counts if isinstance(counts, int) else counts.astype(total.dtype).reshape((-1,) + (1,) * (rank - 1 - i)))
     return total
 
 
@@ -208,13 +211,11 @@ def _transposed(linear: Any, like: Any, grad: Any) -> Any:
     return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like.shape, wide_grad.dtype))(wide_grad)[0]
 
 
-def _averaging(size: int, count: int) -> np.ndarray[Any, Any]:
+def _averaging(size: int, count: int, dtype: Any) -> Any:
     """[count, size]: row i averages the elements from floor(i * size / count) to ceil((i + 1) * size / count)."""
-    matrix = np.zeros((count, size))
-    for i in range(count):
-        start, end = i * size // count, -(-(i + 1) * size // count)
-        matrix[i, start:end] = 1 / (end - start)
-    return matrix
+    window, place = lax.iota(np.int64, count)[:, None], lax.iota(np.int64, size)[None]
+    start, end = window * size // count, ((window + 1) * size + count - 1) // count
+    return jnp.where((place >= start) & (place < end), 1 / (end - start).astype(dtype), 0)
 
 
 @lower("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
@@ -228,11 +229,11 @@ def _adaptive_avg_pool(self: Any, output_size: Any) -> Any:
             continue
         if count == 1:
             x = jnp.mean(x, dim, keepdims=True)
-        elif count and size % count == 0:
+        elif count and size % count == 0 and not are_sizes_open():
             window = tuple(size // count if i == dim else 1 for i in range(x.ndim))
             x = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, window, "VALID") / (size // count)
         else:
-            matrix = jnp.asarray(_averaging(size, count), x.dtype)
+            matrix = _averaging(size, count, x.dtype)
             product = lax.dot_general(x, matrix, (((dim,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
             x = jnp.moveaxis(product, -1, dim)
     return x

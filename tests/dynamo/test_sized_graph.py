@@ -129,6 +129,54 @@ def test_what_is_not_proved_to_be_exact_is_compiled_for_each_size(fn: Loss) -> N
     assert num_programs() == 2
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[1, 8, rows]: a sequence as long as there are rows."""
+    return x.t()[None]
+
+
+class Strided(nn.Module):
+    """Halves an image at each layer, whatever its sides are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Conv2d(4, 3, 3, stride=2)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.max_pool2d(self.norm(self.first(x)).relu(), 3, 2, 1)).mean((2, 3))
+
+
+STRIDED: dict[str, Loss] = {
+    "convolution": lambda net, x, y: F.conv1d(_rows(net(x)), net.get_parameter("up.weight")[:, :, None].expand(-1, -1, 3), None, 2, 1),
+    "steps of three": lambda net, x, y: F.conv1d(_rows(net(x)), net.get_parameter("up.weight")[:, :, None], None, 3),
+    "max": lambda net, x, y: F.max_pool2d(_rows(net(x)), (1, 3), (1, 2), (0, 1)),
+    "mean": lambda net, x, y: F.avg_pool1d(_rows(net(x)), 3, 2, 1, ceil_mode=True, count_include_pad=False),
+    "every other row": lambda net, x, y: net(x)[::2],
+    "a few means": lambda net, x, y: F.adaptive_avg_pool1d(_rows(net(x)), 3),
+}
+
+
+@pytest.mark.parametrize("fn", _some(STRIDED, "convolution", "max", "every other row"))
+def test_windows_with_steps_have_a_program_for_each_bucket(fn: Loss) -> None:
+    _compare(fn, (7, 70, 64, 12, 100, 9, 91))
+    assert [graph.sizes for graph in graphs()] == [None]
+    assert num_programs() <= 4  # of 8, 16, 64 and 128 rows
+
+
+def test_images_of_any_sides() -> None:
+    host, model = twins(Strided)
+    fast = torch.compile(model, backend="spmd", fullgraph=True, dynamic=True)
+    for height, width in ((17, 20), (18, 23), (31, 30), (24, 17), (29, 32), (20, 26)):
+        x = batch(2, 1, height, width, seed=height)
+        got, want = fast(x.to("jax")), host(x)
+        assert_same(got, want, LOOSE)
+        got.square().sum().backward()
+        want.square().sum().backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in host.parameters()], LOOSE)
+    assert [graph.sizes for graph in graphs()] == [None]
+    assert num_programs() == 2  # the first sizes, then 32 x 32
+
+
 def test_sizes_are_found_by_their_second_value() -> None:
     _compare(CASES["deviation"], (6, 30, 27, 19, 17), dynamic=None)
     assert num_programs() == 2  # Dynamo's first graph has the size 6

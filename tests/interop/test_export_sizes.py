@@ -139,7 +139,21 @@ def attention(x: torch.Tensor, i: torch.Tensor) -> Any:
     return F.scaled_dot_product_attention(q, q, q, is_causal=True), torch.softmax(x @ x.t(), -1), F.one_hot(i, 7)
 
 
-@pytest.mark.parametrize("fn", [heads, rows, attention])
+def steps(x: torch.Tensor, i: torch.Tensor) -> Any:
+    """Windows with a stride, and what is computed step after step."""
+    y = x.t()[None]
+    return (
+        x[::2],
+        F.conv1d(y, torch.ones(2, 6, 3, device=x.device), stride=2, padding=1).mean(),
+        F.max_pool1d(y, 3, 2, 1, ceil_mode=True),
+        F.avg_pool1d(y, 2, 2, 1, ceil_mode=True),
+        F.adaptive_avg_pool1d(y, 3),
+        x.logcumsumexp(0),
+        x.cummin(0).indices,
+    )
+
+
+@pytest.mark.parametrize("fn", [heads, rows, attention, steps])
 def test_operations_along_a_dim_that_varies(fn: Callable[..., Any], tmp_path: Path) -> None:
     def values(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return batch(size, 6, seed=size), torch.arange(size) * 3 % min(size, 7)

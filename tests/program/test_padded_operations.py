@@ -30,6 +30,20 @@ def wide(x: T) -> T:
     return marks(x)[:, None].expand(-1, 4)
 
 
+def means_of_steps(x: T) -> T:
+    """Of extents `(n + 1) // 2 + 1` and `(n + 1) // 4`: with few points one can be taken for the other."""
+    y = F.conv1d(x.t()[None], torch.ones(2, 4, 3, device=x.device), stride=2, padding=2)
+    return F.conv1d(y, torch.ones(3, 2, 3, device=x.device), stride=2).mean()
+
+
+def written(x: T) -> T:
+    """Every other row is another, in place."""
+    y = x * 1
+    y[::2] = y[::2] * 3
+    y[1::2] += 1
+    return y
+
+
 # each group is one program of all its operations, of x float32[N, 4]
 IN_ONE_PROGRAM: dict[str, list[Callable[[T], Any]]] = {
     "sums": [
@@ -146,6 +160,26 @@ IN_ONE_PROGRAM: dict[str, list[Callable[[T], Any]]] = {
         lambda x: F.interpolate(x[:, None], 8, mode="linear"),
         lambda x: F.interpolate(x.t()[None], scale_factor=2.0, mode="nearest"),
     ],
+    "steps": [
+        lambda x: F.conv1d(x.t()[None], torch.ones(2, 4, 3, device=x.device), stride=2, padding=1),
+        lambda x: F.conv1d(x.t()[None], torch.ones(2, 4, 2, device=x.device), stride=3),
+        lambda x: means_of_steps(x),
+        lambda x: F.conv2d(x.view(1, 1, -1, 4), torch.ones(2, 1, 3, 3, device=x.device), stride=2, padding=1).flatten(2).softmax(-1),
+        lambda x: F.conv1d(x.t()[None], torch.ones(4, 1, 3, device=x.device), stride=2, padding=1, groups=4),
+        lambda x: F.max_pool1d(x.t()[None], 2),
+        lambda x: F.max_pool1d(x.t()[None], 3, 2, 1, return_indices=True)[1],
+        lambda x: F.max_pool2d(x.view(1, 1, -1, 4), 3, 2, 1, ceil_mode=True),
+        lambda x: F.max_pool1d((x - x).log().t()[None], 3, 2, 1),
+        lambda x: F.avg_pool1d(x.t()[None], 3, 2, 1, ceil_mode=True),
+        lambda x: F.avg_pool1d(x.t()[None], 3, 2, 1, count_include_pad=False),
+        lambda x: F.adaptive_avg_pool1d(x.t()[None], 3),
+        lambda x: x[::2] - x[1::2].sum(0),
+        lambda x: x[1::3].cumsum(0),
+        lambda x: x.clone().index_fill_(0, torch.arange(0, x.shape[0], 2, device=x.device), 0),
+        lambda x: x.logcumsumexp(0),
+        lambda x: x.cummax(0).values,
+        lambda x: x.cummin(0).indices,
+    ],
     "numbers": [
         lambda x: x / x.shape[0] ** 0.5,
         lambda x: x * math.log(x.shape[0]),
@@ -158,7 +192,7 @@ IN_ONE_PROGRAM: dict[str, list[Callable[[T], Any]]] = {
 
 
 # so many small constants that some are traced sizes too, and equal values are made once: more programs, with the same numbers
-OF_MANY_CONSTANTS = ("places", "products")
+OF_MANY_CONSTANTS = ("places", "products", "steps")
 
 
 def with_gradient(operation: Callable[[T], Any]) -> Callable[[T], list[T]]:
@@ -205,9 +239,9 @@ def test_values_and_gradients_of_one_program_are_those_of_each_size(group: str) 
         lambda x: x[: min(x.shape[0], 6)].sum(0),
         lambda x: F.adaptive_avg_pool1d(x.t()[None], 2),
         lambda x: torch.cdist(x, x * 2 + 1).amax(1),
-        lambda x: x[::2].sum(0),
         lambda x: x.unfold(0, 2, 1).sum(-1),
-        lambda x: F.avg_pool1d(x.t()[None], 3, 2),
+        lambda x: written(x),
+        lambda x: x[: x.shape[0] // 2 * 2].view(-1, 2, 4).sum(1),
     ],
 )
 def test_what_does_something_else_for_another_size_is_exact_by_more_programs(operation: Callable[[T], T]) -> None:
@@ -224,7 +258,7 @@ def test_what_does_something_else_for_another_size_is_exact_by_more_programs(ope
         lambda x: torch.linalg.inv(x @ x.t() + torch.eye(x.shape[0], device=x.device)),
         lambda x: torch.linalg.svdvals(x),
         lambda x: torch.fft.rfft(x, dim=0).abs(),
-        lambda x: F.max_pool1d(x.t()[None], 2, 1),
+        lambda x: torch.nn.functional.interpolate(x.t()[None], scale_factor=0.5),
     ],
 )
 def test_what_is_not_proved_is_refused(operation: Callable[[T], T]) -> None:

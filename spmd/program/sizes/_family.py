@@ -19,6 +19,7 @@ from spmd.program.sizes._evaluate import Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room
 from spmd.program.sizes._size_reads import SizeReads
+from spmd.program.sizes._window_extents import learn_extents
 from spmd.program.trace._capture import Captured
 from spmd.program.trace._results import Leaf
 from spmd.program.trace._window import Window
@@ -48,6 +49,7 @@ class Family:
         self._points, self._limits = points, tuple(limits)
         self._jaxprs = [t.jaxpr for t in traces]
         _require_alike(traces)
+        learn_extents(points, self._jaxprs, self._limits)
         self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
         self._leaves = [self._leaf(same) for same in zip(*(t.leaves for t in traces), strict=True)]
         self._asked = questions(points, reads)

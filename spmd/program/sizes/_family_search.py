@@ -50,6 +50,7 @@ class Families:
     def __init__(self) -> None:
         self._known: dict[Hashable, list[Family]] = {}
         self._failed: set[Hashable] = set()
+        self._at: dict[Hashable, Family] = {}  # by the points that its traces have
         self._periods: dict[Hashable, int] = {}
         self._remainders: dict[Hashable, set[tuple[int, ...]]] = {}
 
@@ -86,6 +87,10 @@ class Families:
                 holds_for = tuple((low if number else least, most) for low, (least, most) in zip(points[0], limits, strict=True))
                 if place in self._failed or not _within(sizes.now, holds_for):
                     continue
+                known = self._at.get(place)
+                if known is not None and known.reason(sizes.now) is not None:  # other traces at these points would say the same
+                    why = SizeDecides(known.reason(sizes.now))
+                    continue
                 divisors = set[int]()
 
                 def traced(point: Sequence[int], divisors: set[int] = divisors) -> tuple[Captured, SizeReads]:
@@ -108,6 +113,7 @@ class Families:
                         break
                     continue
                 self._known.setdefault(key, []).insert(0, family)
+                self._at[place] = family
                 reason = family.reason(sizes.now)
                 if reason is None:
                     return family

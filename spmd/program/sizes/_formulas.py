@@ -51,6 +51,7 @@ class Points:
         at: for each trace, the size of each name.
         period: the sizes of a name have one remainder by it, at all points and in all calls.
         are_enough: no number had a form of which the points leave little to verify.
+        tried: sizes for which all forms that fit a number must be the same, where quotients are rounded. See Note [Windows].
     """
 
     def __init__(self, at: Sequence[Sequence[int]], period: int = 1) -> None:
@@ -58,6 +59,8 @@ class Points:
         self.at = tuple(tuple(point) for point in at)
         self.num_names = len(self.at[0])
         self.are_enough = True
+        self.tried: Sequence[Sizes] = ()
+        self._told: dict[Values, Callable[[Sizes], Any]] = {}
         self._known: dict[Values, Callable[[Sizes], Any]] = {}
 
     def parts(self, values: Sequence[Any]) -> list[int]:
@@ -74,11 +77,19 @@ class Points:
             self._known[values] = self._integer(values)
         return self._known[values]
 
+    def learned(self, values: Values) -> Callable[[Sizes], Any] | None:
+        """What an integer was found, or told, to be."""
+        return self._known.get(values)
+
+    def learn(self, values: Values, form: Callable[[Sizes], Any]) -> None:
+        """Tell what an integer is as a function of the sizes, where a rule says it."""
+        self._known[values] = self._told[values] = form
+
     def _integer(self, values: Values) -> Callable[[Sizes], Any]:
         if len(set(values)) == 1:
             return lambda sizes: values[0]
         names = self.parts(values)
-        for form in (self._sum, self._product, self._shifted_product, self._square, self._squares, self._floored):
+        for form in (self._sum, self._product, self._shifted_product, self._square, self._squares, self._of_told, self._floored):
             found = form(values, names) if names else None
             if found is not None and all(found(point) == value for point, value in zip(self.at, values, strict=True)):
                 self.are_enough &= form in (self._sum, self._product)
@@ -146,6 +157,29 @@ class Points:
                 return lambda sizes, a=a, b=b, terms=terms: a * math.prod([sizes[i] for i in terms]) + b
         return None
 
+    def _of_told(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`a * q + b` of a quantity that a rule gave, or of a product of such; only where all that fit are the same."""
+        found = list[Callable[[Sizes], Any]]()
+        for known, form in self._quantities() if self._told else ():
+            place = next((i for i, v in enumerate(known) if v != known[0]), 0)
+            slope = (values[place] - values[0]) // (known[place] - known[0]) if place else 0
+            start = values[0] - slope * known[0]
+            if slope and all(slope * k + start == v for k, v in zip(known, values, strict=True)):
+                found.append(lambda sizes, slope=slope, start=start, form=form: slope * form(sizes) + start)
+        if not found or any(found[0](sizes) != other(sizes) for other in found[1:] for sizes in self.tried):
+            return None
+        return found[0]
+
+    def _quantities(self) -> Iterator[tuple[Values, Callable[[Sizes], Any]]]:
+        """What rules gave, and products of two of them, or of one and a size."""
+        own = [*self._told.items()]
+        sizes = [(tuple(p[i] for p in self.at), lambda sizes, i=i: sizes[i]) for i in range(self.num_names)]
+        yield from own
+        for number, (one, first) in enumerate(own):
+            for other, second in (*own[number:], *sizes):
+                product = tuple(a * b for a, b in zip(one, other, strict=True))
+                yield product, lambda sizes, first=first, second=second: first(sizes) * second(sizes)
+
     def _floored(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
         """`d * ((n + b) // c)` of one size, as of a step; only where the points leave one such form."""
         (name, *others), found, common = names, list[tuple[int, int, int]](), math.gcd(*values)
@@ -186,13 +220,23 @@ class Points:
                 with suppress(Unknown):
                     whole = self.integer(tuple(map(int, numbers)))
                     return lambda sizes: _float(whole(sizes))
+            if tolerance > 1e-4 and self.tried:
+                raise self._unknown(values)  # too few figures to tell quotients that are rounded
             if tolerance > 1e-4:
                 return self._of_few_figures(numbers, np.dtype(dtype))
-            for found, num_free in self._forms(numbers, tolerance):
-                if all(math.isclose(_at(found, p), v, rel_tol=tolerance) for p, v in zip(self.at, numbers, strict=True)):
-                    self.are_enough &= num_free < 3
-                    return found
+            fitting = (
+                (found, num_free)
+                for found, num_free in self._forms(numbers, tolerance)
+                if all(math.isclose(_at(found, p), v, rel_tol=tolerance) for p, v in zip(self.at, numbers, strict=True))
+            )
+            chosen = next(fitting, None)
+            if chosen is not None and all(self._are_same(chosen[0], other) for other, _ in (fitting if self.tried else ())):
+                self.are_enough &= chosen[1] < 3
+                return chosen[0]
         raise self._unknown(values)
+
+    def _are_same(self, one: Callable[[Sizes], Any], other: Callable[[Sizes], Any]) -> bool:
+        return all(math.isclose(_at(one, sizes), _at(other, sizes), rel_tol=1e-5) for sizes in self.tried)
 
     def _unknown(self, values: Sequence[Any]) -> Unknown:
         return Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}: no power or logarithm of them that is known")
@@ -229,7 +273,11 @@ class Points:
                 yield self._affine(values, names, power), 2
             for power in _POWERS[1:]:
                 yield self._rooted(values, names, power), 2
-            yield self._ratio(values, names), 3
+            products = tuple(math.prod(point[i] for i in names) for point in self.at)
+            yield self._ratio(values, products, lambda sizes: math.prod([sizes[i] for i in names])), 3
+        for extents, quantity in [*self._quantities()] if self._told else ():
+            yield from ((form, 1) for form in _of_quantity(values[0], extents[0], quantity))
+            yield self._ratio(values, extents, quantity), 3
         for extents, quantity in [*self._known.items()]:  # the same of an extent, as of n * (m + 1)
             if len(set(extents)) > 1:
                 yield from ((form, 1) for form in _of_quantity(values[0], extents[0], quantity))
@@ -275,19 +323,19 @@ class Points:
         start = one - slope * first
         return lambda sizes: sign * (slope * _float(math.prod([sizes[i] for i in names])) + start) ** power
 
-    def _ratio(self, values: list[float], names: list[int]) -> Callable[[Sizes], Any]:
-        """`(a * q + c) / (q + b)` of the product of the sizes."""
-        places = [0, 1 + names[0], len(self.at) - 2]
-        products = np.array([math.prod(self.at[place][i] for i in names) for place in places], np.float64)
-        known = np.array([values[place] for place in places])
+    def _ratio(self, values: list[float], known: Values, quantity: Callable[[Sizes], Any]) -> Callable[[Sizes], Any]:
+        """`(a * q + c) / (q + b)` of a quantity, as a rule the product of the sizes."""
+        places = [0, next((i for i, v in enumerate(values) if v != values[0]), 1), len(self.at) - 2]
+        products = np.array([known[place] for place in places], np.float64)
+        numbers = np.array([values[place] for place in places])
         try:
-            slope, start, offset = np.linalg.solve(np.stack([products, np.ones(3), -known], 1), known * products).tolist()
+            slope, start, offset = np.linalg.solve(np.stack([products, np.ones(3), -numbers], 1), numbers * products).tolist()
         except np.linalg.LinAlgError:
             return lambda sizes: math.nan
 
         def found(sizes: Sizes) -> Any:
-            product = _float(math.prod([sizes[i] for i in names]))
-            return (slope * product + start) / (product + offset)
+            q = _float(quantity(sizes))
+            return (slope * q + start) / (q + offset)
 
         return found if abs(offset) <= 2 else lambda sizes: math.nan  # else a pole could fit any number
 

@@ -8,6 +8,7 @@ from spmd.program.sizes._evaluate import Equation, Evaluation, rule
 from spmd.program.sizes._formulas import Inexact
 from spmd.program.sizes._padded import Dim, Dims, Padded, Room
 from spmd.program.sizes._padding_rules import highest, lowest
+from spmd.program.sizes._window_extents import WINDOWED, window_padding
 
 
 def _single(room: Room, value: Padded, dims: Any) -> Padded:
@@ -38,7 +39,7 @@ def convolution(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
     value, kernel = _single(room, value, space), _single(room, kernel, extents)
     kernel = room.relaid(kernel, own, value.dims[feature]) if not has_groups else kernel
     arrays = room.masked(value, [feature, *space], 0), room.masked(kernel, [own, *extents], 0)
-    (array,) = eqn.bind(*arrays)
+    (array,) = eqn.bind(*arrays, padding=window_padding(eqn.each, room.size))
     dims: list[Any] = list(room.plain(eqn.shapes()))
     dims = [(room.product(dim),) for dim in dims]
     if set(batch_groups) == {1}:
@@ -57,13 +58,14 @@ def _require_shape(room: Room, array: Any, dims: Dims) -> None:
 
 
 _NEUTRAL: dict[str, Any] = {
-    "reduce_window_sum": lambda dtype: 0,
-    "reduce_window_max": lowest,
-    "reduce_window_min": highest,
-    "select_and_scatter_add": None,
-    "select_and_gather_add": None,
-    "reduce_window": None,
+    "reduce_window_sum": [lambda dtype: 0],
+    "reduce_window_max": [lowest],
+    "reduce_window_min": [highest],
+    "reduce_window": None,  # counts as what it starts from, as a window's own padding does
+    "select_and_scatter_add": [lambda dtype: 0, lowest],  # what is scattered, and what is compared
+    "select_and_gather_add": [lambda dtype: 0, lowest],
 }
+_COMPARED = {"ge": lowest, "le": highest}
 
 
 @rule(*_NEUTRAL)
@@ -71,27 +73,36 @@ def pooling(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
     """Padding inside a window counts as the neutral element."""
     room, windows = ev.room, eqn.columns("window_dimensions")
     strides, padding = eqn.columns("window_strides"), list(zip(*eqn.param("padding"), strict=True))
-    arrays_in = [v for v in operands if v.dims]
+    given = [v for v in operands if v.dims]
     alone = [d for d, w in enumerate(windows) if set(w) == {1} and set(strides[d]) == {1} and set(padding[d]) == {(0, 0)}]
-    inside = [d for d in range(len(windows)) if d not in alone and any(room.is_padded(v.dims[d]) for v in arrays_in)]
-    neutral = _NEUTRAL[eqn.name]
-    if inside and neutral is None:
-        raise Inexact(f"{eqn.name} along a dim whose size varies")
+    inside = [d for d in range(len(windows)) if d not in alone and any(room.is_padded(v.dims[d]) for v in given)]
     if any(set(w) != {w[0]} for w in windows):
         raise Inexact(f"{eqn.name} over a window whose size varies")
     _require_fixed_start(eqn, padding)
-    arrays_in = [_single(room, v, inside) for v in arrays_in]
+    given = [_single(room, v, inside) for v in given]
     for d in alone:
-        arrays_in = [arrays_in[0], *(room.relaid(v, d, arrays_in[0].dims[d]) for v in arrays_in[1:])]
-    masked = [room.masked(v, inside, neutral(v.array.dtype)) if inside else v.array for v in arrays_in]
-    rest = [v.array for v in operands if not v.dims]
+        given = [given[0], *(room.relaid(v, d, given[0].dims[d]) for v in given[1:])]
+    starts = [v.array for v in operands if not v.dims]
+    pairs = zip(given, _neutrals(eqn, given, starts), strict=True)
+    masked = [room.masked(v, inside, neutral) if inside else v.array for v, neutral in pairs]
+    changed = {"padding": window_padding(eqn.each, room.size)} if eqn.name in WINDOWED else {}
     found = list[Padded]()
-    for number, array in enumerate(eqn.bind(*masked, *rest)):
+    for number, array in enumerate(eqn.bind(*masked, *starts, **changed)):
         plain: list[Dim] = [(room.product(dim),) for dim in room.plain(eqn.shapes(number))]
-        dims = tuple(arrays_in[-1].dims[d] if d in alone else dim for d, dim in enumerate(plain))
+        dims = tuple(given[-1].dims[d] if d in alone else dim for d, dim in enumerate(plain))
         _require_shape(room, array, dims)
         found.append(Padded(array, dims))
     return found
+
+
+def _neutrals(eqn: Equation, given: list[Padded], starts: list[Any]) -> list[Any]:
+    """What padding counts as, for each array."""
+    if eqn.name == "reduce_window":
+        return starts
+    kinds = list(_NEUTRAL[eqn.name])
+    if eqn.name.startswith("select_"):
+        kinds[1] = _COMPARED[eqn.fixed("select_prim").name]
+    return [kind(v.array.dtype) for kind, v in zip(kinds, given, strict=True)]
 
 
 __all__ = ["convolution", "pooling"]

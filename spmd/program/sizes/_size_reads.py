@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from spmd.base._errors import user_line
+from spmd.base._open_sizes import open_sizes
 from spmd.device._storage import recording
 from spmd.patches._table import current, replaced
 from spmd.program.reads import is_library
@@ -257,6 +258,7 @@ def sizes_read() -> Generator[SizeReads]:
 
     own_length: Any = current("torch.Tensor.__len__")
     with ExitStack() as stack:
+        stack.enter_context(open_sizes())
         for name in ("shape", "nbytes"):
             stack.enter_context(replaced(f"torch.Tensor.{name}", attribute(name)))
         for name in ("size", "numel", "nelement", "stride", "storage_offset"):

@@ -32,15 +32,19 @@ def points_within(limits: Sequence[tuple[int, int]], steps: Sequence[tuple[int, 
         spans.append(span)
     high = [n + span * step for n, span, (step, _) in zip(low, spans, steps, strict=True)]
     found = [tuple(low), *(tuple(high[j] if j == i else n for j, n in enumerate(low)) for i in range(len(low)))]
-    return [*found, *(_between(low, spans, steps, share + 0.06 * shift) for share in SHARES)]
+    for share in SHARES:
+        found.append(_between(found, spans, steps, share + 0.06 * shift, 4))
+    return found
 
 
 def more_points(points: Sequence[tuple[int, ...]], steps: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Two more in between, for numbers that other points might say by chance."""
     low = points[0]
     spans = [(points[1 + i][i] - n) // step for i, (n, (step, _)) in enumerate(zip(low, steps, strict=True))]
-    found = [_between(low, spans, steps, share) for share in MORE_SHARES]
-    return [point for point in found if point not in points]
+    found = [*points]
+    for share in MORE_SHARES:
+        found.append(_between(found, spans, steps, share, 8))
+    return [point for point in found[len(points) :] if point not in points]
 
 
 class _Certain(Protocol):
@@ -66,13 +70,22 @@ def with_enough_points(
     return found if found.is_certain else make([*points, *more])
 
 
-def _between(low: Sequence[int], spans: Sequence[int], steps: Sequence[tuple[int, int]], share: float) -> tuple[int, ...]:
-    """A point inside; no two names have one size there, if that can be."""
+def _between(
+    points: Sequence[Sequence[int]], spans: Sequence[int], steps: Sequence[tuple[int, int]], share: float, period: int
+) -> tuple[int, ...]:
+    """A point inside; no two names have one size there, if that can be, and each has a remainder that it had at no other point.
+
+    Args:
+        points: the others, all small first.
+        period: of the remainder, in steps: what windows with a stride make of a size differs from remainder to remainder.
+    """
     found = list[int]()
-    for n, span, (step, _) in zip(low, spans, steps, strict=True):
+    for i, (n, span, (step, _)) in enumerate(zip(points[0], spans, steps, strict=True)):
         first = min(span - 1, max(1, int(span * share)))
         inside = [n + ((first + k - 1) % (span - 1) + 1) * step for k in range(span - 1)]
-        found.append(next((size for size in inside if size not in found), inside[0]))
+        free = [size for size in inside if size not in found] or inside[:1]
+        had = {(point[i] - n) // step % period for point in points}
+        found.append(next((size for size in free if (size - n) // step % period not in had), free[0]))
     return tuple(found)
 
 
