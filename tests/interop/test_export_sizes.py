@@ -153,7 +153,21 @@ def steps(x: torch.Tensor, i: torch.Tensor) -> Any:
     )
 
 
-@pytest.mark.parametrize("fn", [heads, rows, attention, steps])
+def slopes(x: torch.Tensor, i: torch.Tensor) -> Any:
+    """Gradients of the same: what is around an element has another remainder for each size."""
+    x = x.detach().requires_grad_()
+    y = x.t()[None]
+    sums = (
+        F.conv1d(y, torch.ones(2, 6, 3, device=x.device), stride=2, padding=1).square().mean(),
+        F.max_pool1d(y, 3, 2, 1, ceil_mode=True).sin().sum(),
+        F.avg_pool1d(y, 3, 2, 1).sin().sum(),
+        F.pad(y, (2, 3), mode="replicate").softmax(-1).sin().sum(),
+        x[::2].sin().sum(),
+    )
+    return [torch.autograd.grad(value, x, retain_graph=True)[0] for value in sums]
+
+
+@pytest.mark.parametrize("fn", [heads, rows, attention, steps, slopes])
 def test_operations_along_a_dim_that_varies(fn: Callable[..., Any], tmp_path: Path) -> None:
     def values(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return batch(size, 6, seed=size), torch.arange(size) * 3 % min(size, 7)

@@ -24,7 +24,7 @@ from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Padded, Room
 from spmd.program.sizes._trace_points import more_points, points_within
-from spmd.program.sizes._window_extents import WINDOWED, window_padding
+from spmd.program.sizes._window_extents import WINDOWED, ends_padding, window_padding
 from spmd.program.trace._capture import Captured
 from spmd.program.xla._jaxpr import with_constants_first
 
@@ -117,6 +117,8 @@ class SymbolicEvaluation(Evaluation):
             if eqn.name in LOOPS:
                 return RULES[eqn.name](self, eqn, operands)
             changed = {"padding": window_padding(eqn.each, self.room.size)} if eqn.name in WINDOWED else {}
+            if eqn.name == "pad":
+                changed = {"padding_config": ends_padding(eqn.each, self.room.size)}
             return [Padded(array, ()) for array in eqn.bind(*(v.array for v in operands), **changed)]
         except _REFUSALS as error:
             raise Inexact(f"jax: {str(error).splitlines()[0]}") from error

@@ -98,6 +98,20 @@ def window_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[
     return tuple(found)
 
 
+def ends_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[tuple[Any, Any, Any], ...]:
+    """The same of a `pad`: its configuration at other sizes."""
+    found = list[tuple[Any, Any, Any]]()
+    for d, same in enumerate(zip(*(one.params["padding_config"] for one in each), strict=True)):
+        low, high, inner = (tuple(map(int, column)) for column in zip(*same, strict=True))
+        start, between = size(low), size(inner)
+        if len(set(high)) == 1:
+            found.append((start, high[0], between))
+            continue
+        own, out = size(_extents(each, "invars", d)), size(_extents(each, "outvars", d))
+        found.append((start, out - start - ((own - 1) * (between + 1) + 1), between))
+    return tuple(found)
+
+
 class _Learning:
     """See `learn_extents`."""
 
@@ -220,4 +234,4 @@ def _functions(equation: Any) -> list[Any]:
     return found
 
 
-__all__ = ["WINDOWED", "learn_extents", "window_padding"]
+__all__ = ["WINDOWED", "ends_padding", "learn_extents", "window_padding"]
