@@ -27,6 +27,7 @@ from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of, is_device_tensor
 
 _FEW, _SMALL = 2**16, 8  # elements of all arguments up to which they are asked for as they are; size of a dim else
+_MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 _IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ")
 # What accelerators do and the CPU does not: integers are counted (a size that follows from values is refused elsewhere), and the
@@ -119,6 +120,9 @@ class MetaCheck:
             warnings.simplefilter("ignore")
             try:
                 self._asked("cpu", shapes, self._cut_args())
+            except IndexError as error:
+                if not self._is_of_masks_values(error):
+                    raise
             except (RuntimeError, TypeError, ValueError) as error:
                 said = str(error)
                 if _IS_OF_DTYPES.search(said) and not _LACKS_A_KERNEL.search(said):
@@ -126,7 +130,15 @@ class MetaCheck:
 
     def _ask_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
         with contextlib.suppress(NotImplementedError, Warning):
-            self._asked("cpu", shapes)
+            try:
+                self._asked("cpu", shapes)
+            except IndexError as error:
+                if not self._is_of_masks_values(error):
+                    raise
+
+    def _is_of_masks_values(self, error: IndexError) -> bool:
+        """Whether torch only refuses how many places a mask selects: one of zeros selects none."""
+        return "broadcast together" in str(error) and any(slot.dtype in _MASKS for slot in _tensor_slots(self.args))
 
     def _cut_args(self) -> list[Any]:
         """The arguments with small sizes in place of those of a large result, which the CPU would write (`slice_backward`)."""

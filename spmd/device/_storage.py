@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Protocol
 import jax
 import numpy as np
 import torch
-from jax import lax
 
 import mesh
 from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
@@ -34,7 +33,7 @@ from spmd.device._checks import Check
 from spmd.device._left_values import LeftValues, forget
 from spmd.device._queue import Queue
 from spmd.device._turn import is_of_another_thread, there, wait_for_trace
-from spmd.device._views import contiguous_stride, plan_window
+from spmd.device._views import contiguous_stride, plan_window, reinterpreted
 
 _create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _as_strided = torch.ops.aten.as_strided.default
@@ -389,9 +388,9 @@ def store(tensor: torch.Tensor, value: Any) -> None:
     root = buffer.get()
     with exact_dtypes():
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        flat = _bitcast_root(root, dtype)
+        flat = reinterpreted(root, dtype)
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
-        new = _bitcast_root(new, root.dtype).reshape(buffer.shape)
+        new = reinterpreted(new, root.dtype).reshape(buffer.shape)
         annotation = buffer.annotation if buffer.stored == buffer.shape else None
         if annotation is not None and not is_tracer(new):  # a write to a part moves nothing
             new = jax.device_put(new, annotation.to_jax())
@@ -447,33 +446,11 @@ def _read_window(buffer: Buffer, root: Any, tensor: torch.Tensor) -> Any:
     if value is None:
         root = there(buffer) if type(root) is ArrayImpl and root.is_deleted() else root
         with exact_dtypes():
-            flat = _bitcast_root(root, to_numpy_dtype(tensor.dtype))
+            flat = reinterpreted(root, to_numpy_dtype(tensor.dtype))
             value = plan_window(flat.shape, key[0], key[1], key[2]).read(flat)
         if recording.get() is not None:  # a program holds each read once; eagerly a cached read would be a second copy in memory
             buffer.reads[key] = value
     return value
-
-
-def _bitcast_root(root: Any, dtype: np.dtype[Any]) -> Any:
-    """The root seen with another dtype: its last dim grows or shrinks by the ratio of the element sizes."""
-    if root.dtype == dtype:
-        return root
-    if root.ndim == 0:
-        root = root.reshape(1)
-    *outer, last = root.shape
-    complex_of = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
-    if complex_of.get(root.dtype) == dtype:
-        parts = [lax.real(root)[..., None], lax.imag(root)[..., None]]
-        return lax.concatenate(parts, root.ndim).reshape(*outer, 2 * last)
-    if complex_of.get(dtype) == root.dtype:
-        pairs = root.reshape(*outer, last // 2, 2)
-        return lax.complex(pairs[..., 0], pairs[..., 1])
-    narrow, wide = sorted((root.dtype.itemsize, dtype.itemsize))
-    ratio = wide // narrow
-    if root.dtype.itemsize < dtype.itemsize:
-        root = root.reshape(*outer, last // ratio, ratio)
-    out = lax.bitcast_convert_type(root, dtype)
-    return out.reshape(*outer, last * ratio) if dtype.itemsize < root.dtype.itemsize else out
 
 
 __all__ = [

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd.base._jax import is_tracing
@@ -268,3 +269,29 @@ def contiguous_stride(size: Shape) -> Shape:
 
 def _reshaped(array: Any, shape: Shape) -> Any:
     return array if array.shape == shape else lax.reshape(array, shape)
+
+
+def reinterpreted(root: Any, dtype: np.dtype[Any]) -> Any:
+    """The root seen with another dtype: its last dim grows or shrinks by the ratio of the element sizes."""
+    if root.dtype == dtype:
+        return root
+    if root.ndim == 0:
+        root = root.reshape(1)
+    *outer, last = root.shape
+    complex_of = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
+    if complex_of.get(root.dtype) == dtype:
+        parts = [lax.real(root)[..., None], lax.imag(root)[..., None]]
+        return lax.concatenate(parts, root.ndim).reshape(*outer, 2 * last)
+    if complex_of.get(dtype) == root.dtype:
+        pairs = root.reshape(*outer, last // 2, 2)
+        return lax.complex(pairs[..., 0], pairs[..., 1])
+    if root.dtype == np.bool_:  # jax takes bools for no bytes
+        return reinterpreted(root.astype(np.uint8), dtype)
+    if dtype == np.bool_:
+        return reinterpreted(root, np.dtype(np.uint8)) != 0
+    narrow, wide = sorted((root.dtype.itemsize, dtype.itemsize))
+    ratio = wide // narrow
+    if root.dtype.itemsize < dtype.itemsize:
+        root = root.reshape(*outer, last // ratio, ratio)
+    out = lax.bitcast_convert_type(root, dtype)
+    return out.reshape(*outer, last * ratio) if dtype.itemsize < root.dtype.itemsize else out

@@ -59,7 +59,7 @@ def new_full(self: Any, size: Any, fill_value: Any, *, dtype: Any = None) -> Any
 
 @lower("fill.Scalar")
 def fill_scalar(self: Any, value: Any) -> Any:
-    return jnp.full(self.shape, value, self.dtype)
+    return jnp.full(self.shape, value != 0 if self.dtype == jnp.bool_ else value, self.dtype)
 
 
 @lower("fill.Tensor")

@@ -36,6 +36,12 @@ def _places(indices: Any) -> tuple[Any, ...]:
             places.extend(positions(index))
         else:
             places.append(index)
+    shapes = [place.shape for place in places if not isinstance(place, slice)]
+    try:
+        np.broadcast_shapes(*shapes)
+    except ValueError:
+        listed = ", ".join(str(list(shape)) for shape in shapes)
+        raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}") from None
     return tuple(places)
 
 
@@ -44,7 +50,21 @@ def positions(mask: Any) -> tuple[Any, ...]:
     return np.nonzero(mask) if isinstance(mask, np.ndarray) else jnp.nonzero(mask)
 
 
-@lower("index.Tensor", "_unsafe_index.Tensor", data_dependent=_has_mask)
+def _masks_fit(self: Any, indices: Any, *_: Any, **__: Any) -> None:
+    """A mask has the sizes of the dims that it selects from."""
+    dim = 0
+    for index in indices:
+        if index is not None and is_mask(index):
+            for at, size in enumerate(index.shape):
+                if dim + at >= self.ndim or size != self.shape[dim + at]:
+                    raise IndexError(
+                        f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the indexed tensor "
+                        f"{list(self.shape)} at index {dim + at}"
+                    )
+        dim += index.ndim if index is not None and is_mask(index) else 1
+
+
+@lower("index.Tensor", "_unsafe_index.Tensor", data_dependent=_has_mask, check=_masks_fit)
 def index(self: Any, indices: Any) -> Any:
     return self.at[_places(indices)].get(mode="clip")
 
@@ -69,7 +89,7 @@ def _along_mask(self: Any, at: int, mask: Any, values: Any) -> tuple[tuple[int, 
     return shape, shape[at] if len(shape) == rank else -1
 
 
-@lower("index_put", "_unsafe_index_put", "_index_put_impl", data_dependent=_put_needs_values)
+@lower("index_put", "_unsafe_index_put", "_index_put_impl", data_dependent=_put_needs_values, check=_masks_fit)
 def index_put(self: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
     values = values.astype(self.dtype)
     at = _mask_alone(indices)

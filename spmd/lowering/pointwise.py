@@ -165,10 +165,24 @@ def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
 @lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)
 def pow_tensor(self: Any, exponent: Any) -> Any:
     """A negative power of an integer is its reciprocal's integer part: 0, but for 1 and -1."""
-    if not jnp.issubdtype(exponent.dtype, jnp.signedinteger):
+    if not jnp.issubdtype(exponent.dtype, jnp.integer):
         return jnp.power(self, exponent)
-    magnitude = jnp.power(self, jnp.abs(exponent))
+    if not jnp.issubdtype(exponent.dtype, jnp.signedinteger):
+        return _integer_power(self, exponent)
+    magnitude = _integer_power(self, jnp.abs(exponent))
     return jnp.where((exponent < 0) & (jnp.abs(magnitude) != 1), 0, magnitude)
+
+
+def _integer_power(base: Any, exponent: Any) -> Any:
+    """Of integers, for an exponent of any size: what does not fit wraps around. jax's power looks at six bits of the exponent."""
+    base, exponent = jnp.broadcast_arrays(base, exponent)
+
+    def with_bit(bit: Any, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
+        power, square = so_far
+        is_set = lax.shift_right_logical(exponent, jnp.asarray(bit, exponent.dtype)) & 1
+        return jnp.where(is_set == 1, power * square, power), square * square
+
+    return lax.fori_loop(0, 8 * exponent.dtype.itemsize, with_bit, (jnp.ones_like(base), base))[0]
 
 
 @lower("where.self", pointwise=True, promoted=("self", "other"))

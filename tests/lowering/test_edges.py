@@ -158,3 +158,62 @@ def test_what_has_no_result_for_nothing_is_refused_as_on_the_cpu(name: str) -> N
     with pytest.raises(type(cpu.value)) as found:
         REFUSED[name](torch.zeros(0, 2, device="jax"))
     assert str(found.value).splitlines()[0] == str(cpu.value).splitlines()[0]
+
+
+MASK = torch.tensor([True, False, True])
+MISFITS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "rows": lambda x, mask: x[mask],
+    "columns": lambda x, mask: x[:, mask],
+    "after a new dim": lambda x, mask: x[None, mask],
+    "two dims": lambda x, mask: x[mask.expand(4, 3)],
+    "written": lambda x, mask: x.clone().__setitem__(mask, 1.0),
+    "columns written": lambda x, mask: x.clone().__setitem__((slice(None), mask), x[:, :1]),
+    "bytes": lambda x, mask: x[mask.to(torch.uint8)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_mask_of_other_sizes_than_the_dims_it_selects_from_is_refused_as_on_the_cpu(name: str) -> None:
+    said = []
+    for device in ("cpu", "jax"):
+        with pytest.raises(IndexError, match="The shape of the mask") as found:
+            MISFITS[name](torch.ones(4, 6, device=device), MASK.to(device))
+        said.append(str(found.value).splitlines()[0])
+    assert said[0] == said[1]
+
+
+def test_a_mask_beside_positions_selects_as_many_as_there_are() -> None:
+    x, rows, columns = torch.arange(12.0).reshape(4, 3), torch.tensor([0, 2]), MASK
+
+    def written(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[rows, columns] = x.new_tensor([50.0, 60.0])
+        return x
+
+    check(lambda x, rows, columns: x[rows, columns], x, rows, columns)
+    check(written, x, rows, columns)
+    with pytest.raises(IndexError, match=r"could not be broadcast together with shapes \[3\], \[2\]"):
+        x.to("jax")[torch.tensor([0, 1, 2]).to("jax"), columns.to("jax")]
+
+
+def test_bools_are_bytes_where_another_dtype_looks_at_them() -> None:
+    x = torch.tensor([True, False, True, True])
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.float16):
+        check(lambda x, dtype=dtype: x.view(dtype), x)
+    check(lambda x: x.view(torch.bool), torch.tensor([0, 1, 1], dtype=torch.uint8))
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.view(torch.uint8)[1] = 1
+        return x
+
+    check(written, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
+def test_integers_to_large_powers_wrap_around_as_on_the_cpu(dtype: torch.dtype) -> None:
+    x, powers = torch.tensor([2, 3, 5, 7, 0, 1], dtype=dtype), torch.tensor([127, 101, 65, 64, 0, 100], dtype=dtype)
+    check(lambda x, powers: x**powers, x, powers)
+    check(lambda powers: 3**powers, powers)
+    check(lambda x: torch.zeros(2, dtype=torch.bool, device=x.device).fill_(1j), x)
