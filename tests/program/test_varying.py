@@ -176,3 +176,31 @@ def test_what_no_call_can_see_again_is_refused(name: str) -> None:
     draw = REFUSED[name]()
     with pytest.raises(spmd.TraceError, match="depends on what no later call can see"):
         spmd.compile(lambda x: x * draw())(torch.ones(1).to("jax"))
+
+
+@pytest.mark.parametrize("kind", ["cond", "scan", "accumulate"])
+def test_a_number_that_changes_is_an_input_in_branches_and_rounds_too(kind: str) -> None:
+    held = {"k": 0.5}
+    weight = torch.nn.Parameter(torch.ones(2, device="jax"))
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * held["k"]
+
+    @spmd.compile
+    def step(xs: torch.Tensor) -> torch.Tensor:
+        if kind == "cond":
+            return torch.cond(xs.sum() > 0, part, lambda x: x - held["k"], (xs,)).sum() + held["k"]
+        if kind == "scan":
+            total, parts = spmd.scan(lambda c, x: (c + part(x), c * held["k"]), torch.zeros(2, device="jax"), xs)
+            return (total + parts.sum(0)).sum() + held["k"]
+        return spmd.accumulate(3)(lambda x: part(x).sum())(xs).sum() + held["k"]
+
+    found: list[float] = []
+    for i in range(4):
+        held["k"] = 0.5 + i
+        loss = step(torch.ones(3, 2, device="jax"))
+        found.append(loss.item())
+    rounds = 6.0  # elements; a scan adds k times what was carried: 0, k and 2k, twice
+    want = [rounds * k + (6.0 * k * k if kind == "scan" else 0.0) + k for k in (0.5, 1.5, 2.5, 3.5)]
+    assert found == pytest.approx(want)
+    assert step.num_traces == 2

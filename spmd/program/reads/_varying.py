@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from spmd.device._numbers import lifted
+from spmd.device._storage import recording
 
 Evaluate = Callable[[], Any]
 
@@ -85,10 +86,12 @@ class Varying:
         return value
 
     def traced(self) -> Any:
-        """The number as torch takes it: an input of the program."""
-        if self._symbol is None:
-            self._symbol = self._numbers.traced(self)
-        return self._symbol
+        """The number as torch takes it: an input of the program. Taken anew in every part of the trace (a branch, a round), which
+        another part cannot take it from."""
+        part = recording.get()
+        if self._symbol is None or self._symbol[0] is not part:
+            self._symbol = part, self._numbers.traced(self)
+        return self._symbol[1]
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)`, some of whose arguments are varying, computed by every call."""
