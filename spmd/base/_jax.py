@@ -20,6 +20,7 @@ from mesh.platform._jax_runtime import missing
 try:
     from jax._src.array import ArrayImpl as ArrayImpl
     from jax._src.compilation_cache_interface import CacheInterface as CacheInterface
+    from jax._src.config import trace_context as _trace_context
     from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation
     from jax._src.core import eval_context as _eval_context
     from jax._src.core import trace_ctx as _trace_ctx
@@ -29,6 +30,7 @@ try:
     from jax._src.export.shape_poly import _bounds_decision as _bounds
     from jax._src.export.shape_poly import all_dim_vars as _all_dim_vars
     from jax._src.interpreters.mlir import LoweringParameters as _LoweringParameters
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace as _DynamicJaxprTrace
     from jax._src.interpreters.partial_eval import convert_constvars_jaxpr as _convert_constvars
     from jax._src.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
     from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
@@ -48,8 +50,18 @@ _OF_TRACES = (
 )
 
 
+_also_forget: list[Callable[[], None]] = []
+
+
+def with_traces(forget: Callable[[], None]) -> None:
+    """Call `forget` too when traces are forgotten."""
+    _also_forget.append(forget)
+
+
 def forget_traces() -> None:
     """Empty jax's caches of traces, some thousand jaxprs each; compiled programs stay, and the next trace takes longer."""
+    for forget in _also_forget:
+        forget()
     for cache, name in list(_caches.items()):
         if any(f" {function} " in name for function in _OF_TRACES):
             cache.cache_clear()
@@ -81,12 +93,39 @@ def varying_axes(array: Any) -> frozenset[str]:
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # jax 0.10.0 has the second
 
 
+def tracing_context() -> Any:
+    """What, besides the arguments, decides what jax records of a function: its settings, and the axes that are manual here."""
+    return _trace_context()
+
+
+def recording_trace() -> Any:
+    """What records a jaxpr on this thread now; None if operations run, or are transformed."""
+    trace = _trace_ctx.trace
+    return trace if type(trace) is _DynamicJaxprTrace else None
+
+
+class ToInline:
+    """A closed jaxpr whose equations are recorded as they stand in a trace: no rule runs anew."""
+
+    __slots__ = ("_consts", "_whole")
+
+    def __init__(self, closed: Any) -> None:
+        jaxpr = closed.jaxpr
+        names = jaxpr.debug_info._replace(arg_names=None)
+        self._consts = closed.consts
+        self._whole = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
+
+    def __call__(self, trace: Any, args: Sequence[Any]) -> list[Any]:
+        """Record it in `trace`, which is `recording_trace()`; returns its results."""
+        source = _current_source()
+        tracer_of = trace.to_jaxpr_tracer
+        found = _inline_jaxpr_into_trace(trace, source, self._whole, (), *[tracer_of(v, source) for v in (*self._consts, *args)])
+        return [tracer_of(v, source) for v in found]
+
+
 def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """`eval_jaxpr` inside a trace: its equations are recorded as they stand, no rule runs anew (a third of the time)."""
-    trace, source = _trace_ctx.trace, _current_source()
-    names = jaxpr.debug_info._replace(arg_names=None)
-    whole = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
-    return _inline_jaxpr_into_trace(trace, source, whole, (), *(trace.to_jaxpr_tracer(v, source) for v in (*consts, *args)))
+    """`eval_jaxpr` inside a trace (a third of the time). See `ToInline`."""
+    return ToInline(jax.extend.core.ClosedJaxpr(jaxpr, consts))(_trace_ctx.trace, args)
 
 
 def inputs_of_each_output(jaxpr: Any) -> list[list[bool]]:

@@ -69,6 +69,7 @@ try:
     from torch._C import _dispatch_tls_local_include_set as included_dispatch_keys
     from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
     from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
+    from torch._C import _get_tracing_state as in_torchscript_trace
     from torch._C import _ImperativeEngine as ImperativeEngine
     from torch._C import _is_multithreading_enabled as is_multithreading_enabled
     from torch._C import _len_torch_function_stack as num_torch_function_modes
@@ -106,6 +107,7 @@ try:
 
     storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
     work_of_future: Callable[..., Any] = torch._C._distributed_c10d._create_work_from_future
+    UninitializedTensorMixin: type = getattr(torch.nn.parameter, "UninitializedTensorMixin")  # noqa: B009 (its stubs lack it)
     LinAlgError: type[RuntimeError] = torch._C._LinAlgError
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor

@@ -8,7 +8,7 @@ look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, what that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from spmd.base._torch import OpOverload, elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
+from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
 from spmd.device._numbers import carried, sample
 from spmd.device._pacing import note_operation
@@ -35,6 +36,7 @@ from spmd.device._storage import load, once, recording, store, trace_setting, wr
 from spmd.device._turn import own_turn, was_taken
 from spmd.lowering._registry import Lowering
 
+_ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _HALF = (torch.float16, torch.bfloat16)
@@ -122,22 +124,20 @@ class Plan:
         values = [_cast_scalar(value, dtype) for value, dtype in zip(dynamic, self.compute, strict=True)]
         if key is None and not any(getattr(value, "shape", None) for value in values):
             return once(self, values, lambda: self.run(values))
-        is_array = [isinstance(value, jax.Array | np.ndarray) for value in values]
-        numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not is_array[i])  # repr: 0.0 == -0.0
-        seen = (numbers, *((value.shape, value.dtype) for array, value in zip(is_array, values, strict=True) if array))
+        arrays = [value for value in values if isinstance(value, _ARRAYS)]
+        numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not isinstance(v, _ARRAYS))  # repr: 0.0 == -0.0
+        seen = (numbers, *((value.shape, value.dtype) for value in arrays))
         if seen not in self.seen:
             self.seen.add(seen)
             return self.run(values, key)
-        bound = self.bound.get(numbers)
-        if bound is None:
-            held = [None if array else value for array, value in zip(is_array, values, strict=True)]
+        if (bound := self.bound.get(numbers)) is None:
+            held = [None if isinstance(value, _ARRAYS) else value for value in values]
+            bound = self.bound[numbers] = Inlined(lambda arrays, key: self.run(_with_arrays(held, iter(arrays)), key))
+        return bound(arrays, key)
 
-            def run(arrays: list[Any], key: Any) -> Any:
-                rest = iter(arrays)
-                return self.run([next(rest) if value is None else value for value in held], key)
 
-            bound = self.bound[numbers] = jax.jit(run, inline=True)
-        return bound([value for array, value in zip(is_array, values, strict=True) if array], key)
+def _with_arrays(held: list[Any], arrays: Iterator[Any]) -> list[Any]:
+    return [next(arrays) if value is None else value for value in held]
 
 
 class Adapter:

@@ -43,6 +43,7 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracing
+from spmd.device._inlined import Inlined
 from spmd.device._module_mesh import ModuleMesh, Split, largest_mesh
 from spmd.device._products import product_layouts
 
@@ -92,11 +93,17 @@ class PartitionedJit:
         is_affected: whether the function's programs have operations that need it; None before the first over several devices.
     """
 
-    __slots__ = ("_compiled", "_static", "is_affected", "jitted")
+    __slots__ = ("_compiled", "_inlined", "_static", "is_affected", "jitted")
 
-    def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = (), **options: Any) -> None:
-        """`static`: positions of arguments that are no arrays, known while `fn` is traced."""
-        self.jitted = jax.jit(fn, static_argnums=static, **options)
+    def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = (), inline: bool = False, **options: Any) -> None:
+        """
+        Args:
+            static: positions of arguments that are no arrays, known while `fn` is traced.
+            inline: in a trace, what `fn` records stands there as if it had been called.
+            options: of `jax.jit`.
+        """
+        self.jitted = jax.jit(fn, static_argnums=static, inline=inline, **options)
+        self._inlined = Inlined(fn, static) if inline else self.jitted
         self.is_affected: bool | None = None
         self._static = static
         self._compiled: dict[Any, Any] = {}
@@ -110,7 +117,9 @@ class PartitionedJit:
             raise
 
     def _called(self, args: tuple[Any, ...]) -> Any:
-        if self.is_affected is False or is_tracing():
+        if is_tracing():
+            return self._inlined(*args)
+        if self.is_affected is False:
             return self.jitted(*args)
         dynamic = [arg for i, arg in enumerate(args) if i not in self._static] if self._static else args
         leaves, tree = jax.tree.flatten(dynamic)

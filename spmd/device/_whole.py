@@ -20,6 +20,7 @@ from spmd.base._jax import inputs_of_each_output
 from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
 from spmd.device._deferred import Deferrable, Held
+from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
@@ -182,7 +183,7 @@ def _pulled_back(vjp: Any, cotangent: Any) -> Any:
     return jax.tree.map(conjugated, vjp(jax.tree.map(conjugated, cotangent)))
 
 
-_apply_vjp = jax.jit(_pulled_back, inline=True)
+_apply_vjp = Inlined(_pulled_back)
 
 
 @dataclass(eq=False)

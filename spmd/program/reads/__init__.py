@@ -3,6 +3,7 @@
 Every program is guarded by what its trace *read*, not by what its code names. See Note [Reads] in `_recorder`.
 """
 
+from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._guard import changed_numbers, guard_places
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library
@@ -24,6 +25,7 @@ __all__ = [
     "Numbers",
     "Place",
     "Recording",
+    "RunModule",
     "Varying",
     "ViewNeeded",
     "changed_numbers",

@@ -135,7 +135,7 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
         chosen = told(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
         return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
-    if any(type(a) is Varying or _lists_varying(a) for a in args) and not _takes_varying(fn):
+    if any(map(_holds_varying, args)) and not _takes_varying(fn):
         given = replaced(fn, args)
         if given is not None:
             told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
@@ -179,7 +179,12 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _lists_varying(value: Any) -> bool:
-    return type(value) in (list, tuple) and any(type(v) is Varying or _lists_varying(v) for v in value)
+    return type(value) in (list, tuple) and any(map(_holds_varying, value))
+
+
+def _holds_varying(value: Any) -> bool:
+    kind = type(value)
+    return kind is Varying or ((kind is list or kind is tuple) and any(map(_holds_varying, value)))
 
 
 def _takes_varying(fn: Any) -> bool:
@@ -292,38 +297,39 @@ class ContextNeeded(TraceAgain):
 
 def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     """A method that is C code, of `owner`."""
-    if isinstance(owner, CONTAINERS) and not isinstance(owner, np.ndarray):
+    kind = type(owner)  # `isinstance` asks the object for its class, which may be the user's code
+    if issubclass(kind, CONTAINERS) and not issubclass(kind, np.ndarray):
         _container_method(recording, owner, name, args)
         return
-    if isinstance(owner, ContextVar):
+    if kind is ContextVar:
         if name != "get" and owner.get(recording) is recording and not recording.has_own_context:
             raise ContextNeeded
         recording.look_into(owner) if name == "get" else recording.journal.content(owner, owner.name)
     elif (
-        isinstance(owner, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator))
+        issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator))
         and owner is not _GLOBAL_RANDOM
     ):
         if name not in ("getstate", "get_state"):
             raise refused(f"{type(owner).__name__}.{name}(): random numbers of the host")
-    elif isinstance(owner, np.flatiter | memoryview) and name == "__setitem__":
+    elif issubclass(kind, (np.flatiter, memoryview)) and name == "__setitem__":
         recording.mutate(owner)
-    elif isinstance(owner, Iterator):
+    elif issubclass(kind, Iterator):
         recording.advance(owner, f"advanced by {name}()")
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
         recording.load_attr(owner, args[0])
     elif name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
-        if isinstance(owner, type):
+        if issubclass(kind, type):
             recording.store_attr(owner, args[0])
         else:
             recording._store_attribute(owner, args[0])
-    elif isinstance(owner, np.ndarray):
+    elif issubclass(kind, np.ndarray):
         recording.look_into(owner)
         if name in _WRITES_OF_ARRAYS or name in INPLACE:
             recording.mutate(owner)
-    elif isinstance(owner, types.MappingProxyType):
+    elif kind is types.MappingProxyType:
         recording.look_into(owner)
-    elif not isinstance(owner, torch.Tensor):
-        if not is_recorded(type(owner).__module__):
+    elif not issubclass(kind, torch.Tensor):
+        if not is_recorded(kind.__module__):
             recording.hand(owner)
     else:
         recording.look_into(owner)
@@ -391,12 +397,13 @@ def _container_method(recording: Recording, owner: Any, name: str, args: tuple[A
 
 def is_generator(value: Any) -> bool:
     """Whether `value` makes random numbers on the host, and can be asked for its state."""
+    kind = type(value)
     if value is _GLOBAL_RANDOM or value is _NUMPYS_GLOBAL or value is torch.default_generator:  # `no_host_random` looks at these
         return False
-    if isinstance(value, torch.Generator):
+    if issubclass(kind, torch.Generator):
         return value.device.type == "cpu"
-    is_pythons = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
-    return is_pythons or isinstance(value, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
+    is_pythons = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
+    return is_pythons or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
 
 
 def state_of(generator: Any) -> Any:
@@ -412,24 +419,25 @@ def state_of(generator: Any) -> Any:
 
 def parts_of(value: Any, recording: Recording) -> list[Any]:
     """What a library that is handed `value` can reach from it."""
-    if isinstance(value, dict):
+    kind = type(value)
+    if issubclass(kind, dict):
         return list(dict.values(value))
-    if isinstance(value, (collections.UserDict, collections.UserList)):
+    if issubclass(kind, (collections.UserDict, collections.UserList)):
         return [value.data]
-    if isinstance(value, (list, tuple, collections.deque)):
+    if issubclass(kind, (list, tuple, collections.deque)):
         return list(value)
-    if isinstance(value, (set, frozenset)):
+    if issubclass(kind, (set, frozenset)):
         return list(value)
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return [value.func, value.args, recording.parts(value, value.keywords)]
-    if isinstance(value, types.MethodType):
+    if issubclass(kind, types.MethodType):
         return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
-    if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+    if issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
         return [] if isinstance(value.__self__, (type, types.ModuleType)) else [value.__self__]
-    if isinstance(value, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
+    if issubclass(kind, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
         return []
-    is_container = isinstance(value, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
-    if isinstance(value, Iterator) or (is_library(type(value).__module__) and not is_container):
+    is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
+    if issubclass(kind, Iterator) or (is_library(kind.__module__) and not is_container):
         return []
     attributes = recording.attributes(value)
     return [attributes] if attributes else []

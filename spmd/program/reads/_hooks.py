@@ -1,4 +1,7 @@
-"""What instrumented code calls: each hook hands the operands to the recording of this thread, if there is one."""
+"""What instrumented code calls: each hook hands the operands to the recording of this thread, if there is one.
+
+Hooks run a hundred thousand times in a trace: those that come most often turn back by themselves where there is nothing to tell.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ from _thread import get_ident
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 _now: dict[int, Recording] = {}  # by thread
+
+# values that hold nothing that could change
+QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range})
 
 
 def start(recording: Recording) -> Recording | None:
@@ -30,14 +38,20 @@ def stop(before: Recording | None) -> None:
         _now[get_ident()] = before
 
 
-def _told(recording: Recording, name: str, operands: tuple[Any, ...]) -> Any:
-    """The recording's answer. It looks at things unseen: by no hook, and by no mode of the user's that sees torch's functions."""
+def now() -> Recording | None:
+    """What this thread's code tells; None while nothing is recorded, and while the recording itself looks at things."""
+    recording = _now.get(get_ident())
+    return None if recording is None or recording.is_busy else recording
+
+
+def unseen(recording: Recording, look: Callable[..., Any], *operands: Any) -> Any:
+    """`look(*operands)`, seen by no hook, and by no mode of the user's that sees torch's functions."""
     recording.is_busy = True
     try:
         if num_torch_function_modes():
             with DisableTorchFunction():
-                return getattr(recording, name)(*operands)
-        return getattr(recording, name)(*operands)
+                return look(*operands)
+        return look(*operands)
     finally:
         recording.is_busy = False
 
@@ -46,7 +60,7 @@ def _teller(name: str) -> Callable[..., Any]:
     def tell(*operands: Any) -> None:
         recording = _now.get(get_ident())
         if recording is not None and not recording.is_busy:
-            _told(recording, name, operands)
+            unseen(recording, getattr(recording, name), *operands)
 
     return tell
 
@@ -54,7 +68,7 @@ def _teller(name: str) -> Callable[..., Any]:
 def _caller(name: str) -> Callable[..., Any]:
     def tell(fn: Any, *operands: Any) -> Any:
         recording = _now.get(get_ident())
-        return fn if recording is None or recording.is_busy else _told(recording, name, (fn, *operands))
+        return fn if recording is None or recording.is_busy else unseen(recording, getattr(recording, name), fn, *operands)
 
     return tell
 
@@ -62,9 +76,43 @@ def _caller(name: str) -> Callable[..., Any]:
 def _item(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     def tell(holder: Any, key: Any) -> tuple[Any, Any]:
         recording = _now.get(get_ident())
-        return (key, holder) if recording is None or recording.is_busy else _told(recording, name, (holder, key))
+        return (key, holder) if recording is None or recording.is_busy else unseen(recording, getattr(recording, name), holder, key)
 
     return tell
+
+
+def _load_attr(instance: Any, name: str) -> None:
+    if type(instance) not in QUIET:
+        recording = _now.get(get_ident())
+        if recording is not None and not recording.is_busy and (id(instance), name) not in recording.seen:
+            unseen(recording, recording.load_attr, instance, name)
+
+
+def _look_into(value: Any) -> None:
+    if type(value) not in QUIET:
+        recording = _now.get(get_ident())
+        if recording is not None and not recording.is_busy:
+            unseen(recording, recording.look_into, value)
+
+
+def _load_cell(cell: Any, name: str) -> None:
+    recording = _now.get(get_ident())
+    if recording is not None and not recording.is_busy and id(cell) not in recording.seen:
+        unseen(recording, recording.load_cell, cell, name)
+
+
+def _load_global(name: str) -> None:
+    recording = _now.get(get_ident())
+    if recording is not None and not recording.is_busy:  # looking at an object may run its own `__getattribute__`
+        variables = sys._getframe(1).f_globals
+        if (id(variables), name) not in recording.seen:
+            unseen(recording, recording.load_global, variables, name)
+
+
+def _store_global(name: str) -> None:
+    recording = _now.get(get_ident())
+    if recording is not None and not recording.is_busy:
+        unseen(recording, recording.store_global, sys._getframe(1).f_globals, name)
 
 
 def _choice(condition: Any, enters_if: bool) -> Any:
@@ -77,26 +125,15 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
     return after if choice is True or recording is None else recording.chosen(choice, before, after)
 
 
-def _global_teller(name: str) -> Callable[[str], None]:
-    def tell(variable: str) -> None:
-        recording = _now.get(get_ident())
-        if recording is not None and not recording.is_busy:  # looking at an object may run its own `__getattribute__`
-            _told(recording, name, (sys._getframe(1).f_globals, variable))
-
-    return tell
-
-
 HOOKS: dict[str, Callable[..., Any]] = {
-    **{
-        name: _teller(name)
-        for name in (
-            *("load_cell", "store_cell", "load_attr", "store_attr", "look_into", "mutate"),
-            *("iterate", "contains", "made_with_keys"),
-        )
-    },
-    **{name: _global_teller(name) for name in ("load_global", "store_global")},
+    **{name: _teller(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "contains", "made_with_keys")},
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
     **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key", "operate", "operate_in_place")},
+    "load_attr": _load_attr,
+    "look_into": _look_into,
+    "load_cell": _load_cell,
+    "load_global": _load_global,
+    "store_global": _store_global,
     "choice": _choice,
     "chosen": _chosen,
     "super_of": lambda made_by, cls, instance: made_by(cls, instance),

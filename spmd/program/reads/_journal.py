@@ -70,7 +70,8 @@ class Journal:
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
         """Whether the trace wrote there before: what is read then came from the trace."""
-        return (id(holder), _token(key)) in self._first or (id(holder), _token(ABSENT)) in self._first
+        first = self._first
+        return bool(first) and ((id(holder), _token(key)) in first or (id(holder), _WHOLE) in first)
 
     def has_met(self, holder: Any) -> bool:
         """Whether the trace wrote to any part of it."""
@@ -192,11 +193,16 @@ def dict_class(holder: dict[Any, Any]) -> Any:
 
 
 def _token(key: Any) -> Any:
+    if type(key) is str:
+        return key
     try:
         hash(key)
     except TypeError:
         return id(key)
     return key if isinstance(key, (str, int, bytes, tuple, float, bool)) else id(key)
+
+
+_WHOLE = _token(ABSENT)
 
 
 def _is_same_content(now: Any, before: Any) -> bool:

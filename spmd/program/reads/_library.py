@@ -11,6 +11,7 @@ import functools
 import sys
 
 _OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # whose objects are the user's, as are their attributes
+_OF_TUPLES = "namedtuple_"  # where `__new__` of each named tuple is defined: it puts what it is given into a tuple
 _LIBRARIES = frozenset(
     {
         *(
@@ -65,5 +66,5 @@ def is_library(module_name: str | None) -> bool:
 def is_recorded(module_name: str | None) -> bool:
     """Whether what functions of this module read is recorded; the other libraries' are taken as a whole."""
     if not is_library(module_name):
-        return module_name not in _OF_NAMESPACES
+        return module_name not in _OF_NAMESPACES and not str(module_name).startswith(_OF_TUPLES)
     return any(module_name == name or str(module_name).startswith(name + ".") for name in _RECORDED)

@@ -54,14 +54,24 @@ class PlacesRead:
         self._ignored = ignored
         self._classes: dict[type, list[dict[str, Any]]] = {}
         self._missing: list[tuple[DictPlace, Any]] = []
+        self._found_in_class: dict[tuple[type, int, str], tuple[Any]] = {}  # until the trace writes to a class
+        self._are_watched: dict[type, bool] = {}
 
-    def _entry(self, holder: dict[Any, Any], key: Any, title: str, name: str) -> None:
+    def _entry(self, holder: dict[Any, Any], key: Any, of: Any, mark: str) -> None:
+        """An entry of a dict is read. Messages name it after `of` (an object or its name) and `mark`: ".", " ", "[" or nothing."""
         if id(holder) in self._ignored or self.journal.is_written(holder, key):
             return
-        place = self._dict(holder, title)
+        place: Any = self.places.get(id(holder)) or self._dict(holder, self._named(of, mark, "{}", "{!r}"))
         if key not in place.entries:
             value = place.entries[key] = dict.get(holder, key, ABSENT)
-            self._met(value, name)
+            if not isinstance(value, PLAIN):
+                self._met(value, self._named(of, mark, key, shown_key(key) if mark == "[" else ""))
+
+    def _named(self, of: Any, mark: str, key: Any, item: str) -> str:
+        if not mark:
+            return str(key)
+        title = of if type(of) is str else self._title(of)
+        return f"{title}[{item}]" if mark == "[" else f"{title}{mark}{key}"
 
     def miss(self, owner: Any, holder: dict[Any, Any], key: Any, title: str) -> None:
         """A key was missing in a dict that `owner` keeps: it is in every call, even if the trace leaves it there."""
@@ -94,8 +104,11 @@ class PlacesRead:
     def class_of(self, value: Any) -> None:
         """It matters of which class an object is."""
         cls = type(value)
-        key = hash(("class", id(value)))
-        if key not in self.places and cls.__flags__ & _HEAP and is_recorded(cls.__module__) and not isinstance(value, (torch.Tensor, type)):
+        is_watched = self._are_watched.get(cls)
+        if is_watched is None:
+            may_change = bool(cls.__flags__ & _HEAP) and is_recorded(cls.__module__)
+            is_watched = self._are_watched[cls] = may_change and not issubclass(cls, (torch.Tensor, type))
+        if is_watched and (key := hash(("class", id(value)))) not in self.places:
             self.places[key] = ClassPlace(value, self._title(value))
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
@@ -187,10 +200,17 @@ class PlacesRead:
 
     def _class_attribute(self, mro: tuple[type, ...], name: str) -> Any:
         """What a class or its bases hold under `name`; each that was asked is guarded."""
+        asked = mro[0], len(mro), name
+        found = self._found_in_class.get(asked)
+        if found is None:
+            found = self._found_in_class[asked] = (self._find_in_class(mro, name),)
+        return found[0]
+
+    def _find_in_class(self, mro: tuple[type, ...], name: str) -> Any:
         for cls in mro:
             own = self._class_dicts(cls)[0]
             if cls.__module__ != "builtins" and not (cls.__flags__ & 0x100):  # an immutable type
-                self._entry(own, name, f"{cls.__qualname__}.{{}}", f"{cls.__qualname__}.{name}")
+                self._entry(own, name, cls.__qualname__, ".")
             if name in own:
                 return own[name]
         return ABSENT

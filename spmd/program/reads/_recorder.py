@@ -29,8 +29,10 @@ import torch
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
+from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
+from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._memos import read_registry, require_unwritten
@@ -42,8 +44,7 @@ from spmd.program.reads._replaced import Held, replaced
 from spmd.program.reads._varying import Varying, asked, beside, fixed, fixed_if_varying, is_noted, is_varying, with_fixed_keys
 from spmd.program.reads._varying_index import index_of, read_at
 
-_TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__"}
-_QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range})
+_TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
 _WITH_PARTS = (types.FunctionType, functools.partial)  # `__defaults__`, `__code__`
 _MEMOS = frozenset({"__dynamo_disable"})  # what torch notes on a function when it is first called
@@ -55,6 +56,7 @@ class Recording(PlacesRead):
 
     Attributes:
         has_own_context: whether context variables are set in a copy, so that none has to be unset.
+        run_module: calls what it is given, the run of a module.
         fixes_indices: what is read of a tensor at an index that varies is a view, and the index is guarded by its value.
     """
 
@@ -64,8 +66,9 @@ class Recording(PlacesRead):
         self.caches: dict[int, Any] = {}
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.choice: Choice | None = None
+        self.run_module: RunModule = lambda module, run: run()
         self.fixes_indices = self.has_own_context = self.is_busy = False
-        self._seen: dict[Any, Any] = {}
+        self.seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
         self._gone: set[int] = set()  # ids of containers that the next call does not meet
@@ -76,39 +79,35 @@ class Recording(PlacesRead):
     # reads
 
     def load_global(self, variables: dict[str, Any], name: str) -> None:
-        if (id(variables), name) in self._seen or name not in variables:
-            if name not in variables and (id(variables), name) not in self._seen:
-                self._seen[id(variables), name] = variables
-                self._dict(variables, "{}").present.setdefault(name, False)
-            return
-        self._seen[id(variables), name] = variables
-        self._entry(variables, name, "{}", name)
+        self.seen[id(variables), name] = variables
+        if name in variables:
+            self._entry(variables, name, "", "")
+        else:
+            self._dict(variables, "{}").present.setdefault(name, False)
 
     def load_cell(self, cell: Any, name: str) -> None:
-        if id(cell) in self._seen:
-            return
-        self._seen[id(cell)] = cell
+        self.seen[id(cell)] = cell
         if not self.journal.is_written(cell):
             place = self.places[id(cell)] = CellPlace(cell, name)
             self._met(place.content, name)
 
     def load_attr(self, instance: Any, name: str) -> None:
         cls: type = type(instance)
-        if cls in _QUIET:
+        if cls in QUIET:
             return
         key = (id(instance), name)
-        if key in self._seen or name in _MEMOS:
+        if key in self.seen or name in _MEMOS:
             return
-        self._seen[key] = instance
+        self.seen[key] = instance
         if isinstance(instance, torch.Tensor):
             attributes = None if name in _TENSOR_NAMES else self.attributes(instance)
             if attributes is not None:
-                self._entry(attributes, name, "a tensor's {}", name)
+                self._entry(attributes, name, "a tensor's", " ")
         elif isinstance(instance, types.ModuleType):
             self._owners[id(instance.__dict__)] = instance
             if cls is not types.ModuleType:
                 self.ask(instance, setting_of(instance, name))
-            self._entry(instance.__dict__, name, f"{instance.__name__}.{{}}", f"{instance.__name__}.{name}")
+            self._entry(instance.__dict__, name, instance, ".")
         elif isinstance(instance, type):
             self._class_attribute(instance.__mro__, name)
         elif cls is super:
@@ -139,7 +138,7 @@ class Recording(PlacesRead):
                 if isinstance(instance, threading.local):
                     self._content(instance)
                 self._owners[id(attributes)] = instance
-                self._entry(attributes, name, f"{self._title(instance)}.{{}}", f"{self._title(instance)}.{name}")
+                self._entry(attributes, name, instance, ".")
                 if isinstance(found, functools.cached_property) and name not in attributes:
                     self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
 
@@ -156,21 +155,21 @@ class Recording(PlacesRead):
 
     def _read_item(self, holder: Any, key: Any) -> None:
         cls = type(holder)
-        if cls in _QUIET or isinstance(holder, torch.Tensor):
+        if cls in QUIET or isinstance(holder, torch.Tensor):
             self.operate(holder, key)
             return
         if id(holder) in self._ignored:
             return
         if isinstance(holder, dict) and is_simple(key):
             if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
-                self._entry(holder, key, f"{self._title(holder)}[{{!r}}]", f"{self._title(holder)}[{shown_key(key)}]")
+                self._entry(holder, key, holder, "[")
                 if isinstance(holder, collections.defaultdict) and key not in holder:
                     self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
         elif isinstance(holder, (list, collections.deque)) and type(key) in (int, bool):
             if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
                 self._item(holder, key)
         elif isinstance(holder, types.MappingProxyType):
-            self._entry(self._behind(holder), key, "{}", str(key))
+            self._entry(self._behind(holder), key, "", "")
         else:
             self.look_into(holder)
 
@@ -213,7 +212,7 @@ class Recording(PlacesRead):
     def look_into(self, value: Any) -> None:
         """All of a container, and nothing of what lies in it."""
         cls = type(value)
-        if cls in _QUIET or id(value) in self._ignored:
+        if cls in QUIET or id(value) in self._ignored:
             return
         if isinstance(value, torch.Tensor):
             self._host_tensor(value)
@@ -235,7 +234,7 @@ class Recording(PlacesRead):
 
     def hand(self, value: Any, depth: int = 0) -> None:
         """A value goes to code that is not recorded: all of it counts as read, as deep as it can change."""
-        if type(value) in _QUIET and type(value) is not tuple:
+        if type(value) in QUIET and type(value) is not tuple:
             return
         if id(value) in self._handed or depth > _MAX_DEPTH:
             return
@@ -318,6 +317,7 @@ class Recording(PlacesRead):
                 type.__setattr__(cls, name, value)
 
         self.journal.entry(self._class_dicts(cls)[0], name, f"{cls.__qualname__}.{name}", put)
+        self._found_in_class.clear()
 
     def store_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be written; returns the key and the container to use."""

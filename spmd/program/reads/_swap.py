@@ -14,7 +14,10 @@ import types
 from collections import defaultdict, deque
 from typing import Any
 
+import torch
+
 from spmd.program.reads import _hooks
+from spmd.program.reads._at_once import STAND_INS
 from spmd.program.reads._instrument import Instrumenter
 
 _codes_of = operator.attrgetter("__code__")
@@ -92,7 +95,10 @@ def _set_codes(functions: list[types.FunctionType], codes: list[types.CodeType])
 
 
 def _entered(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A stub was called: rewrite the code, for the next calls too."""
+    """A stub was called: rewrite the code, for the next calls too. The stub of a function with a stand-in stays."""
+    if code in STAND_INS:
+        own, recording = _own(code), _hooks.now()
+        return own(*args, **kwargs) if recording is None else STAND_INS[code](recording, own, *args, **kwargs)
     made = _INSTRUMENTER.instrumented(code)
     for swapped in _swapped:
         for fn in swapped.with_code(code):
@@ -100,6 +106,12 @@ def _entered(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], kw
                 fn.__code__ = made
     fn = types.FunctionType(made, sys._getframe(1).f_globals, code.co_name, None, closure or None)
     return fn(*args, **kwargs)
+
+
+@functools.cache
+def _own(code: types.CodeType) -> types.FunctionType:
+    """The instrumented function for which there is a stand-in."""
+    return types.FunctionType(_INSTRUMENTER.instrumented(code), sys.modules[torch.nn.Module.__module__].__dict__, code.co_name)
 
 
 _INSTRUMENTER = Instrumenter(_hooks.HOOKS, _entered)

@@ -349,7 +349,7 @@ class _Trace:
             with ExitStack() as stack:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                stack.enter_context(watching(recorder, self.found, self.debug_nans))
+                run_module = stack.enter_context(watching(recorder, self.found, self.debug_nans))
                 stack.enter_context(report_compiling())
                 stack.enter_context(barrier_on_recompute())
                 stack.enter_context(counting_on_device())
@@ -359,6 +359,7 @@ class _Trace:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
+                reads.run_module = run_module
                 reads.fixes_indices, reads.has_own_context = self.way.fixes_indices, self.way.has_own_context
                 args, kwargs = self.call
                 with nothing_swallowed(), Switches() as switches:

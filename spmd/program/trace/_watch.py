@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import get_ident
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain, TraceError, message
-from spmd.base._torch import pytree, tensor_str
+from spmd.base._torch import UninitializedTensorMixin, pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
+from spmd.program.reads import RunModule
 from spmd.program.trace._way import Way
 
 if TYPE_CHECKING:
@@ -39,12 +39,15 @@ class Undiscovered(TraceAgain):
 
 
 @contextmanager
-def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Generator[None]:
-    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`."""
+def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Generator[RunModule]:
+    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`.
+
+    Yields what a recording runs each module by.
+    """
     names = {id(module): name for name, module in found.all_modules()}
     known = {buffer_of(t) for t in found.device_tensors()}
-    scopes: list[tuple[str, Any]] = []
-    thread = get_ident()  # torch calls these hooks for the modules and optimizers of all threads
+    running: list[str] = []
+    thread = get_ident()  # torch calls the hook for the optimizers of all threads
 
     def is_new(p: torch.Tensor) -> bool:
         return p.device.type == "jax" and buffer_of(p) not in known and buffer_of(p) not in recorder.newborn
@@ -52,29 +55,26 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
     def ran(module: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise _scripted(module)
-        if any(is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None):
+        if any(isinstance(t, UninitializedTensorMixin) for t in (*module._parameters.values(), *module._buffers.values())):
             raise _uninitialised(module, names.get(id(module)))
         # A module that the function makes around tensors that are known is no news: each trace makes another one.
         if id(module) not in names and any(map(is_new, module.parameters())):
             raise Undiscovered(module)
         recorder.modules[id(module)] = module
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        if get_ident() != thread:
-            return
+    def run_module(module: torch.nn.Module, run: Callable[[], Any]) -> Any:
         ran(module)
         name = names.get(id(module)) or type(module).__name__
-        inner = name.removeprefix(scopes[-1][0] + ".") if scopes else name
-        scope = jax.named_scope(inner.replace(".", "/"))
-        scope.__enter__()
-        scopes.append((name, scope))
-
-    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        if scopes and get_ident() == thread:
-            name, scope = scopes.pop()
-            scope.__exit__(None, None, None)
-            if debug_nans:
-                recorder.finite.extend((name, flag) for flag in _finite_flags(result))
+        inner = name.removeprefix(running[-1] + ".") if running else name
+        running.append(name)
+        try:
+            with jax.named_scope(inner.replace(".", "/")):
+                result = run()
+        finally:
+            running.pop()
+        if debug_nans:
+            recorder.finite.extend((name, flag) for flag in _finite_flags(result))
+        return result
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() != thread:
@@ -83,18 +83,11 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             raise Undiscovered(optimizer)
         recorder.stepped.append(optimizer)
 
-    handles = [
-        torch.nn.modules.module.register_module_forward_pre_hook(enter),
-        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        register_optimizer_step_pre_hook(stepping),
-    ]
+    handle = register_optimizer_step_pre_hook(stepping)
     try:
-        yield
+        yield run_module
     finally:
-        while scopes:
-            scopes.pop()[1].__exit__(None, None, None)
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 def _scripted(module: torch.jit.ScriptModule) -> TraceError:

@@ -1,0 +1,104 @@
+"""Functions of torch's that tell all they read in one go: a call of a module, and a look at its parameters, buffers and modules.
+
+They run for every module of a model, and read a dozen places each, always the same. So a stand-in tells these and does what they
+do; where there is more to do (hooks, TorchScript), torch's own code runs, instrumented as all other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spmd.base._torch import in_torchscript_trace
+from spmd.program.reads._calls import told
+from spmd.program.reads._hooks import unseen
+from spmd.program.reads._number_place import ABSENT
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+Own = Callable[..., Any]
+RunModule = Callable[[torch.nn.Module, Callable[[], Any]], Any]
+_Module: Any = torch.nn.Module
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_PARTS = ("_parameters", "_buffers", "_modules")
+
+
+def _called(recording: Recording, own: Own, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`Module._call_impl`: a call of `forward` where there are no hooks."""
+
+    def run() -> Any:
+        forward = unseen(recording, _forward_of, recording, own, module, args, kwargs)
+        return own(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+
+    return recording.run_module(module, run)
+
+
+def _forward_of(recording: Recording, own: Own, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The module's `forward`, about to be called; None if there are hooks to call too."""
+    attributes, variables = _attributes_of(recording, module), own.__globals__
+    registries = [*(attributes.get(name) for name in _HOOKS), *map(variables.get, _GLOBAL_HOOKS)]
+    if in_torchscript_trace() or any(registries) or None in registries:
+        return None
+    for name in _HOOKS:
+        recording.load_attr(module, name)
+    for name in _GLOBAL_HOOKS:
+        recording.load_global(variables, name)
+    for registry in registries:
+        recording.look_into(registry)
+    recording.load_attr(module, "forward")
+    return told(recording, module.forward, (*args, *kwargs.values()))
+
+
+def _entered(recording: Recording, own: Own, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`Module._wrapped_call_impl`: a call of `_call_impl`, unless the module has a compiled one."""
+    is_plain = unseen(recording, _calls_own, recording, module)
+    return module._call_impl(*args, **kwargs) if is_plain else own(module, *args, **kwargs)
+
+
+def _calls_own(recording: Recording, module: Any) -> bool:
+    attributes = _attributes_of(recording, module)
+    if attributes.get("_compiled_call_impl") is not None or type(module)._call_impl is not _Module._call_impl:
+        return False
+    recording.load_attr(module, "_compiled_call_impl")
+    recording.load_attr(module, "_call_impl")
+    return "_call_impl" not in attributes
+
+
+def _attribute(recording: Recording, own: Own, module: Any, name: str) -> Any:
+    """`Module.__getattr__`: a parameter, a buffer or a module."""
+    found = unseen(recording, _part_of, recording, module, name)
+    return own(module, name) if found is ABSENT else found
+
+
+def _part_of(recording: Recording, module: Any, name: str) -> Any:
+    attributes = _attributes_of(recording, module)
+    for kind in _PARTS:
+        holder = attributes.get(kind)
+        if type(holder) is not dict:
+            return ABSENT
+        recording._read_item(attributes, kind)
+        if name in holder:
+            recording._read_item(holder, name)
+            return holder[name]
+        recording.contains(name, holder)
+    return ABSENT
+
+
+def _attributes_of(recording: Recording, module: Any) -> dict[str, Any]:
+    found = recording.attributes(module)
+    assert found is not None
+    return found
+
+
+STAND_INS: dict[types.CodeType, Callable[..., Any]] = {
+    _Module._call_impl.__code__: _called,
+    _Module._wrapped_call_impl.__code__: _entered,
+    _Module.__getattr__.__code__: _attribute,
+}
+
+__all__ = ["STAND_INS", "RunModule"]
