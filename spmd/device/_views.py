@@ -153,7 +153,7 @@ class GatherWindow:
         return root.reshape(-1).at[self._positions().reshape(-1)].set(value.reshape(-1)).reshape(self.root_shape)
 
 
-def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: int) -> Window | GatherWindow:
+def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: Any) -> Window | GatherWindow:
     """The operations that read and write the view (size, stride, offset), in elements, of a root of `root_shape`.
 
     Raises:
