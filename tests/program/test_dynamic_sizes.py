@@ -131,6 +131,18 @@ def test_a_branch_on_the_size_is_a_program_of_its_own() -> None:
         assert_same(step(x.to("jax")), double_large(x))
 
 
+def test_sizes_that_traces_leave_out_are_not_traced_at_all_points_again() -> None:
+    step = spmd.compile(
+        lambda x: x * 2 if x.shape[0] in (17, 19, 23, 27) else x + 1, dynamic={"x": {0: spmd.Dim("n", max=32, buckets=(32,))}}
+    )
+    counts = list[int]()
+    for size in (17, 19, 23):
+        assert_same(step(batch(size, 4).to("jax")), batch(size, 4) * 2)
+        counts.append(step.num_traces)
+    assert counts == [counts[0], counts[0] + 1, counts[0] + 2]
+    assert_same(step(batch(20, 4).to("jax")), batch(20, 4) + 1)
+
+
 def test_sizes_are_python_numbers_that_follow_the_call() -> None:
     def count(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
         return x.shape[0] * 2 + 1, x * x.shape[0] ** 0.5, x[1:].t()
