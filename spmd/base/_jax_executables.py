@@ -31,10 +31,16 @@ _ROOTS = ("jax", "jaxlib", "numpy")
 _BUILTINS = frozenset(("complex", "dict", "frozenset", "list", "set", "slice", "tuple"))
 
 
-def known_primitives() -> dict[int, Primitive]:
-    """The primitives that jax and this package have made, by id."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("jax.", "spmd."))]
-    return {id(value): value for module in modules for value in list(vars(module).values()) if isinstance(value, Primitive)}
+_primitives: dict[int, Primitive] = {}  # that jax and this package have made, by id
+
+
+def is_known_primitive(primitive: Primitive) -> bool:
+    """Whether jax or this package has made it: their modules are looked through again only for one that was not there the last time."""
+    if id(primitive) not in _primitives:
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith(("jax.", "spmd."))]
+        found = [value for module in modules for value in list(vars(module).values()) if isinstance(value, Primitive)]
+        _primitives.update((id(value), value) for value in found)
+    return id(primitive) in _primitives
 
 
 def compile_options_text(client: Any) -> bytes:
@@ -137,7 +143,7 @@ __all__ = [
     "Written",
     "compile_options_text",
     "device_ids",
-    "known_primitives",
+    "is_known_primitive",
     "loaded",
     "packed_call",
     "unpacked",

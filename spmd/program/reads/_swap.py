@@ -42,12 +42,13 @@ class Swapped:
     @functools.cached_property
     def _by_code(self) -> tuple[dict[int, types.FunctionType], dict[int, list[types.FunctionType]]]:
         """By id of a code one function that has it, and all others."""
-        one = dict(zip(map(id, self.codes), self.functions, strict=True))
+        keys = list(map(id, self.codes))
+        one = dict(zip(keys, self.functions, strict=True))
         others: defaultdict[int, list[types.FunctionType]] = defaultdict(list)
-        if len(one) < len(self.codes):
-            for fn, code in zip(self.functions, self.codes, strict=True):
-                if one[id(code)] is not fn:
-                    others[id(code)].append(fn)
+        if len(one) < len(keys):
+            is_other = map(operator.is_not, map(one.__getitem__, keys), self.functions)
+            for index in itertools.compress(range(len(keys)), is_other):
+                others[keys[index]].append(self.functions[index])
         return one, others
 
     def with_code(self, code: types.CodeType) -> list[types.FunctionType]:

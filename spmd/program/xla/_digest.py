@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from mesh.job._join import program_environment
 from spmd.base._jax import is_literal
-from spmd.base._jax_executables import compile_options_text, known_primitives, unspecified
+from spmd.base._jax_executables import compile_options_text, is_known_primitive, unspecified
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _RANDOM = (threefry_prng_impl, rbg_prng_impl, unsafe_rbg_prng_impl)
@@ -59,7 +59,6 @@ class _Text:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str]] = {}  # by id, with what keeps it alive
-        self._primitives = known_primitives()
 
     def of(self, value: Any) -> str:
         kind = type(value)
@@ -111,7 +110,7 @@ class _Text:
         lines = [f"{{ {new(jaxpr.constvars)} ; {new(jaxpr.invars)}"]
         for equation in jaxpr.eqns:
             name, operands = equation.primitive.name, " ".join(map(read, equation.invars))
-            if id(equation.primitive) not in self._primitives:
+            if not is_known_primitive(equation.primitive):
                 raise NoDigest(f"the primitive {name}")
             left_out = _FUNCTIONS_OF.get(name, ())
             try:
