@@ -15,10 +15,10 @@ import jax
 from spmd.base._errors import SpmdError, TraceError, message, place_of
 from spmd.base._jax import InconclusiveDimensionOperation, bounds_of, size_at, symbols_in
 from spmd.interop._exported_program import value_of
-from spmd.program.sizes._family import questions
+from spmd.program.sizes._family import questions, require_alike
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._size_reads import SizeReads, sizes_read
-from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of, require_alike
+from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of
 from spmd.program.sizes._window_extents import learn_extents
 
 _FAR = 61  # from the least size of a symbol without a largest to the largest that is traced

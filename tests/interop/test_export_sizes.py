@@ -327,6 +327,10 @@ def spectrum(x: torch.Tensor) -> torch.Tensor:
     return torch.fft.rfft(x, dim=0).abs()
 
 
+def highest(x: torch.Tensor) -> torch.Tensor:
+    return F.adaptive_max_pool1d(x.t()[None], 2)
+
+
 X: dict[str, Any] = {"x": {0: BATCH}}
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a branch": (
@@ -335,6 +339,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         r"branch is not one program for all sizes(?s:.*)with another answer(?s:.*)at test_export_sizes.py:\d+ in branch",
     ),
     "no form in JAX": (spectrum, X, r"spectrum cannot be exported for sizes that vary(?s:.*)FFT(?s:.*)also="),
+    "another way": (
+        highest,
+        X,
+        r"highest is not one program for all sizes(?s:.*)operation \w+ of(?s:.*)in highest(?s:.*)fix: narrow the sizes",
+    ),
     "a slice": (cut, X, r"cut is not one program for all sizes(?s:.*)operation slice of(?s:.*)in cut(?s:.*)fix: narrow the sizes"),
     "questions": (equals, X, r"for all sizes of dim 'batch'(?s:.*)batch = 2 to 24 and 32 to 64(?s:.*)spmd.Dim\('batch', min=32, max=64\)"),
     "a size of 1": (noted, X, r"noted cannot be traced for batch = 1(?s:.*)more than 1 value(?s:.*)spmd.Dim\('batch', min=2, max=64\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,11 @@ class Family:
         self._reads = reads[0]
         self._points, self._limits = points, tuple(limits)
         self._jaxprs = [t.jaxpr for t in traces]
-        _require_alike(traces)
+        try:
+            _require_alike(traces)
+        except SizeDecides:
+            require_alike([closed.jaxpr for closed in self._jaxprs])  # says where
+            raise
         learn_extents(points, self._jaxprs, self._limits)
         self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
         self._leaves = [self._leaf(same) for same in zip(*(t.leaves for t in traces), strict=True)]
@@ -249,6 +254,16 @@ def _require_alike(traces: Sequence[Captured]) -> None:
             raise SizeDecides("the size decides what is computed")
 
 
+def require_alike(jaxprs: Sequence[Any]) -> None:
+    """Raise SizeDecides with the first equation that another size has not."""
+    for each in itertools.zip_longest(*(j.eqns for j in jaxprs)):
+        if None in each or any(one.primitive is not each[0].primitive for one in each):
+            error = SizeDecides("the size decides what is computed")
+            longest = max(range(len(jaxprs)), key=lambda i: len(jaxprs[i].eqns))
+            error.equation = each[longest]  # what the others leave out
+            raise error
+
+
 def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
     return buffer_of(one) is buffer_of(other) and Window.of(one) == Window.of(other)
 
@@ -318,4 +333,4 @@ def _answer(tree: Any, leaves: Sequence[int]) -> Any:
         return None
 
 
-__all__ = ["Family", "questions"]
+__all__ = ["Family", "questions", "require_alike"]

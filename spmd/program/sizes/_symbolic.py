@@ -6,7 +6,6 @@ once more with these formulas of symbols. jax's rules for shapes then prove that
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +17,9 @@ from jax import export, lax
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import InconclusiveDimensionOperation, is_jaxpr
-from spmd.program.sizes._evaluate import LOOPS, RULES, Equation, Evaluation, SizeDecides
+from spmd.program.sizes._evaluate import LOOPS, RULES, Equation, Evaluation
 from spmd.program.sizes._expressions import Expression, tree_of
-from spmd.program.sizes._family import Family
+from spmd.program.sizes._family import Family, require_alike
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Padded, Room
 from spmd.program.sizes._trace_points import more_points, points_within
@@ -217,16 +216,6 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
     return SymbolicTrace(found, symbols, limits(points, family.names, own, family.asked))
 
 
-def require_alike(jaxprs: Sequence[Any]) -> None:
-    """Raise SizeDecides with the first equation that another size has not."""
-    for each in itertools.zip_longest(*(j.eqns for j in jaxprs)):
-        if None in each or any(one.primitive is not each[0].primitive for one in each):
-            error = SizeDecides("the size decides what is computed")
-            longest = max(range(len(jaxprs)), key=lambda i: len(jaxprs[i].eqns))
-            error.equation = each[longest]  # what the others leave out
-            raise error
-
-
 def limits(points: Points, names: Sequence[str], own: Sequence[Values], asked: tuple[Sequence[Values], Sequence[Any]]) -> list[Any]:
     """What must be true of sizes, as plain data: dims keep two elements, as one would broadcast, and Python's questions their answers.
 
@@ -260,4 +249,4 @@ def points_of(ranges: Sequence[Range], shift: int) -> tuple[list[tuple[int, ...]
     return found, more_points(found, steps)
 
 
-__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "points_of", "require_alike", "symbolic"]
+__all__ = ["Range", "SymbolicTrace", "Symbols", "evaluated", "extents", "limits", "points_of", "symbolic"]
