@@ -112,3 +112,34 @@ def test_running_averages_that_are_split_unevenly_are_written_by_every_round() -
     assert_same(compiled(x.to("jax")), step(host, x))
     assert_same_model(device, host)
     assert_same([p.grad for p in device.parameters()], [p.grad for p in host.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["number", "list"])
+def test_python_that_each_micro_batch_changes_is_refused(kind: str) -> None:
+    held: dict[str, int] = {"rounds": 0}
+    seen: list[int] = []
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        if kind == "number":
+            held["rounds"] += 1
+            return x.sum() * held["rounds"]
+        seen.append(len(seen))
+        return x.sum() * len(seen)
+
+    step = spmd.compile(lambda xs: spmd.accumulate(4)(one)(xs))
+    with pytest.raises(spmd.TraceError, match=r"(?s)every micro-batch changes .*fix: change it once, after accumulate"):
+        step(torch.ones(4, 2).to("jax"))
+    assert (held, seen) == ({"rounds": 0}, [])
+
+
+def test_python_that_each_micro_batch_leaves_alike_is_written() -> None:
+    held: dict[str, object] = {}
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        held["last"] = tuple(x.shape)
+        held["name"] = "one"
+        return x.sum()
+
+    step = spmd.compile(lambda xs: spmd.accumulate(4)(one)(xs))
+    assert step(torch.ones(4, 2).to("jax")).tolist() == [2.0] * 4
+    assert held == {"last": (2,), "name": "one"}

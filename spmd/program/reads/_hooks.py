@@ -44,6 +44,12 @@ def now() -> Recording | None:
     return None if recording is None or recording.is_busy else recording
 
 
+def python_values() -> dict[Any, tuple[str, Any]]:
+    """What the trace of this thread wrote to Python so far: by place, its title and the number, text or size there."""
+    recording = _now.get(get_ident())
+    return {} if recording is None else recording.journal.plain_values()
+
+
 def unseen(recording: Recording, look: Callable[..., Any], *operands: Any) -> Any:
     """`look(*operands)`, seen by no hook, and by no mode of the user's that sees torch's functions."""
     recording.is_busy = True

@@ -14,6 +14,7 @@ import numpy as np
 
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import content_of, is_same, items_of, slot_value
+from spmd.program.reads._varying import Varying
 
 Put = Callable[[Any], None]
 
@@ -76,6 +77,18 @@ class Journal:
     def has_met(self, holder: Any) -> bool:
         """Whether the trace wrote to any part of it."""
         return any(written.holder is holder for written in self._first.values())
+
+    def plain_values(self) -> dict[Any, tuple[str, Any]]:
+        """By place that was written to: its title, and the number, text or size that is there now."""
+        found: dict[Any, tuple[str, Any]] = {}
+        for token, written in self._first.items():
+            now = written.read()
+            now = now.evaluate() if type(now) is Varying else now
+            if isinstance(now, (int, float, str)):
+                found[token] = written.title, now
+            elif written.is_content and isinstance(now, (list, dict, set, collections.deque)):
+                found[token] = written.title, len(now)
+        return found
 
     def before(self, holder: Any) -> Any:
         """The content that a container had before the trace first changed it, or ABSENT."""
