@@ -66,7 +66,9 @@ def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, 
         for parameter in [p for p in optimizer.state if p not in states]:
             del optimizer.state[parameter]
         for parameter, state in states.items():
-            optimizer.state[parameter] = state
+            held = optimizer.state.setdefault(parameter, {})
+            held.clear()  # the same dict as before, which a program knows: another one would be a reason to trace again
+            held.update(state)
         return optimizer
 
     return finish

@@ -23,7 +23,7 @@ if len(sys.argv) > 1:
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[-1]))
-layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to("jax")
+layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24))).to("jax")
 optimizer = torch.optim.AdamW(layers.parameters())
 
 @spmd.compile

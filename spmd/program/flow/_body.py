@@ -19,6 +19,7 @@ from spmd.base._torch import pytree
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._closure import Closure, gradients
 from spmd.program.flow._round import one_round
+from spmd.program.flow._writes import OuterWrites
 
 Fn = Callable[..., Any]
 
@@ -37,6 +38,7 @@ class Body:
         shapes: shape and dtype of each result.
         tree: container of the results.
         grads: for each result whether a gradient flows back from it.
+        writes: what it writes to Python.
     """
 
     fn: Fn
@@ -49,12 +51,13 @@ class Body:
     shapes: list[Any] = field(default_factory=list[Any])
     tree: Any = None
     grads: list[bool] = field(default_factory=list[bool])
+    writes: OuterWrites = field(default_factory=OuterWrites)
 
     def __post_init__(self) -> None:
         """Trace it once, abstractly."""
 
         def discover(arrays: list[Any]) -> list[Any]:
-            with one_round(self.words) as round_:
+            with one_round(self.words) as round_, self.writes.traced():
                 operands = self.bound(arrays)
                 for old, new in zip(self.operands, operands, strict=True):
                     if is_device_tensor(old) and old.requires_grad:
@@ -82,7 +85,7 @@ class Body:
 
     def run(self, arrays: Sequence[Any], words: Any, written: Sequence[Buffer], values: Sequence[Any] | None = None) -> Any:
         """(results, new values of `written`) as arrays; `values`: what these held before, if not what they hold now."""
-        with one_round(words) as round_:
+        with one_round(words) as round_, self.writes.traced():
             if values is not None:
                 round_.hold(dict(zip(written, values, strict=True)))
             with torch.no_grad():

@@ -24,6 +24,7 @@ from spmd.program.flow._body import Body, Fn
 from spmd.program.flow._closure import Closure
 from spmd.program.flow._cond import as_predicate
 from spmd.program.flow._round import one_round, words_now
+from spmd.program.flow._writes import OuterWrites
 
 
 def scanned(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], more: Sequence[Any]) -> Any:
@@ -178,6 +179,7 @@ def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any], c
     words = words_now()
     is_number = [not is_device_tensor(value) for value in init]
     tree: list[Any] = []
+    writes = OuterWrites()
 
     def tensors(arrays: Sequence[Any]) -> list[Any]:
         return [lifted(a, integral=True) if number else wrap(a) for a, number in zip(arrays, is_number, strict=True)]
@@ -194,7 +196,7 @@ def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any], c
             return as_predicate(outcome) if is_device_tensor(outcome) else array(outcome).astype(bool)
 
     def body(arrays: Sequence[Any], written: Sequence[Buffer], values: Sequence[Any], now: Any) -> Any:
-        with one_round(now) as round_:
+        with one_round(now) as round_, writes.traced():
             round_.hold(dict(zip(written, values, strict=True)))
             operands = tensors(arrays)
             with torch.set_grad_enabled(needs_check), Closure(round_.newborn.__contains__) as closure:

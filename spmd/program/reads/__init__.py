@@ -5,10 +5,11 @@ Every program is guarded by what its trace *read*, not by what its code names. S
 
 from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._guard import changed_numbers, guard_places
-from spmd.program.reads._journal import Effect
+from spmd.program.reads._hooks import python_writes
+from spmd.program.reads._journal import Effect, Writes, is_same_content
 from spmd.program.reads._library import is_library
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, with_inputs
-from spmd.program.reads._places import PLAIN, Place
+from spmd.program.reads._places import PLAIN, Place, shown
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import Held, guard_who, touched_by
 from spmd.program.reads._swap import code_of
@@ -27,6 +28,7 @@ __all__ = [
     "Recording",
     "RunModule",
     "Varying",
+    "Writes",
     "ViewNeeded",
     "changed_numbers",
     "code_of",
@@ -34,7 +36,10 @@ __all__ = [
     "guard_who",
     "is_library",
     "is_noted",
+    "is_same_content",
+    "python_writes",
     "recorded",
+    "shown",
     "touched_by",
     "with_inputs",
 ]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
+from spmd.program.reads._journal import Writes
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -48,6 +50,18 @@ def python_values() -> dict[Any, tuple[str, Any]]:
     """What the trace of this thread wrote to Python so far: by place, its title and the number, text or size there."""
     recording = _now.get(get_ident())
     return {} if recording is None else recording.journal.plain_values()
+
+
+@contextmanager
+def python_writes() -> Generator[Writes]:
+    """What is written to Python from here on, in the trace of this thread."""
+    recording, writes = _now.get(get_ident()), Writes()
+    parts = [] if recording is None else recording.journal.parts
+    parts.append(writes)
+    try:
+        yield writes
+    finally:
+        parts.pop()
 
 
 def unseen(recording: Recording, look: Callable[..., Any], *operands: Any) -> Any:

@@ -17,6 +17,7 @@ from spmd.program.reads._places import content_of, is_same, items_of, slot_value
 from spmd.program.reads._varying import Varying
 
 Put = Callable[[Any], None]
+Writes = dict[Any, tuple[str, Any, Callable[[], Any]]]  # by place: its title, what it held before, what it holds now
 
 
 @dataclass
@@ -58,7 +59,11 @@ class _Written:
 
 
 class Journal:
-    """Writes of one trace, in order."""
+    """Writes of one trace, in order.
+
+    Attributes:
+        parts: what is written while parts of the trace run, the innermost last.
+    """
 
     def __init__(self, is_ignored: Callable[[Any, Any], bool] = lambda holder, key: False) -> None:
         """`is_ignored`: entries (holder, key) that something else puts back."""
@@ -68,6 +73,7 @@ class Journal:
         self._removed: dict[tuple[Any, ...], None] = {}
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
         self.num_writes = 0
+        self.parts: list[Writes] = []
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
         """Whether the trace wrote there before: what is read then came from the trace."""
@@ -150,6 +156,9 @@ class Journal:
     def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put, is_content: bool = False) -> None:
         token = (id(holder), _token(key))
         self.num_writes += 1
+        for writes in self.parts:
+            if token not in writes and not self._is_ignored(holder, key):
+                writes[token] = title, read(), read
         if token not in self._first and not self._is_ignored(holder, key):
             self._first[token] = _Written(holder, key, title, read(), read, put, is_content)
 
@@ -169,7 +178,7 @@ class Journal:
                 effects += [e for e in self._appended if e.holder is written.holder]
                 continue
             now = written.read()
-            is_same = now is written.before or _is_same_content(now, written.before)
+            is_same = now is written.before or is_same_content(now, written.before)
             put = written.put
             if (id(written.holder), _token(written.key)) in self._removed and now is not ABSENT:
                 is_same, put = False, partial(_put_last, put)
@@ -186,7 +195,7 @@ class Journal:
             if not is_before(written.holder):
                 continue
             now = written.read()
-            if now is not written.before and not _is_same_content(now, written.before):
+            if now is not written.before and not is_same_content(now, written.before):
                 written.put(written.before)
         for holder, order in self._orders.values():
             if is_before(holder) and list(holder) != order:
@@ -218,7 +227,7 @@ def _token(key: Any) -> Any:
 _WHOLE = _token(ABSENT)
 
 
-def _is_same_content(now: Any, before: Any) -> bool:
+def is_same_content(now: Any, before: Any) -> bool:
     if type(now) is list and type(before) is list:
         return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
     if type(now) is dict and type(before) is dict:
