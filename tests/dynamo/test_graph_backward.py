@@ -80,15 +80,15 @@ def _gradients(net: Heads, results: tuple[torch.Tensor, ...], given: tuple[int, 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_pytorchs_for_each_set_of_outputs_that_have_one(case: str, dynamic: bool | None) -> None:
-    host, model = twins(Heads)
+    host, model = (net.double() for net in twins(Heads))
     fast = torch.compile(CASES[case], backend="spmd", fullgraph=True, dynamic=dynamic)
-    x = batch(5, 8)
+    x = batch(5, 8).double()
     for given in GIVEN:
         got, want = _gradients(model, fast(model, x.to("jax")), given), _gradients(host, CASES[case](host, x), given)
         assert [g is None for g in got] == [w is None for w in want]
         for g, w in zip(got, want, strict=True):
             if w is not None:
-                torch.testing.assert_close(g.cpu(), w, rtol=2e-5, atol=2e-6, equal_nan=True)
+                torch.testing.assert_close(g.cpu(), w, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
 def test_weight_decay_moves_no_parameter_without_a_gradient_and_its_hooks_do_not_run() -> None:

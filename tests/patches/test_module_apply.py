@@ -72,16 +72,21 @@ def test_a_change_of_dtype_keeps_the_sharding(mesh_4x2: mesh.Mesh) -> None:
     assert {shard.data.shape for shard in weight.local_shards} == {(4, 8)}
 
 
-@pytest.mark.parametrize(("change", "rounding"), [("double", 1e-15), ("bfloat16", 2**-8), ("half", 2**-11)])
-def test_a_change_of_dtype_keeps_a_sharding_of_uneven_dims(change: str, rounding: float, mesh_4x2: mesh.Mesh) -> None:
+@pytest.mark.parametrize("change", ["double", "bfloat16", "half"])
+def test_a_change_of_dtype_keeps_a_sharding_of_uneven_dims(change: str, mesh_4x2: mesh.Mesh) -> None:
     host, model = nn.Linear(6, 5), nn.Linear(6, 5)
+    with torch.no_grad():  # integers whose sums every dtype holds
+        host.weight.copy_(torch.arange(30.0).reshape(5, 6) - 15)
+        host.bias.copy_(torch.arange(5.0))
     model.load_state_dict(host.state_dict())
     spmd.mark_sharding(model.to("jax").weight, mesh_4x2, ("data", "model"))
     getattr(model, change)(), getattr(host, change)()
     assert model.weight.local_shards[0].data.shape == (2, 3)  # pyright: ignore[reportAttributeAccessIssue]
     x = torch.ones(2, 6, dtype=host.weight.dtype)
     for run in (model, spmd.compile(lambda x: model(x))):
-        torch.testing.assert_close(run(x.to("jax")).cpu(), host(x), rtol=2 * rounding, atol=rounding, check_dtype=True)
+        found = run(x.to("jax"))
+        assert found.dtype == host.weight.dtype
+        assert found.tolist() == host(x).tolist()
 
 
 def test_a_marked_parameter_comes_back_as_an_ordinary_one(mesh_4x2: mesh.Mesh) -> None:

@@ -41,11 +41,11 @@ def _tenfold(module: nn.Module, args: Any, out: Any) -> Any:
 
 
 def _replace_parameter(m: Scaled) -> None:
-    m.weight = nn.Parameter(torch.ones(2, 2, device=m.weight.device))
+    m.weight = nn.Parameter(torch.ones_like(m.weight))
 
 
 def _replace_buffer(m: Scaled) -> None:
-    m.scale = torch.tensor([7.0, 8.0], device=m.weight.device)
+    m.scale = torch.tensor([7.0, 8.0]).to(m.weight)
 
 
 def _replace_module(m: Scaled) -> None:
@@ -54,11 +54,11 @@ def _replace_module(m: Scaled) -> None:
 
 def _shadow_parameter(m: Scaled) -> None:
     del m.weight
-    m.__dict__["weight"] = torch.full((2, 2), 5.0, device=m.scale.device)
+    m.__dict__["weight"] = torch.full((2, 2), 5.0).to(m.scale)
 
 
 def _parameters_of_another(m: Scaled) -> None:
-    m.__dict__["_parameters"] = {"weight": nn.Parameter(torch.full((2, 2), -1.0, device=m.scale.device))}
+    m.__dict__["_parameters"] = {"weight": nn.Parameter(torch.full((2, 2), -1.0).to(m.scale))}
 
 
 def _hook_globally(m: Scaled) -> Callable[[], None]:
@@ -86,9 +86,9 @@ def test_a_change_of_a_module_is_seen_by_the_next_call(change: str) -> None:
     results: list[list[torch.Tensor]] = []
     for device in ("cpu", "jax"):
         torch.manual_seed(0)
-        model = type("Changed", (Scaled,), {})().to(device)
+        model = type("Changed", (Scaled,), {})().to(device, torch.float64)
         call = spmd.compile(lambda x, m=model: m(x)) if device == "jax" else model
-        x = torch.tensor([[1.0, -2.0]], device=device)
+        x = torch.tensor([[1.0, -2.0]], dtype=torch.float64, device=device)
         found = [call(x), call(x)]
         undo = CHANGES[change](model)
         try:
@@ -98,7 +98,7 @@ def test_a_change_of_a_module_is_seen_by_the_next_call(change: str) -> None:
                 undo()
         results.append([t.detach().cpu() for t in found])
     for ours, its in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, its, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, its, rtol=1e-14, atol=1e-14)  # float64
     assert not torch.equal(results[0][1], results[0][2])  # the change was one
 
 

@@ -20,6 +20,8 @@ WRITES: dict[str, tuple[Write, str]] = {
     "a tensor on an object": (lambda held, x: setattr(held, "last", x * 2), "last"),
     "a list": (lambda held, x: held.log.append(1), "log"),
     "an entry of a dict": (lambda held, x: held.table.update(seen=held.count + 1), "table"),
+    "a counter that wraps": (lambda held, x: setattr(held, "count", 7 - held.count), "count"),
+    "a flag": (lambda held, x: setattr(held, "last", True), "last"),
     "a set": (lambda held, x: held.names.add("new"), "names"),
 }
 
@@ -59,6 +61,17 @@ def test_what_a_body_leaves_in_python_is_refused(form: str, write: str) -> None:
     with torch.no_grad(), pytest.raises(spmd.TraceError, match=f"(?s)a branch or loop body in a compiled function changes .*{name}"):
         spmd.compile(lambda x: FORMS[form](body, x))(torch.ones(2, 2, device="jax"))
     assert held == before
+
+
+def test_the_error_says_what_one_run_changes() -> None:
+    held = _held()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        held.count += 1
+        return x
+
+    with torch.no_grad(), pytest.raises(spmd.TraceError, match="it was 3 before, and is 4 after it"):
+        spmd.compile(lambda x: _branch(body, x))(torch.ones(2, device="jax"))
 
 
 @pytest.mark.parametrize("form", FORMS)

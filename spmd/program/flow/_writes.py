@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from spmd.base._errors import TraceError, called_at, message
 from spmd.program.reads import Writes, is_same_content, python_writes, shown
@@ -18,7 +19,8 @@ class OuterWrites:
     """The writes of one body, trace after trace."""
 
     def __init__(self) -> None:
-        self._first: Writes | None = None
+        self._places: set[Any] | None = None  # that its first trace wrote to
+        self._changed: dict[Any, Change] = {}  # of these, what that trace left changed
 
     @contextmanager
     def traced(self) -> Generator[None]:
@@ -29,22 +31,35 @@ class OuterWrites:
         """
         with python_writes() as writes:
             yield
-        if self._first is None:
-            self._first = writes
+        changed = _changes(writes)
+        if self._places is None:
+            self._places, self._changed = set(writes), changed
             return
-        for place in writes.keys() & self._first.keys():
-            title, before, read = self._first[place]
-            now = read()
-            if now is not before and not is_same_content(now, before):
+        for place in filter(self._places.__contains__, writes):
+            change = self._changed.get(place) or changed.get(place)
+            if change is not None:
                 raise TraceError(
                     message(
-                        f"a branch or loop body in a compiled function changes {title}",
+                        f"a branch or loop body in a compiled function changes {change.title}",
                         *called_at(),
-                        f"it was {shown(before)}, the body leaves {shown(now)}",
+                        f"it was {shown(change.before)} before, and is {shown(change.after)} after it",
                         "whether and how often it runs is known to the device alone",
                         fix="return a tensor instead, or update one on the device in place",
                     )
                 )
+
+
+class Change(NamedTuple):
+    """What a place held before a trace of a body, and after it."""
+
+    title: str
+    before: Any
+    after: Any
+
+
+def _changes(writes: Writes) -> dict[Any, Change]:
+    found = {place: Change(title, before, read()) for place, (title, before, read) in writes.items()}
+    return {place: c for place, c in found.items() if c.after is not c.before and not is_same_content(c.after, c.before)}
 
 
 __all__ = ["OuterWrites"]
