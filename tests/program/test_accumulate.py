@@ -1,7 +1,12 @@
 """`spmd.accumulate(k)` means a loop over k micro-batches; compiled it is one scan."""
 
+import collections
+import heapq
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,32 +119,99 @@ def test_running_averages_that_are_split_unevenly_are_written_by_every_round() -
     assert_same([p.grad for p in device.parameters()], [p.grad for p in host.parameters()])
 
 
-@pytest.mark.parametrize("kind", ["number", "list"])
-def test_python_that_each_micro_batch_changes_is_refused(kind: str) -> None:
-    held: dict[str, int] = {"rounds": 0}
-    seen: list[int] = []
+def _grow(held: Any) -> int:
+    held.log.append(len(held.log))
+    return len(held.log)
 
-    def one(x: torch.Tensor) -> torch.Tensor:
-        if kind == "number":
-            held["rounds"] += 1
-            return x.sum() * held["rounds"]
-        seen.append(len(seen))
-        return x.sum() * len(seen)
 
-    step = spmd.compile(lambda xs: spmd.accumulate(4)(one)(xs))
+def _count_item(held: Any) -> int:
+    held.counts[0] += 1
+    return held.counts[0]
+
+
+def _count_in_tuple(held: Any) -> int:
+    held.pair = (held.pair[0] + 1, 0)
+    return held.pair[0]
+
+
+def _count(held: Any) -> int:
+    held.number += 1
+    return held.number
+
+
+def _fill_window(held: Any) -> int:
+    held.window.append(held.window[0] + 1)
+    return held.window[0]
+
+
+def _add_to_set(held: Any) -> int:
+    held.names.add(len(held.names))
+    return len(held.names)
+
+
+def _switch_flag(held: Any) -> int:
+    held.flag = None if held.flag else True
+    return 2 if held.flag else 1
+
+
+def _reverse(held: Any) -> int:
+    held.order.reverse()
+    return held.order[0]
+
+
+def _switch_function(held: Any) -> int:
+    held.fn = abs if held.fn is not abs else max
+    return 2 if held.fn is abs else 1
+
+
+def _swap_objects(held: Any) -> int:
+    held.front, held.back = held.back, held.front
+    return held.front.number
+
+
+def _count_in_array(held: Any) -> int:
+    held.histogram[0] += 1
+    return int(held.histogram[0])
+
+
+def _sort_by_library(held: Any) -> int:
+    heapq.heappush(held.heap, -len(held.heap))
+    return held.heap[0]
+
+
+def _held() -> Any:
+    plain = {"number": 0, "pair": (0, 0), "flag": None, "fn": max}
+    containers = {"log": [], "counts": [0], "order": [1, 2], "names": set[int](), "window": collections.deque([0], maxlen=1), "heap": [0]}
+    objects = {"front": SimpleNamespace(number=1), "back": SimpleNamespace(number=2)}
+    return SimpleNamespace(**plain, **containers, **objects, histogram=np.zeros(2))
+
+
+CHANGES = (
+    *(_count, _grow, _count_item, _count_in_tuple, _fill_window, _add_to_set, _switch_flag, _reverse, _switch_function, _swap_objects),
+    *(_count_in_array, _sort_by_library),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_python_that_each_micro_batch_changes_is_refused(change: Callable[[Any], int]) -> None:
+    held = _held()
+    step = spmd.compile(lambda xs: spmd.accumulate(4)(lambda x: x.sum() * change(held))(xs))
     with pytest.raises(spmd.TraceError, match=r"(?s)every micro-batch changes .*fix: change it once, after accumulate"):
         step(torch.ones(4, 2).to("jax"))
-    assert (held, seen) == ({"rounds": 0}, [])
+    assert held.histogram.tolist() == [0, 0]
+    held.histogram = None
+    assert held == SimpleNamespace(**{**vars(_held()), "histogram": None})
 
 
 def test_python_that_each_micro_batch_leaves_alike_is_written() -> None:
-    held: dict[str, object] = {}
+    held: dict[str, Any] = {}
 
     def one(x: torch.Tensor) -> torch.Tensor:
         held["last"] = tuple(x.shape)
         held["name"] = "one"
+        held["made"] = SimpleNamespace(sizes=[1])
         return x.sum()
 
     step = spmd.compile(lambda xs: spmd.accumulate(4)(one)(xs))
     assert step(torch.ones(4, 2).to("jax")).tolist() == [2.0] * 4
-    assert held == {"last": (2,), "name": "one"}
+    assert (held["last"], held["name"], held["made"].sizes) == ((2,), "one", [1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,23 @@ def test_the_error_says_what_one_run_changes() -> None:
 
     with torch.no_grad(), pytest.raises(spmd.TraceError, match="it was 3 before, and is 4 after it"):
         spmd.compile(lambda x: _branch(body, x))(torch.ones(2, device="jax"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_library_changes_in_a_body_is_refused_where_it_had_the_list_before(form: str) -> None:
+    heap = [3]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        heapq.heappush(heap, 1)
+        return x + 1
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        heapq.heappush(heap, 2)
+        return FORMS[form](body, x)
+
+    with torch.no_grad(), pytest.raises(spmd.TraceError, match="a branch or loop body in a compiled function changes heap"):
+        spmd.compile(fn)(torch.ones(2, 2, device="jax"))
+    assert heap == [3]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -21,12 +21,12 @@ import jax
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, TraceError, message
+from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, load, recording, wrap
 from spmd.program.flow._round import one_round, stored_value, words_now
-from spmd.program.reads._hooks import python_values
+from spmd.program.flow._writes import BodyWrites
 
 
 def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -75,23 +75,22 @@ def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
     tree: list[Any] = []
     carried: list[Buffer] = []
     draws = [0]
+    writes = BodyWrites(is_micro_batch=True)
 
     def discover(slices: list[Any], now: Any) -> None:
-        with one_round(now) as round_:
+        with one_round(now) as round_, writes.traced():
             fn(*map(wrap, slices))
         carried.extend(round_.written)
         draws[0] = round_.draws
 
     jax.eval_shape(discover, [stack[0] for stack in stacks], words)
-    left = python_values()
 
     def one(carry: Any, slices: list[Any]) -> Any:
         values, now = carry
-        with one_round(now) as round_:
+        with one_round(now) as round_, writes.traced():
             round_.hold(dict(zip(carried, values, strict=True)))
             flat, spec = pytree.tree_flatten(fn(*map(wrap, slices)))
             tree.append(spec)
-            _require_same(left)
             outputs = [load(t) for t in flat]
             new = [stored_value(buffer) for buffer in carried]
         return (new, advanced(now, draws[0])), outputs
@@ -102,24 +101,6 @@ def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
         buffer.set(value)
     default_stream.draws += draws[0] * rounds
     return pytree.tree_unflatten([wrap(o) for o in outputs], tree[-1])
-
-
-def _require_same(left: dict[Any, tuple[str, Any]]) -> None:
-    """Raise if a round left other numbers, texts or sizes in Python than the round before it.
-
-    Raises:
-        TraceError: it did.
-    """
-    now = python_values()
-    for place, (title, value) in left.items():
-        if place in now and now[place][1] != value:
-            raise TraceError(
-                message(
-                    f"every micro-batch changes {title}, and all of them after the first are traced as one",
-                    f"after one of them it was {value!r}, after the next {now[place][1]!r}",
-                    fix="change it once, after accumulate, or keep it as a tensor on the device that each one updates in place",
-                )
-            )
 
 
 def _detached(result: Any) -> Any:

@@ -19,7 +19,7 @@ from spmd.base._torch import pytree
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._closure import Closure, gradients
 from spmd.program.flow._round import one_round
-from spmd.program.flow._writes import OuterWrites
+from spmd.program.flow._writes import BodyWrites
 
 Fn = Callable[..., Any]
 
@@ -51,7 +51,7 @@ class Body:
     shapes: list[Any] = field(default_factory=list[Any])
     tree: Any = None
     grads: list[bool] = field(default_factory=list[bool])
-    writes: OuterWrites = field(default_factory=OuterWrites)
+    writes: BodyWrites = field(default_factory=BodyWrites)
 
     def __post_init__(self) -> None:
         """Trace it once, abstractly."""

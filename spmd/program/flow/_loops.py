@@ -24,7 +24,7 @@ from spmd.program.flow._body import Body, Fn
 from spmd.program.flow._closure import Closure
 from spmd.program.flow._cond import as_predicate
 from spmd.program.flow._round import one_round, words_now
-from spmd.program.flow._writes import OuterWrites
+from spmd.program.flow._writes import BodyWrites
 
 
 def scanned(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], more: Sequence[Any]) -> Any:
@@ -179,7 +179,7 @@ def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any], c
     words = words_now()
     is_number = [not is_device_tensor(value) for value in init]
     tree: list[Any] = []
-    writes = OuterWrites()
+    writes = BodyWrites()
 
     def tensors(arrays: Sequence[Any]) -> list[Any]:
         return [lifted(a, integral=True) if number else wrap(a) for a, number in zip(arrays, is_number, strict=True)]

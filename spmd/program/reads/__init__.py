@@ -5,6 +5,7 @@ Every program is guarded by what its trace *read*, not by what its code names. S
 
 from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._guard import changed_numbers, guard_places
+from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
 from spmd.program.reads._library import is_library
@@ -37,6 +38,7 @@ __all__ = [
     "is_library",
     "is_noted",
     "is_same_content",
+    "made_in_trace",
     "python_writes",
     "recorded",
     "shown",

@@ -85,4 +85,10 @@ class Heap:
 
 HEAP = Heap()
 
-__all__ = ["HEAP"]
+
+def made_in_trace(value: Any) -> bool:
+    """Whether an object was made since the trace began. Python's collector knows objects that can hold others; no other counts as made."""
+    return id(value) in HEAP.made()
+
+
+__all__ = ["HEAP", "made_in_trace"]

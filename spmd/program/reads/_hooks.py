@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,22 +46,12 @@ def now() -> Recording | None:
     return None if recording is None or recording.is_busy else recording
 
 
-def python_values() -> dict[Any, tuple[str, Any]]:
-    """What the trace of this thread wrote to Python so far: by place, its title and the number, text or size there."""
-    recording = _now.get(get_ident())
-    return {} if recording is None else recording.journal.plain_values()
-
-
 @contextmanager
 def python_writes() -> Generator[Writes]:
     """What is written to Python from here on, in the trace of this thread."""
-    recording, writes = _now.get(get_ident()), Writes()
-    parts = [] if recording is None else recording.journal.parts
-    parts.append(writes)
-    try:
+    recording = _now.get(get_ident())
+    with nullcontext(Writes()) if recording is None else recording.journal.part() as writes:
         yield writes
-    finally:
-        parts.pop()
 
 
 def unseen(recording: Recording, look: Callable[..., Any], *operands: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,6 @@ import numpy as np
 
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import content_of, is_same, items_of, slot_value
-from spmd.program.reads._varying import Varying
 
 Put = Callable[[Any], None]
 Writes = dict[Any, tuple[str, Any, Callable[[], Any]]]  # by place: its title, what it held before, what it holds now
@@ -59,11 +59,7 @@ class _Written:
 
 
 class Journal:
-    """Writes of one trace, in order.
-
-    Attributes:
-        parts: what is written while parts of the trace run, the innermost last.
-    """
+    """Writes of one trace, in order."""
 
     def __init__(self, is_ignored: Callable[[Any, Any], bool] = lambda holder, key: False) -> None:
         """`is_ignored`: entries (holder, key) that something else puts back."""
@@ -73,7 +69,7 @@ class Journal:
         self._removed: dict[tuple[Any, ...], None] = {}
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
         self.num_writes = 0
-        self.parts: list[Writes] = []
+        self._parts: list[Writes] = []  # the innermost last
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
         """Whether the trace wrote there before: what is read then came from the trace."""
@@ -84,17 +80,23 @@ class Journal:
         """Whether the trace wrote to any part of it."""
         return any(written.holder is holder for written in self._first.values())
 
-    def plain_values(self) -> dict[Any, tuple[str, Any]]:
-        """By place that was written to: its title, and the number, text or size that is there now."""
-        found: dict[Any, tuple[str, Any]] = {}
-        for token, written in self._first.items():
-            now = written.read()
-            now = now.evaluate() if type(now) is Varying else now
-            if isinstance(now, (int, float, str)):
-                found[token] = written.title, now
-            elif written.is_content and isinstance(now, (list, dict, set, collections.deque)):
-                found[token] = written.title, len(now)
-        return found
+    @contextmanager
+    def part(self) -> Generator[Writes]:
+        """What a part of the trace writes, whole when the part is over.
+
+        A container that a library was given before is not noted again when the library changes it: it is looked at.
+        """
+        writes: Writes = {}
+        earlier = {token: (written.title, written.read(), written.read) for token, written in self._first.items()}
+        self._parts.append(writes)
+        try:
+            yield writes
+        finally:
+            self._parts.pop()
+            for token, (title, before, read) in earlier.items():
+                now = read()
+                if now is not before and not is_same_content(now, before):
+                    writes.setdefault(token, (title, before, read))
 
     def before(self, holder: Any) -> Any:
         """The content that a container had before the trace first changed it, or ABSENT."""
@@ -156,7 +158,7 @@ class Journal:
     def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put, is_content: bool = False) -> None:
         token = (id(holder), _token(key))
         self.num_writes += 1
-        for writes in self.parts:
+        for writes in self._parts:
             if token not in writes and not self._is_ignored(holder, key):
                 writes[token] = title, read(), read
         if token not in self._first and not self._is_ignored(holder, key):

@@ -25,6 +25,7 @@ from spmd.program.reads._varying import Varying
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_MOST_SHOWN = 8  # items of a container in a message
 
 
 # (holder, key, value now) -> what the program expects of an entry: the value, INPUT, or a tuple with INPUT in it
@@ -157,6 +158,8 @@ def shown(value: Any) -> str:
         return repr(value)
     if isinstance(value, (types.FunctionType, type)):
         return value.__qualname__
+    if type(value) in (list, tuple, frozenset) and len(value) <= _MOST_SHOWN and all(isinstance(v, PLAIN) for v in value):
+        return repr(value)
     return f"{'a tensor' if isinstance(value, torch.Tensor) else type(value).__name__} at {id(value):#x}"
 
 
