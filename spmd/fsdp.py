@@ -33,7 +33,7 @@ from spmd.patches._table import current
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
 from spmd.sharding._axes import fsdp_axis
 from spmd.sharding._constraint import placed
-from spmd.sharding._precision import cast_floating, sum_gradients_wide
+from spmd.sharding._precision import cast_floating, require_policy, sum_gradients_wide
 from spmd.sharding._tensor import become_sharded
 
 Stage = Literal[1, 2, 3]
@@ -94,6 +94,8 @@ def fully_shard(
     if stage not in (1, 2, 3):
         known = "3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone"
         raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
+    if mp_policy is not None:
+        require_policy(mp_policy)
     if _INSIDE in vars(module):
         outer = vars(module)[_INSIDE]
         what = f"{type(module).__name__} is inside a {outer} that is a unit of fully_shard already, and its parameters belong to that one"

@@ -75,7 +75,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
     size = size_of(path)
     if size is None or size > max_bytes:
         what = "is missing, or no regular file" if size is None else f"has {size} bytes, at most {max_bytes} are read"
-        raise CheckpointError(message(f"{path} {what}", fix="restore another step: `spmd ckpt ls` shows them"))
+        raise CheckpointError(message(f"{path} {what}", fix=f"restore another step: `spmd ckpt ls {path.parent.parent}` shows them"))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

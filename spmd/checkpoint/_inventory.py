@@ -118,7 +118,7 @@ def read_manifest(root: Path, name: _files.StepName) -> Manifest:
         size = _files.size_of(folder / file.name)
         if size != file.nbytes:
             what = "is missing, or no regular file" if size is None else f"has {size} bytes, {file.nbytes} were written"
-            raise CheckpointError(message(f"{folder / file.name} {what}", fix="restore another step: `spmd ckpt ls` shows them"))
+            raise CheckpointError(message(f"{folder / file.name} {what}", fix=f"restore another step: `spmd ckpt ls {root}` shows them"))
     return manifest
 
 
@@ -146,7 +146,8 @@ def candidates(root: Path, step: int | None) -> list[_files.StepName]:
     if not chosen:
         there = ", ".join(str(number) for number in sorted({name.step for name in names})[-5:]) or "none"
         wanted = "a step" if step is None else f"step {step}"
-        raise CheckpointError(message(f"{root} holds no checkpoint of {wanted}", f"committed steps: {there}", fix="look at the path"))
+        fix = f"leave step out, for step {names[0].step}" if names else "pass the folder that spmd.checkpoint.save was given"
+        raise CheckpointError(message(f"{root} holds no checkpoint of {wanted}", f"committed steps: {there}", fix=fix))
     return chosen
 
 

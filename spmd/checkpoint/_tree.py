@@ -184,7 +184,7 @@ def integer(value: Any) -> int:
 
 def malformed(what: str) -> CheckpointError:
     """The error for a manifest that this package did not write."""
-    return CheckpointError(message("the manifest is malformed", what, fix="restore another step: `spmd ckpt ls` shows them"))
+    return CheckpointError(message("the manifest is malformed", what, fix="restore another step: `spmd ckpt ls PATH` shows them"))
 
 
 __all__ = ["Node", "decode", "dtype_name", "encode", "inline", "integer", "is_array", "kind_of", "malformed", "numpy_dtype"]

@@ -20,15 +20,18 @@ class Inlined:
     """`jax.jit(fn, inline=True)`, at a fifth of the time of a call inside a trace; elsewhere it is that.
 
     `fn` may depend on nothing but its arguments and what jax itself keeps jaxprs by.
+
+    Attributes:
+        jitted: that function of jax.
     """
 
-    __slots__ = ("__weakref__", "_fn", "_jitted", "_known", "_static")
+    __slots__ = ("__weakref__", "_fn", "_known", "_static", "jitted")
 
     def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = ()) -> None:
         """`static`: positions of arguments that are no arrays."""
         self._fn = fn
         self._static = static
-        self._jitted = jax.jit(fn, static_argnums=static, inline=True)
+        self.jitted = jax.jit(fn, static_argnums=static, inline=True)
         self._known: dict[Any, tuple[ToInline, Any]] = {}
         _all.add(self)
 
@@ -36,11 +39,11 @@ class Inlined:
         """Arrays and containers of them."""
         trace = recording_trace()
         if trace is None:
-            return self._jitted(*args)
+            return self.jitted(*args)
         static = self._static
         leaves, tree = jax.tree.flatten([arg for i, arg in enumerate(args) if i not in static] if static else args)
         if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # numbers of Python and numpy, which jax makes its own first
-            return self._jitted(*args)
+            return self.jitted(*args)
         key = (tree, tracing_context(), *map(jax.typeof, leaves), *(args[i] for i in static))
         known = self._known.get(key)
         if known is None:

@@ -93,17 +93,19 @@ class PartitionedJit:
         is_affected: whether the function's programs have operations that need it; None before the first over several devices.
     """
 
-    __slots__ = ("_compiled", "_inlined", "_static", "is_affected", "jitted")
+    __slots__ = ("_compiled", "_in_trace", "_static", "is_affected", "jitted")
 
     def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = (), inline: bool = False, **options: Any) -> None:
         """
         Args:
             static: positions of arguments that are no arrays, known while `fn` is traced.
-            inline: in a trace, what `fn` records stands there as if it had been called.
+            inline: in a trace, what `fn` records stands there as if it had been called; then there are no options.
             options: of `jax.jit`.
         """
-        self.jitted = jax.jit(fn, static_argnums=static, inline=inline, **options)
-        self._inlined = Inlined(fn, static) if inline else self.jitted
+        assert not (inline and options)
+        inlined = Inlined(fn, static) if inline else None
+        self.jitted = jax.jit(fn, static_argnums=static, **options) if inlined is None else inlined.jitted
+        self._in_trace = self.jitted if inlined is None else inlined
         self.is_affected: bool | None = None
         self._static = static
         self._compiled: dict[Any, Any] = {}
@@ -118,7 +120,7 @@ class PartitionedJit:
 
     def _called(self, args: tuple[Any, ...]) -> Any:
         if is_tracing():
-            return self._inlined(*args)
+            return self._in_trace(*args)
         if self.is_affected is False:
             return self.jitted(*args)
         dynamic = [arg for i, arg in enumerate(args) if i not in self._static] if self._static else args

@@ -65,7 +65,7 @@ def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> 
         rules = made if isinstance(made, Rules) else Rules(*made)
     if "megatron" in wanted:
         model_axis = axis or megatron_axis(mesh)
-        split = _split(model)
+        split = _split(model, model_axis)
         rules = megatron_rules(model, split, model_axis)
     shards = fsdp_axis(mesh) if "fsdp" in wanted else None
     borders: tuple[tuple[nn.Module, Border], ...] = ()
@@ -74,16 +74,17 @@ def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> 
     return Plan(rules, borders, (*blocks_of(model), model) if shards is not None else (), shards, tuple(split.findings))
 
 
-def _split(model: nn.Module) -> Split:
+def _split(model: nn.Module, axis: str) -> Split:
     split = split_of(model)
     if split.sides or split.dims or split.findings:
         return split
     names = _names(model)
+    first = next((name for name, p in model.named_parameters() if p.dim() == 2), "weight")
     raise SpmdError(
         message(
             f"no Megatron rules are known for {type(model).__name__}",
             f"its parameters are named like {', '.join(map(repr, names[:3]))}; known: {', '.join(f.name for f in FAMILIES)}",
-            fix="pass rules: [('**.up.weight', ('model', None)), ('**.down.weight', (None, 'model'))], or rules='fsdp'",
+            fix=f"spmd.shard_module(model, mesh, [({first!r}, ({axis!r}, None)), ('**', None)]), or rules='fsdp'",
         )
     )
 

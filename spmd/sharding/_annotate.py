@@ -81,7 +81,7 @@ def mark_sharding(
 def _no_tensor(value: object) -> SpmdError:
     if isinstance(value, torch.nn.Module):
         return SpmdError(
-            message(f"mark_sharding takes a tensor, got the module {type(value).__name__}", fix="spmd.shard_module(module, rules)")
+            message(f"mark_sharding takes a tensor, got the module {type(value).__name__}", fix="spmd.shard_module(module, mesh, rules)")
         )
     shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
     return SpmdError(message(f"mark_sharding takes a tensor, got {shown}", fix="mark_sharding(torch.as_tensor(value), mesh, spec)"))

@@ -47,8 +47,19 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise SpmdError(message(f"{name} of a MixedPrecisionPolicy is {dtype}", fix="give a floating dtype, e.g. torch.bfloat16"))
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise SpmdError(message(f"{name} of a MixedPrecisionPolicy is {dtype!r}", fix="give a floating dtype, e.g. torch.bfloat16"))
+
+
+def require_policy(policy: object) -> None:
+    """Refuse what has not the fields of a policy; torch's own `MixedPrecisionPolicy` has them.
+
+    Raises:
+        SpmdError: it has not.
+    """
+    if not hasattr(policy, "param_dtype") or not hasattr(policy, "output_dtype"):
+        fix = "spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        raise SpmdError(message(f"{policy!r} is no policy of mixed precision", fix=fix))
 
 
 def mixed_precision(module: M, policy: MixedPrecisionPolicy) -> M:
@@ -60,7 +71,11 @@ def mixed_precision(module: M, policy: MixedPrecisionPolicy) -> M:
 
     Returns:
         The module.
+
+    Raises:
+        SpmdError: it is no policy.
     """
+    require_policy(policy)
     inner = getattr(module.forward, "__func__", None) or _without_self(module.forward)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -389,11 +389,11 @@ class Recording(PlacesRead):
     def _refuse_advanced(self) -> None:
         for iterator, how in self.advanced.values():
             if self.is_before(iterator) and not _calls.is_endless(iterator):
-                raise _calls.refused(f"an iterator of before ({type(iterator).__name__}) was {how}")
+                raise _calls.refused(f"an iterator from before the call ({type(iterator).__name__}) was {how}")
 
         for generator, state in self.generators.values():
             if (self.is_before(generator) or not gc.is_tracked(generator)) and _calls.state_of(generator) != state:
-                raise _calls.refused(f"a {type(generator).__name__} of before was drawn from: random numbers of the host")
+                raise _calls.refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
 
     def _refuse_unseen_writes(self) -> None:
         """Where an array that was read holds something else now, and nothing was seen to write to it: put back and refused."""

@@ -102,8 +102,9 @@ class AskedDims:
         self._tree = dict(dynamic)
         for argument in dynamic:
             if parameters is not None and argument not in parameters:
-                what = f"dynamic names an argument {argument!r} that the function does not have{nearest(argument, list(parameters))}"
-                raise SpmdError(message(what, f"its arguments are {', '.join(parameters)}", fix=f"dynamic={{{parameters[0]!r}: ...}}"))
+                what = f"{option} names an argument {argument!r} that the function does not have{nearest(argument, list(parameters))}"
+                first = f'{option}={{{parameters[0]!r}: {{0: spmd.Dim("batch", max=64)}}}}' if parameters else f"drop {option}"
+                raise SpmdError(message(what, f"its arguments: {', '.join(parameters) or 'none'}", fix=first))
         self._note(dynamic)
         self._require_known(dynamic)
 
@@ -171,12 +172,11 @@ class AskedDims:
                 dim = self.dims[name]
                 if not dim.min <= size <= dim.max:
                     what = f"dim {name!r} has size {size}, which is not within {dim.min} and {dim.max}"
-                    fix = (
-                        f"spmd.Dim({name!r}, max={max(size, 1)})"
-                        if dim.min == 1
-                        else f"spmd.Dim({name!r}, min={max(min(size, dim.min), 1)}, max={max(size, dim.max)})"
+                    least = f", min={min(size, dim.min)}" if dim.min > 1 else ""
+                    wider = (
+                        f"spmd.Dim({name!r}{least}, max={max(size, dim.max)})" if size else f"leave out a call whose dim {name!r} is empty"
                     )
-                    raise SpmdError(message(what, f"{where}, shape {tuple(named.tensor.shape)}", fix=fix))
+                    raise SpmdError(message(what, f"{where}, shape {tuple(named.tensor.shape)}", fix=wider))
         return {name: size for name, (size, _) in sizes.items()}
 
 
