@@ -78,7 +78,7 @@ class Padding:
         value, fill = named.tensor, self._fill_of(named)
         filled = torch.tensor(fill).to(value.dtype) if isinstance(value, torch.Tensor) else np.asarray(fill).astype(value.dtype)
         is_whole = not value.dtype.is_floating_point if isinstance(value, torch.Tensor) else value.dtype.kind in "iub"
-        if is_whole and filled.item() != fill:
+        if (is_whole and filled.item() != fill) or (math.isfinite(fill) and not math.isfinite(filled.item())):
             what = f"fill of batch{_title(named.path[1:])} is {fill}, which {value.dtype} does not hold"
             raise SpmdError(message(what, fix="give a number of that dtype"))
         if 0 in value.shape:  # of a process that has no batch any more: of another size, and without an element

@@ -134,6 +134,11 @@ NO_BATCH: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"pad_to": X, "fill": -100},
         r"fill of batch\['x'\] is -100, which uint8 does not hold",
     ),
+    "a fill beyond a dtype": (
+        {"x": torch.ones(8, 5, dtype=torch.float16)},
+        {"pad_to": X, "fill": -1e9},
+        r"fill of batch\['x'\] is -1000000000.0, which torch.float16 does not hold",
+    ),
 }
 
 

@@ -25,6 +25,7 @@ class Calls:
         numbers: positions of CPU tensors that stand for Python floats: their values are constants of a program.
         sizes: those that vary.
         makes_device_tensors: a node names the device.
+        enables_gradients: a node turns autograd on, whatever the mode around the graph is.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -40,6 +41,8 @@ class Calls:
         self.numbers = [i for i, n in enumerate(placeholders) if n.users and all(u.target == "item" for u in n.users)]
         self.sizes = GraphSizes(inputs)
         self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
+
+        self.enables_gradients = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in nodes)
 
     def run(self, args: Sequence[Any], held: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Its results, call by call; `held`: tensors that stand for `held` and then for `held_hosts`."""

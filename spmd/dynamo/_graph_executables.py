@@ -58,7 +58,8 @@ class Program:
         tensors = self._tensors(args)
         self.mesh = common_mesh(buffer_of(t).annotation for t in tensors)
         self._replicated = None if self.mesh is None else jax.NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
-        with_gradient = torch.is_grad_enabled()
+        self._turns_on = calls.enables_gradients
+        with_gradient = torch.is_grad_enabled() or self._turns_on
         self.given = [self._given_as(t, i, with_gradient) for i, t in enumerate(tensors)]
         with compiling(), without_dynamo(), without_saved_tensors_hooks(), underway(f"tracing {name}"), no_host_random():
             self.traced = traced = self._traced(calls, args, tensors)
@@ -144,6 +145,9 @@ class Program:
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """What the graph returns for these inputs."""
+        if self._turns_on and not torch.is_grad_enabled():  # the trace knows which results have a gradient
+            with torch.enable_grad():
+                return self(args)
         tensors = self._tensors(args)
         if self.traced.backward is None:
             made: Sequence[torch.Tensor] = self.forward(tensors, args)[0]

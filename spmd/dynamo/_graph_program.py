@@ -79,6 +79,9 @@ class GraphProgram:
         if not any(map(is_device_tensor, (*args, *self._calls.held))) and not self._calls.makes_device_tensors:
             self.refused = "no tensor of it is on the device"
             return None
+        if self._calls.enables_gradients and torch.is_inference_mode_enabled():
+            self._refuse("it turns gradients on in inference mode, where only views of its inputs have one")
+            return None
         if self._calls.numbers and self._takes_numbers:
             try:
                 return self._kept(args, ())

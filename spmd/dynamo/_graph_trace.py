@@ -95,7 +95,7 @@ class GraphTrace:
             inputs = [one.in_trace(array) for one, array in zip(self._given, arrays, strict=False)]
             buffers = list(map(buffer_of, inputs))
             start, shapes = [b.value for b in buffers], list(map(_shape, inputs))
-            found = self._found = Results(self._graph(*inputs), inputs)
+            found = self._found = Results(self._returned(inputs), inputs)
             if [*map(buffer_of, inputs)] != buffers or [*map(_shape, inputs)] != shapes:
                 fix = "write to its elements, or return the new tensor"
                 raise Untraceable(message("a graph gives an input other memory, or another shape", *called_at(), fix=fix))
@@ -120,6 +120,15 @@ class GraphTrace:
             self._reads = {id(value): buffer for buffer, value in part.seen.items()}
             new = [self._laid(i, buffers[i].raw()) for i in self._written]
             return found.values(), new, [self._laid(i, load(g)) for i, g in reached]
+
+    def _returned(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        try:
+            return self._graph(*inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            what = "a graph writes to an input that requires a gradient"  # which may be no leaf outside
+            raise Untraceable(message(what, *called_at(), fix="return the new value instead")) from error
 
     def _laid(self, position: int, value: Any) -> Any:
         sharding = self._layouts[position]

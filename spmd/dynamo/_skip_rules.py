@@ -13,6 +13,7 @@ SKIPPED = (
     "jaxlib",
     "mesh.job",
     "mesh.platform",
+    "spmd.base",
     "spmd.device",
     "spmd.lowering",
     "spmd.patches",

@@ -152,7 +152,11 @@ class _ProcessorOnDevice(LogitsProcessor):
         self.theirs = theirs
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        return self.theirs(input_ids.to("jax"), scores.to("jax")).cpu()
+        shown = scores.to("jax")
+        found = self.theirs(input_ids.to("jax"), shown).cpu()
+        if shown._version:  # `output_logits` shows what a processor writes in place
+            scores.copy_(shown.cpu())
+        return found
 
 
 class _CriterionOnDevice(StoppingCriteria):

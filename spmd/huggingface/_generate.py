@@ -27,6 +27,7 @@ from spmd.patches._when_imported import when_imported
 _GENERATE = "transformers.generation.utils.GenerationMixin.generate"
 _GIVEN = {"input_ids", "attention_mask", "position_ids", "decoder_input_ids"}
 _SPMD_OWN = "_spmd_left_to_transformers"
+_LIBRARIES = {"spmd", "torch", "transformers"}
 
 
 def register() -> None:
@@ -70,6 +71,10 @@ def reason_against(model: Any, arguments: dict[str, Any]) -> str | None:
     tensors = [t for t in (prompt, *given.values()) if t is not None]
     if model.main_input_name != "input_ids" or any(not isinstance(t, Tensor) or t.is_floating_point() or t.dim() != 2 for t in tensors):
         return "prompts that are no ids"
+    ids = given.get("input_ids") if prompt is None else prompt
+    beside = [given[name] for name in ("attention_mask", "position_ids") if given.get(name) is not None]
+    if any(t.shape[1] == 0 or (ids is not None and t.shape != ids.shape) for t in (*([] if ids is None else [ids]), *beside)):
+        return "a mask of another shape than its prompt"  # which may be an error, or may broadcast
     return _model_against(model) or _config_against(model, config)
 
 
@@ -82,6 +87,8 @@ def _model_against(model: Any) -> str | None:
         return "a cache of its own order"
     if model.training and (_drops(model) or any(getattr(module, "gradient_checkpointing", False) for module in model.modules())):
         return "a model in training"
+    if any(map(_has_hooks_of_the_users, model.modules())):
+        return "forward hooks"
     layers = StaticCache(config=model.config, max_cache_len=1).layers
     config = model.config.get_text_config(decoder=True)
     if len(layers) != config.num_hidden_layers or {type(layer) for layer in layers} - {StaticLayer, StaticSlidingWindowLayer}:
@@ -99,6 +106,12 @@ def _drops(model: Any) -> bool:
     return any(isinstance(value, float) and value > 0 for value in numbers) or any(
         isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()
     )
+
+
+def _has_hooks_of_the_users(module: torch.nn.Module) -> bool:
+    """Whether somebody would see the padding of a prompt, and that its last token is computed twice."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in _LIBRARIES for hook in hooks)
 
 
 class _AfterPrompt:
@@ -149,8 +162,8 @@ def _by_programs(theirs: Any, model: Any, called: inspect.BoundArguments) -> Any
         with nullcontext() if is_on_host else DrawsOnDevice():
             result = theirs(decoding(model, is_on_host), **_on_host(given), **_on_host(more))
     except Left as left:
-        if left.is_lasting:
-            _leave(model, left)
+        if not left.is_expected:
+            _leave(model, left, left.is_lasting)
         if called.arguments.get("streamer") is not None:
             called.arguments["streamer"] = _AfterPrompt(called.arguments["streamer"])
         return theirs(*called.args, **called.kwargs)
@@ -177,9 +190,10 @@ def _finished(model: Any, result: Any, is_on_host: bool) -> Any:
     return result
 
 
-def _leave(model: Any, error: Exception) -> None:
-    """Say once why a model is left to transformers' loop from now on."""
-    vars(model)[_SPMD_OWN] = True
+def _leave(model: Any, error: Exception, is_lasting: bool) -> None:
+    """Say why a model is left to transformers' loop, in this call or from now on."""
+    if is_lasting:
+        vars(model)[_SPMD_OWN] = True
     warnings.warn(
         message(
             f"{type(model).__name__} generates by transformers' own loop, an operation at a time: it is no program",

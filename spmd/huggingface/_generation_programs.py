@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from jax.errors import JaxRuntimeError
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -37,11 +38,12 @@ class Left(Exception):
 
     Attributes:
         is_lasting: the model is no program; otherwise it is this call.
+        is_expected: as documented, and nobody is told.
     """
 
-    def __init__(self, reason: str, is_lasting: bool) -> None:
+    def __init__(self, reason: str, is_lasting: bool, is_expected: bool = False) -> None:
         super().__init__(reason)
-        self.is_lasting = is_lasting
+        self.is_lasting, self.is_expected = is_lasting, is_expected
 
 
 class Programs:
@@ -71,13 +73,15 @@ class Programs:
         if key not in self.steps:
             self.steps[key] = compile_step(MethodType(make(), self.model))  # a trace finds the modules of its object
         step = self.steps[key]
-        if step.num_traces:
-            return step(*args)
         try:
             return step(*args)
+        except JaxRuntimeError:
+            raise
         except Exception as error:  # also what the model's own code says of tensors that have no values yet
-            del self.steps[key]
-            raise Left(str(error).partition("\n")[0], is_lasting=True) from error
+            was_program = step.num_traces > 0  # a hook, or autocast around this call: the next may be a program again
+            if not was_program:
+                del self.steps[key]
+            raise Left(str(error).partition("\n")[0], is_lasting=not was_program) from error
 
     def sizes(self, batch: int, max_length: int, copies: int) -> Sizes:
         """Room for `max_length` tokens; programs for these rows that have it already are taken.
@@ -86,7 +90,7 @@ class Programs:
             Left: the model has no such positions; what it makes of them is for it to say.
         """
         if self.positions is not None and max_length > self.positions:
-            raise Left(f"{max_length} tokens, of a model of {self.positions}", is_lasting=False)
+            raise Left(f"{max_length} tokens, of a model of {self.positions}", is_lasting=False, is_expected=True)
         made = [sizes.slots for _, sizes, *_ in self.steps if (sizes.batch, sizes.copies) == (batch, copies) and sizes.slots >= max_length]
         return Sizes(batch, min(made, default=bucket(max_length, _SMALLEST_ROOM)), copies)
 
@@ -115,7 +119,7 @@ class Programs:
         rows = [] if rows_B is None else [self.put(rows_B)]
         slot = torch.tensor(kept.num_tokens)
         scores_BV = self.run(
-            key, lambda: self._token(kept.sizes), dict(kept.given), kept.layers, self.put(tokens_B[:, None]), self.put(slot), *rows
+            key, lambda: self._token(kept.sizes), dict(kept.given), kept.layers, self.put(tokens_B[:, None].long()), self.put(slot), *rows
         )
         kept.num_tokens += 1
         return scores_BV.cpu().as_subclass(Tensor)
@@ -222,7 +226,7 @@ def _rows(mesh: Mesh, num_rows: int) -> tuple[str, ...] | None:
 
 
 def _padded(tokens_BT: Tensor, length: int) -> Tensor:
-    return nn.functional.pad(tokens_BT, (0, length - tokens_BT.shape[1]))
+    return nn.functional.pad(tokens_BT.long(), (0, length - tokens_BT.shape[1]))
 
 
 def programs_of(model: nn.Module) -> Programs:

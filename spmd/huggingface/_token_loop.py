@@ -42,7 +42,7 @@ class TokenLoop:
     def run(self, programs: Programs, kept: Kept, tokens_BT: Tensor) -> Tensor:
         """The prompt and what comes after it, [B, T + n], on the host; the prompt but its last token is in `kept`."""
         batch, length = tokens_BT.shape
-        tokens = programs.put(torch.nn.functional.pad(tokens_BT, (0, kept.sizes.slots - length)))
+        tokens = programs.put(torch.nn.functional.pad(tokens_BT.long(), (0, kept.sizes.slots - length)))
         open_B = programs.put(torch.ones(batch, dtype=torch.bool))
         numbers = [[programs.put_whole(number) for number in processor.numbers] for processor in self.processors]
         ends = [programs.put_whole(tensor) for tensor in self.ends]

@@ -302,6 +302,66 @@ def test_a_model_that_is_no_program_says_so_and_generates(monkeypatch: pytest.Mo
     assert torch.equal(got.cpu(), host.generate(ids, max_new_tokens=2, do_sample=False))
 
 
+def test_a_mask_of_another_shape_is_transformers_error() -> None:
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    for model in (host_model("gpt2"), device_model("gpt2")):
+        with pytest.raises(RuntimeError, match="size of tensor a \\(5\\) must match the size of tensor b \\(3\\)"):
+            model.generate(prompt(5), attention_mask=mask.to(model.device), max_new_tokens=2, do_sample=False)
+
+
+def test_ids_of_32_bits_are_those_of_64_to_the_programs() -> None:
+    model = fresh_model("llama")
+    tokens = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in (prompt(5).int(), prompt(5), prompt(5).int().to("jax"))]
+    want = host_model("llama").generate(prompt(5).int(), max_new_tokens=4, do_sample=False)
+    assert all(torch.equal(found.cpu(), want) and found.dtype == want.dtype for found in tokens)
+    assert programs(model).num_executables == 2
+
+
+def test_logits_show_what_a_processor_writes_in_place() -> None:
+    class Writes(transformers.LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            scores[:, 5:] = float("-inf")
+            return scores
+
+    options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want, got = (
+        model.generate(prompt(5).to(model.device), logits_processor=transformers.LogitsProcessorList([Writes()]), **options)
+        for model in (host_model("llama"), device_model("llama"))
+    )
+    assert want.logits[0][:, 5:].isinf().all()
+    assert torch.equal(got.sequences.cpu(), want.sequences)
+    assert [part.cpu().isinf().tolist() for part in got.logits] == [part.isinf().tolist() for part in want.logits]
+
+
+def test_hooks_see_the_calls_that_transformers_makes() -> None:
+    found: list[Any] = []
+    for model in (host_model("llama"), device_model("llama")):
+        seen: list[Any] = []
+
+        def steer(module: Any, args: Any, out: torch.Tensor, seen: list[Any] = seen) -> torch.Tensor:
+            seen.append(tuple(out.shape))
+            return torch.cat([out[:, :-1], -out[:, -1:]], 1)
+
+        handle = model.model.layers[0].mlp.register_forward_hook(steer)
+        try:
+            tokens = model.generate(prompt(5, 1).to(model.device), max_new_tokens=3, do_sample=False)
+        finally:
+            handle.remove()
+        found.append((tokens.tolist(), seen))
+    assert found[0] == found[1]
+    assert reason_against(device_model("llama"), {"inputs": prompt(4)}) is None
+
+
+def test_a_call_that_is_no_program_leaves_the_model_its_programs() -> None:
+    model = fresh_model("llama")
+    ids, options = prompt(5), {"max_new_tokens": 3, "do_sample": False}
+    want = host_model("llama").generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options), want)
+    with pytest.warns(UserWarning, match="generates by transformers' own loop"), torch.autocast("jax", torch.bfloat16):
+        model.generate(ids.to("jax"), **options)  # its values are of one dtype then, and its cache of another
+    assert torch.equal(model.generate(ids, **options), want) and reason_against(model, {"inputs": ids}) is None
+
+
 def test_more_tokens_than_a_model_has_positions_are_left_to_transformers() -> None:
     ids = prompt(90, 1)
     got = device_model("llama").generate(ids.to("jax"), max_new_tokens=8, do_sample=False)

@@ -41,7 +41,7 @@ def register() -> None:
     kernels: dict[Any, Fn] = {cond_op: cond, while_loop_op: while_loop, scan_op: scan, associative_scan_op: combine}
     for op, kernel in kernels.items():
         for key in _DEVICE_KEYS:
-            op.py_impl(key)(kernel)
+            op.py_impl(key)(_on_values(op, kernel))
         op.fallthrough(DispatchKey.AutocastPrivateUse1)  # pyright: ignore[reportAttributeAccessIssue]
     funnels = ["_hop_compile_and_call", "_maybe_compile_and_run_fn"]
     if not hasattr(higher_order_utils, funnels[0]):  # torch 2.11
@@ -50,6 +50,18 @@ def register() -> None:
         target = f"torch._higher_order_ops.utils.{name}"
         replace_everywhere(target, _directly(current(target)), "torch._higher_order_ops")
     replace_everywhere("torch._higher_order_ops.associative_scan.associative_scan", _in_any_mode, "torch._higher_order_ops")
+
+
+def _on_values(op: Any, kernel: Fn) -> Fn:
+    """A kernel that leaves tensors without values to torch's own, which Dynamo asks for shapes: autograd's comes before the fake mode's."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return op.py_kernels[DispatchKey.Autograd](*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return call
 
 
 def _directly(original: Fn) -> Fn:
