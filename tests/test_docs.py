@@ -1,4 +1,7 @@
-"""Every Python block of the pages in docs/ runs as it stands after the page's preamble, and prints what the page shows."""
+"""Every Python block of the pages in docs/ runs as it stands after the page's preamble, and prints what the page shows.
+
+Other tests run those of checkpoints, extending, migration and recipes. Blocks of `FRAGMENTS` go into a reader's own script.
+"""
 
 import contextlib
 import io
@@ -13,21 +16,25 @@ from mesh.launch._emit import emit
 from mesh.launch._launch_options import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", re.DOTALL)
+FRAGMENTS = {"ecosystem.md", "generation.md", "reliability.md", "training.md"}
+ELSEWHERE = {"checkpoints.md", "extending.md", "migration.md", "recipes.md"}
+PAGES = sorted(
+    page.name for page in DOCS.glob("*.md") if page.name not in FRAGMENTS | ELSEWHERE and "```python" in page.read_text(encoding="utf-8")
+)
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 
 
 def snippets() -> list[Any]:
     """(preamble, code, what it prints) of each block, named after its page and the heading above it."""
     found: list[Any] = []
-    for page in ("sharding.md", "data.md", "quickstart.md", "jax.md", "gallery.md"):
+    for page in PAGES:
         text = (DOCS / page).read_text(encoding="utf-8")
         preamble = re.search(r"```python preamble\n(.*?)```", text, re.DOTALL)
-        assert preamble, f"{page} has no preamble"
         for match in BLOCK.finditer(text):
             heading = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
             line = text.count("\n", 0, match.start()) + 1
-            marks = [pytest.mark.slow] if "topology=" in match[1] else []  # ten seconds of libtpu's compiler
-            found.append(pytest.param(preamble[1], match[1], match[2], id=f"{page}:{line} {heading}", marks=marks))
+            marks = [pytest.mark.slow] if "topology=" in match[1] or "transformers" in match[1] else []  # ten seconds of a compiler
+            found.append(pytest.param(preamble[1] if preamble else "", match[1], match[2], id=f"{page}:{line} {heading}", marks=marks))
     return found
 
 
@@ -60,3 +67,13 @@ def test_a_file_for_a_scheduler_is_what_the_command_writes(line: str, name: str,
 
 def test_every_kind_of_file_is_shown() -> None:
     assert len(EMITTED.findall((DOCS / "quickstart.md").read_text(encoding="utf-8"))) == 4
+
+
+def test_every_page_is_linked_from_the_readme_or_from_a_page_that_is() -> None:
+    def linked(path: Path) -> set[str]:
+        return set(re.findall(r"\]\((?:docs/|\.\./docs/)?(\w+\.md)[#)]", path.read_text(encoding="utf-8")))
+
+    first = linked(DOCS.parent / "README.md")
+    found = first.union(*(linked(DOCS / name) for name in first if (DOCS / name).exists()))
+    pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}  # the site's first page, which is the README
+    assert sorted(pages - found) == []

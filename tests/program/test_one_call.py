@@ -1,4 +1,4 @@
-"""Note [One call] of `spmd.program` names the functions that a call goes through, in their order."""
+"""Note [One call] of `spmd.program` names the functions that a call goes through, in their order; Note [One size] those of a size."""
 
 import re
 import sys
@@ -10,16 +10,25 @@ import torch
 
 import spmd
 import spmd.program
+import spmd.program.sizes
 
 FOLDER = Path(spmd.program.__file__).parent
-NOTE = (spmd.program.__doc__ or "").partition("Note [One call]")[2]
-PARTS = {
-    title: re.findall(r"^ {8}(\S+\.py) (\S+)", text, re.MULTILINE) for title, text in re.findall(r"\n {4}(\w.*)\n((?: {8}.*\n)+)", NOTE)
-}
-TRACING, RUNNING = "trace, if none holds", "run"
+FINDING, TRACING, RUNNING = "find the program", "trace, if none holds", "run"
+Hops = list[tuple[str, str]]
 
 
-def entered(call: Any) -> list[tuple[str, str]]:
+def note(module: Any, title: str) -> tuple[str, dict[str, Hops]]:
+    """A note's text, and the hops in each of its parts."""
+    text = (module.__doc__ or "").partition(f"Note [{title}]")[2]
+    parts = re.findall(r"\n {4}(\w.*)\n((?: {8}.*\n)+)", text)
+    return text, {name: re.findall(r"^ {8}(\S+\.py) (\S+)", lines, re.MULTILINE) for name, lines in parts}
+
+
+NOTE, PARTS = note(spmd.program, "One call")
+SIZE_NOTE, SIZE_PARTS = note(spmd.program.sizes, "One size")
+
+
+def entered(call: Any) -> Hops:
     """The functions of the folder that a call enters, in the order of their first entry."""
     found: dict[tuple[str, str], None] = {}
     start = f"{FOLDER}/"
@@ -39,12 +48,12 @@ def entered(call: Any) -> list[tuple[str, str]]:
     return list(found)
 
 
-def in_order_of(hops: list[tuple[str, str]], calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def in_order_of(hops: Hops, calls: Hops) -> Hops:
     return sorted((hop for hop in hops if hop in calls), key=calls.index)
 
 
 @pytest.fixture
-def calls() -> list[list[tuple[str, str]]]:
+def calls() -> list[Hops]:
     """What the first call of a step enters, what the second, and what one that traces again."""
     model = torch.nn.Linear(3, 2).to("jax")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -67,19 +76,34 @@ def calls() -> list[list[tuple[str, str]]]:
     return found
 
 
-def test_the_note_is_short_and_names_functions_that_exist() -> None:
-    assert len(NOTE.splitlines()) <= 40
-    assert list(PARTS) == ["find the program", TRACING, RUNNING]
-    assert all(len(hops) >= 3 for hops in PARTS.values())
+@pytest.mark.parametrize(("text", "parts"), [(NOTE, PARTS), (SIZE_NOTE, SIZE_PARTS)], ids=["One call", "One size"])
+def test_the_note_is_short_and_has_its_parts(text: str, parts: dict[str, Hops]) -> None:
+    assert len(text.splitlines()) <= 40
+    assert list(parts) == [FINDING, TRACING, RUNNING]
+    assert all(len(hops) >= 3 for hops in parts.values())
 
 
-def test_a_call_that_finds_its_program_goes_through_find_and_run(calls: list[list[tuple[str, str]]]) -> None:
-    named = [*PARTS["find the program"], *PARTS[RUNNING]]
+def test_a_call_that_finds_its_program_goes_through_find_and_run(calls: list[Hops]) -> None:
+    named = [*PARTS[FINDING], *PARTS[RUNNING]]
     assert in_order_of(named, calls[1]) == named
     assert not set(PARTS[TRACING]) & set(calls[1])
 
 
-def test_a_call_that_traces_goes_through_everything_in_the_order_of_the_note(calls: list[list[tuple[str, str]]]) -> None:
+def test_a_call_that_traces_goes_through_everything_in_the_order_of_the_note(calls: list[Hops]) -> None:
     named = [hop for hops in PARTS.values() for hop in hops]
     assert in_order_of(named, calls[2]) == named
     assert in_order_of([*PARTS[TRACING], *PARTS[RUNNING]], calls[0]) == [*PARTS[TRACING], *PARTS[RUNNING]]
+
+
+def test_a_size_goes_through_the_functions_of_its_note_in_their_order() -> None:
+    model = torch.nn.Linear(3, 2).to("jax")
+    step = spmd.compile(lambda x: (model(x).mean() * x.shape[0], x.shape[0] + 1), dynamic={"x": {0: spmd.Dim("rows", max=64)}})
+    first, again, larger = (entered(lambda n=n: step(torch.ones(n, 3).to("jax"))) for n in (12, 13, 40))
+    assert (step.num_executables, step.num_traces) == (2, 4)
+    rest = [*SIZE_PARTS[FINDING], *SIZE_PARTS[RUNNING]]
+    named = [hop for hops in SIZE_PARTS.values() for hop in hops]
+    assert in_order_of(named, first) == named
+    assert in_order_of(rest, again) == rest
+    made = ("sizes/_family_search.py", "Families.search"), ("trace/_capture.py", "capture"), ("sizes/_family.py", "Family.padded")
+    assert [hop for hop in made if hop in again] == []
+    assert [hop for hop in made if hop in larger] == [made[-1]]  # the program for another bucket, of the same traces
