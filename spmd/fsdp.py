@@ -25,7 +25,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, entry_axes, split_largest_di
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import current_graph_task_id, pytree, top_saved_tensors_default_hooks
-from spmd.device._deferred import Deferrable, Held
+from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._fence import fenced, is_fencing
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
 from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
@@ -381,7 +381,7 @@ def _gathered(source: torch.Tensor, parameter: torch.Tensor, unit: _Unit) -> tor
     return _placed_copy(source, _held(whole), policy.param_dtype if casts and policy is not None else None)
 
 
-def _placed(tensor: torch.Tensor, sharding: Held, dtype: torch.dtype | None) -> torch.Tensor:
+def _placed(tensor: torch.Tensor, sharding: ByIdentity, dtype: torch.dtype | None) -> torch.Tensor:
     value = load(tensor)
     if dtype is not None:
         with exact_dtypes():
@@ -393,9 +393,9 @@ _placed_copy = Deferrable("fully_shard", _placed)
 
 
 @functools.cache
-def _held(sharding: ShardingSpec | None) -> Held:
+def _held(sharding: ShardingSpec | None) -> ByIdentity:
     """The same object for the same layout: so it is compared where operations wait."""
-    return Held(sharding)
+    return ByIdentity(sharding)
 
 
 def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:

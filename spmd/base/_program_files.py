@@ -169,7 +169,7 @@ def files_in_use() -> ProgramFiles | None:
 
 
 @dataclass
-class Asked:
+class CacheRequest:
     """What jax asked its folder for: the last key, and what it got."""
 
     key: str | None = None
@@ -177,16 +177,16 @@ class Asked:
 
 
 @contextmanager
-def asked() -> Generator[Asked]:
+def cache_requests() -> Generator[CacheRequest]:
     """What jax asks for on this thread while active."""
-    before, _here.asked = getattr(_here, "asked", None), Asked()
+    before, _here.request = getattr(_here, "request", None), CacheRequest()
     try:
-        yield _here.asked
+        yield _here.request
     finally:
-        _here.asked = before
+        _here.request = before
 
 
-class _Overheard(CacheInterface):
+class _NotedCache(CacheInterface):
     """A folder that says what it was asked for."""
 
     def __init__(self, files: Any) -> None:
@@ -194,9 +194,9 @@ class _Overheard(CacheInterface):
 
     def get(self, key: str) -> Any:
         value = self._files.get(key)
-        heard = getattr(_here, "asked", None)
-        if heard is not None:
-            heard.key, heard.value = key, value
+        request = getattr(_here, "request", None)
+        if request is not None:
+            request.key, request.value = key, value
         return value
 
     def put(self, key: str, value: bytes) -> None:
@@ -228,7 +228,7 @@ _theirs = current(_OPENED)
 def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
     """What jax asks for compiled programs, and where it lies: a folder of ours, or as jax opens it."""
     found = (_folders[path], path) if path in _folders else _theirs(path)
-    return None if found is None else (_Overheard(found[0]), found[1])
+    return None if found is None else (_NotedCache(found[0]), found[1])
 
 
 replace(_OPENED, get_file_cache)
@@ -236,7 +236,7 @@ replace(_OPENED, get_file_cache)
 __all__ = [
     "WORTH_KEEPING_S",
     "ProgramFiles",
-    "asked",
+    "cache_requests",
     "default_folder",
     "files_in_use",
     "keep_no_programs",

@@ -83,7 +83,7 @@ def without_dynamo() -> Generator[None]:
         eval_frame.set_eval_frame(before)
 
 
-class Asked(NamedTuple):
+class CompileArguments(NamedTuple):
     """What torch.compile was given."""
 
     backend: Any
@@ -92,12 +92,12 @@ class Asked(NamedTuple):
     dynamic: bool | None
 
 
-def asked_of(context: Any) -> Asked:
+def compile_arguments(context: Any) -> CompileArguments:
     """What torch.compile was given; `context`: what it made to compile functions with."""
     backend = _named("torch._dynamo.eval_frame", "innermost_backend")(context.callback)
     options: dict[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
     fullgraph, dynamic = getattr(context, "fullgraph", False), getattr(context, "_dynamic", None)
-    return Asked(getattr(backend, "compiler_fn", backend), options, fullgraph, dynamic)
+    return CompileArguments(getattr(backend, "compiler_fn", backend), options, fullgraph, dynamic)
 
 
 def stance() -> str:
@@ -131,11 +131,11 @@ def _named(module: str, name: str) -> Any:
 
 
 __all__ = [
-    "Asked",
+    "CompileArguments",
     "DeviceInterfaces",
     "PlanParts",
     "activation_checkpoint",
-    "asked_of",
+    "compile_arguments",
     "device_interfaces",
     "dtensor_spec",
     "fsspec_filesystem",

@@ -31,7 +31,7 @@ from spmd.device._kept import reuse_or_save
 from spmd.device._numbers import carried, sample
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
-from spmd.device._refusals import MetaCheck, asked
+from spmd.device._refusals import MetaCheck, meta_argument
 from spmd.device._storage import load, once, recording, store, trace_setting, wrap
 from spmd.device._turn import own_turn, was_taken
 from spmd.lowering._registry import Lowering
@@ -318,8 +318,8 @@ class Adapter:
         named = {name: self._placed(self.accepts[name], arg, counter) for name, arg in kwargs.items() if name not in _IGNORED}
         meta_check = MetaCheck(
             self.op,
-            tuple(asked(arg, place) for arg, place in zip(args, positional, strict=True)),
-            {name: asked(arg, named.get(name)) for name, arg in kwargs.items()},
+            tuple(meta_argument(arg, place) for arg, place in zip(args, positional, strict=True)),
+            {name: meta_argument(arg, named.get(name)) for name, arg in kwargs.items()},
         )
         results = meta_check.results(dynamic)
         meta_check.check_dtypes(dynamic, draws=self.lowering.random)
@@ -393,7 +393,7 @@ def _run_on_values(plan: Plan, dynamic: list[Any], key: Any) -> Any:
         try:
             return _run_where_known(plan, dynamic, known, key)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            found = next(((i, told) for i in unknown if known[i] is None and (told := recorder.told(dynamic[i])) is not None), None)
+            found = next(((i, v) for i in unknown if known[i] is None and (v := recorder.known_value(dynamic[i])) is not None), None)
             if found is None:
                 raise
             known[found[0]] = found[1]

@@ -176,7 +176,7 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
             known = None if recorder is None else known_value(value, recorder.is_state)
             is_integer = not jnp.issubdtype(value.dtype, jnp.inexact)
             if known is None and is_integer and recorder is not None:
-                known = recorder.counted(value)
+                known = recorder.known_count(value)
             if known is not None:
                 return np.asarray(known).reshape(()).item()
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))

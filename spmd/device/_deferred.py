@@ -31,7 +31,7 @@ class Deferrer(Protocol):
         ...
 
 
-class Held(NamedTuple):
+class ByIdentity(NamedTuple):
     """An argument of a deferrable kernel that stands for itself: an object without values of tensors, compared by identity."""
 
     value: Any
@@ -87,4 +87,4 @@ def end_step() -> None:
         queue.boundary()
 
 
-__all__ = ["Deferrable", "Deferrer", "Held", "deferring", "end_step"]
+__all__ = ["Deferrable", "Deferrer", "ByIdentity", "deferring", "end_step"]

@@ -22,7 +22,7 @@ def host_answer(value: Any) -> np.ndarray[Any, Any] | None:
     with exact_dtypes():
         known = known_value(value, recorder.is_state)
         if known is None:
-            known = recorder.told(value)
+            known = recorder.known_value(value)
         return None if known is None else np.asarray(known)
 
 

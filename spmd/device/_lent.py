@@ -29,9 +29,9 @@ def is_lent(array: Any) -> bool:
     return found is not None and found() is array
 
 
-def own(values: Sequence[Any]) -> list[Any]:
+def donatable(values: Sequence[Any]) -> list[Any]:
     """Arrays that a program may take: those that are lent are replaced by copies."""
     return [copied(value) if is_lent(value) else value for value in values] if _lent else list(values)
 
 
-__all__ = ["is_lent", "note_lent", "own"]
+__all__ = ["is_lent", "note_lent", "donatable"]

@@ -182,7 +182,7 @@ def _tensor_slots(args: Iterable[Any]) -> Iterable[TensorSlot]:
             yield from _tensor_slots(arg)
 
 
-def asked(arg: Any, index_of: Any) -> Any:
+def meta_argument(arg: Any, index_of: Any) -> Any:
     """An argument as a `MetaCheck` holds it.
 
     Args:
@@ -195,7 +195,7 @@ def asked(arg: Any, index_of: Any) -> Any:
         number = getattr(arg, "__wrapped_number", None)
         return arg if number is None else sample(number)
     if isinstance(arg, list | tuple):
-        return [asked(item, index_of[i] if isinstance(index_of, list) else None) for i, item in enumerate(arg)]
+        return [meta_argument(item, index_of[i] if isinstance(index_of, list) else None) for i, item in enumerate(arg)]
     if isinstance(arg, torch.Generator):
         return None
     return sample(arg) if isinstance(arg, torch.SymFloat) else arg
@@ -375,7 +375,7 @@ __all__ = [
     "Dtypes",
     "TensorSlot",
     "MetaCheck",
-    "asked",
+    "meta_argument",
     "check_in_place",
     "check_out",
     "check_out_dtype",

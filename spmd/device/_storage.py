@@ -8,7 +8,7 @@ program is traced; `load` and `store` go through the tensor's own strides (see `
     array = load(tensor)         # jax.Array with the tensor's shape and dtype
     store(tensor, array)         # seen by every alias and view
 
-Tracing needs to know which buffers were read and written: a `Recorder` set in `recording` is told. This module knows no
+Tracing needs to know which buffers were read and written: the `Recorder` in `recording` notes it. This module knows no
 operator and no program.
 """
 
@@ -32,7 +32,7 @@ from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_sha
 from spmd.device._checks import Check
 from spmd.device._left_values import LeftValues, forget
 from spmd.device._queue import Queue
-from spmd.device._turn import is_of_another_thread, there, wait_for_trace
+from spmd.device._turn import is_of_another_thread, reread, wait_for_trace
 from spmd.device._views import contiguous_stride, plan_window, reinterpreted
 
 _create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,7 +42,7 @@ META = DispatchKeySet(DispatchKey.Meta)
 
 
 class Recorder(Protocol):
-    """Told of what a program that is traced reads and writes, and asked for what it gets from the host: `trace/_buffer_use`, `trace/_part`.
+    """Records what a program that is traced reads and writes, and has what it gets from the host: `trace/_buffer_use`, `trace/_part`.
 
     Attributes:
         words: the random state at the start; a recomputation has others.
@@ -82,10 +82,10 @@ class Recorder(Protocol):
         """Whether an array is a buffer's value, so that the program will read it anew in every call."""
         ...
 
-    def told(self, value: Any) -> Any:
+    def known_value(self, value: Any) -> Any:
         """A traced value as the host computes it from inputs that it knows, or None; the program then holds where the same comes out."""
 
-    def counted(self, value: Any) -> int | None:
+    def known_count(self, value: Any) -> int | None:
         """The same of an integer, where this trace is made with integers as Python has them."""
 
     def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
@@ -444,7 +444,7 @@ def _read_window(buffer: Buffer, root: Any, tensor: torch.Tensor) -> Any:
     key = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     value = buffer.reads.get(key)
     if value is None:
-        root = there(buffer) if type(root) is ArrayImpl and root.is_deleted() else root
+        root = reread(buffer) if type(root) is ArrayImpl and root.is_deleted() else root
         with exact_dtypes():
             flat = reinterpreted(root, to_numpy_dtype(tensor.dtype))
             value = plan_window(flat.shape, key[0], key[1], key[2]).read(flat)

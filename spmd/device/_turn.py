@@ -79,7 +79,7 @@ def own_turn() -> Generator[None]:
             raise memory_is_gone() from error
 
 
-def there(holder: Any) -> Any:
+def reread(holder: Any) -> Any:
     """The array of a buffer that was found deleted, after the compiled calls of other threads.
 
     Raises:
@@ -104,4 +104,4 @@ def memory_is_gone() -> SpmdError:
     )
 
 
-__all__ = ["is_of_another_thread", "memory_is_gone", "own_turn", "there", "turn", "wait_for_trace", "was_taken"]
+__all__ = ["is_of_another_thread", "memory_is_gone", "own_turn", "reread", "turn", "wait_for_trace", "was_taken"]

@@ -1,7 +1,8 @@
 """What the host still knows of arrays on the devices: the values of integers and bools that it sent.
 
-Sizes of images, grids, masks and tokens are such arrays. A traced function may be told them (`Recorder.told`), and no device is waited for:
-an array never changes, so it holds what was sent. What a program computed is not known, and floats are data: no program is made for them.
+Sizes of images, grids, masks and tokens are such arrays. A traced function may have them (`Recorder.known_value`) without a wait for
+a device: an array never changes, so it holds what was sent. What a program computed is not known, and floats are data: no program is
+made for them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._jax import inputs_of_each_output
 from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
-from spmd.device._deferred import Deferrable, Held
+from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
 from spmd.device._pacing import note_operation
@@ -214,7 +214,7 @@ class Forward(NamedTuple):
 
 
 def _pulled(
-    held: Held,
+    held: ByIdentity,
     all_wanted: tuple[int, ...],
     wanted: tuple[int, ...],
     leaves: Sequence[torch.Tensor],
@@ -262,7 +262,7 @@ class _Differentiable(torch.autograd.Function):
             out = _Differentiable.apply(pull.call.backward_call(wanted, given).differentiated, (ctx.key, *operands), {}, *operands)
             found = out if isinstance(out, tuple) else (out,)
         else:
-            found = pull.call.pulled(Held(pull), ctx.wanted, wanted, list(leaves), list(grads))
+            found = pull.call.pulled(ByIdentity(pull), ctx.wanted, wanted, list(leaves), list(grads))
         for position, grad in zip(wanted, found, strict=True):
             result[position + 3] = grad
         return tuple(result)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd.base._torch import set_grad_enabled
 from spmd.base._torch_late import activation_checkpoint
 from spmd.dynamo._graph_sizes import GraphSizes
 from spmd.program.flow._remat import remat
@@ -42,7 +43,7 @@ class Calls:
         self.sizes = GraphSizes(inputs)
         self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
 
-        self.enables_gradients = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in nodes)
+        self.enables_gradients = any(n.target is set_grad_enabled and n.args[0] for n in nodes)
 
     def run(self, args: Sequence[Any], held: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Its results, call by call; `held`: tensors that stand for `held` and then for `held_hosts`."""

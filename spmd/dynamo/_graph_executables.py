@@ -39,7 +39,7 @@ def is_host_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_device_tensor(value)
 
 
-class Program:
+class GraphExecutables:
     """The executables for one signature.
 
     Attributes:
@@ -248,4 +248,4 @@ class Program:
         return result.shown(tensors[result.position], self.given[result.position].stride)
 
 
-__all__ = ["Program"]
+__all__ = ["GraphExecutables"]

@@ -21,13 +21,13 @@ from spmd.base._torch import top_saved_tensors_default_hooks
 from spmd.device._storage import buffer_of, load, wrap, wrap_unset
 
 if TYPE_CHECKING:
-    from spmd.dynamo._graph_executables import Program
+    from spmd.dynamo._graph_executables import GraphExecutables
 
 _BYTE = np.dtype(np.uint8)
 Gradient = torch.Tensor | None
 
 
-def on_tape(program: Program, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+def on_tape(program: GraphExecutables, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
     """The computed values of a call, with their gradient."""
     traced = program.traced
     assert traced.backward is not None
@@ -52,7 +52,7 @@ class _Whole(torch.autograd.Function):
     """apply(program, tensors, args, *those of the tensors that get a gradient)"""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, tensors: list[torch.Tensor], args: tuple[Any, ...], *wanted: torch.Tensor) -> Any:
+    def forward(ctx: Any, program: GraphExecutables, tensors: list[torch.Tensor], args: tuple[Any, ...], *wanted: torch.Tensor) -> Any:
         """The computed values, as a tuple of tensors."""
         traced = program.traced
         made, computed = program.forward(tensors, args)
@@ -67,7 +67,7 @@ class _Whole(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of `wanted`."""
-        program: Program = ctx.program
+        program: GraphExecutables = ctx.program
         given = [grads[i] for i in program.traced.flowing]
         return None, None, None, *program.backward(_kept(ctx, program), list(map(_loaded, given)), ctx.sizes)
 
@@ -80,7 +80,7 @@ class _Call:
         ready: for each group whose node did not run yet, the gradients of its outputs that the program had, and those that it gave.
     """
 
-    def __init__(self, program: Program, sizes: tuple[int, ...]) -> None:
+    def __init__(self, program: GraphExecutables, sizes: tuple[int, ...]) -> None:
         self.program, self.sizes = program, sizes
         self.arrived: dict[int, torch.Tensor] = {}
         self.ready: dict[tuple[int, ...], tuple[dict[int, torch.Tensor], list[Gradient]]] = {}
@@ -140,7 +140,7 @@ class _Output(torch.autograd.Function):
         return None, None, None, *([grad] * ctx.count)
 
 
-def _keep(ctx: Any, program: Program, tensors: list[torch.Tensor], computed: list[Any]) -> None:
+def _keep(ctx: Any, program: GraphExecutables, tensors: list[torch.Tensor], computed: list[Any]) -> None:
     """Save what the backward pass needs."""
     ctx.set_materialize_grads(False)
     ctx.is_carried = top_saved_tensors_default_hooks(False) is None
@@ -148,7 +148,7 @@ def _keep(ctx: Any, program: Program, tensors: list[torch.Tensor], computed: lis
     ctx.save_for_backward(*(tensors[i] for i in program.traced.kept_inputs), *own)
 
 
-def _kept(ctx: Any, program: Program) -> list[Any]:
+def _kept(ctx: Any, program: GraphExecutables) -> list[Any]:
     """The arrays that were saved."""
     positions, saved = program.traced.kept_inputs, ctx.saved_tensors
     inputs = program.arrays(saved[: len(positions)], [program.given[i] for i in positions])

@@ -20,7 +20,7 @@ from spmd.base._torch import are_functorch_transforms_active
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.device._turn import turn
 from spmd.dynamo._graph_calls import Calls
-from spmd.dynamo._graph_executables import Program
+from spmd.dynamo._graph_executables import GraphExecutables
 from spmd.dynamo._sized_programs import SizedPrograms
 
 logger = logging.getLogger("spmd.dynamo")
@@ -41,8 +41,8 @@ class GraphProgram:
         self._calls = Calls(graph)
         self._takes_numbers = True  # until a trace needs one to be Python's own
         self.name = name
-        self._programs: dict[Any, Program] = {}
-        self._latest: Program | None = None
+        self._programs: dict[Any, GraphExecutables] = {}
+        self._latest: GraphExecutables | None = None
         self._marks = -1
         self._sized = SizedPrograms(self._calls, name)
         self.refused: str | None = None
@@ -58,7 +58,7 @@ class GraphProgram:
         return self._sized.refused
 
     @property
-    def latest(self) -> Program | None:
+    def latest(self) -> GraphExecutables | None:
         """The program that ran last."""
         return self._latest
 
@@ -75,7 +75,7 @@ class GraphProgram:
                 program = self._found(args)
         return self._calls.graph(*args) if program is None or program.is_shared(args) else program(args)
 
-    def _found(self, args: tuple[Any, ...]) -> Program | None:
+    def _found(self, args: tuple[Any, ...]) -> GraphExecutables | None:
         if not any(map(is_device_tensor, (*args, *self._calls.held))) and not self._calls.makes_device_tensors:
             self.refused = "no tensor of it is on the device"
             return None
@@ -94,7 +94,7 @@ class GraphProgram:
         """Whether calls that Dynamo's guards let pass may be of different programs."""
         return bool(self._calls.sizes.names) or bool(self._calls.numbers and not self._takes_numbers)
 
-    def _kept(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> Program | None:
+    def _kept(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> GraphExecutables | None:
         """The program of a call whose Python floats are these constants."""
         program = self._sized.found(args, numbers, takes_numbers=self._takes_numbers) if self._calls.sizes.names else None
         key = (numbers, *map(_described, args))
@@ -104,7 +104,7 @@ class GraphProgram:
             return None
         if program is None:
             try:
-                program = self._programs[key] = Program(self._calls, args, self.name, takes_numbers=self._takes_numbers)
+                program = self._programs[key] = GraphExecutables(self._calls, args, self.name, takes_numbers=self._takes_numbers)
             except TraceError as error:
                 if self._calls.numbers and self._takes_numbers:
                     raise

@@ -20,7 +20,7 @@ from spmd.device._layout import annotation_of
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole, load, wrap
 from spmd.device._views import contiguous_stride
 from spmd.dynamo._graph_calls import Calls
-from spmd.dynamo._graph_executables import Program, Sizes
+from spmd.dynamo._graph_executables import GraphExecutables, Sizes
 from spmd.dynamo._graph_inputs import Given
 from spmd.dynamo._graph_passes import Joint, Traced
 from spmd.dynamo._graph_results import Made, Plain, Shown
@@ -118,7 +118,7 @@ class _Passes(NamedTuple):
         return self.traces.is_certain
 
 
-class SizedGraph(Program):
+class SizedGraph(GraphExecutables):
     """The executables of one bucket.
 
     Args:

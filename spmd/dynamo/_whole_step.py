@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from spmd.base._errors import SpmdError, TraceError, message
-from spmd.base._torch_late import asked_of, stance
+from spmd.base._torch_late import compile_arguments, stance
 from spmd.patches._table import current, replace
 from spmd.program._step import Step
 from spmd.program._step import compile as compile_step
@@ -40,7 +40,7 @@ def register(backend: Callable[..., Any]) -> None:
 
     def __call__(self: Any, fn: Any) -> Any:
         compiled = torchs(self, fn)
-        asked = asked_of(self)
+        asked = compile_arguments(self)
         if asked.backend is not backend or not is_whole_step(fn):
             return compiled
         options = checked_options(asked.options) | ({"dynamic": True} if asked.dynamic else {})

@@ -26,7 +26,7 @@ from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor
 from spmd.device._turn import turn
-from spmd.interop._stand_ins import StandIns, held_by
+from spmd.interop._stand_ins import StandIns, module_tensors
 from spmd.interop._symbolic_sizes import has_symbols
 from spmd.interop._to_jax import as_jax_container, keeps_64_bits, to_jax
 from spmd.interop._torch_gradient import TensorFunction, Tensors
@@ -58,7 +58,7 @@ def functionalize(module: nn.Module | Callable[..., Any] | torch.export.Exported
     """
     if isinstance(module, torch.export.ExportedProgram):
         module = module_on_device(module)
-    held = held_by(module) if isinstance(module, nn.Module) else {}
+    held = module_tensors(module) if isinstance(module, nn.Module) else {}
     for name, (tensor, _) in held.items():
         if tensor.device.type != "jax":
             raise SpmdError(
@@ -150,7 +150,7 @@ class _Call:
     ) -> None:
         self.module, self.name, self.params, self.key = module, name, params, key
         self.state = {**buffers, **params}
-        self.held = held_by(module) if isinstance(module, nn.Module) else {}
+        self.held = module_tensors(module) if isinstance(module, nn.Module) else {}
         self._require_names()
         leaves, self.tree = jax.tree.flatten((args, kwargs))
         for leaf in leaves:

@@ -20,7 +20,7 @@ from spmd.base._torch import pytree
 from spmd.device._storage import buffer_of, is_device_tensor
 
 
-class Held(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A parameter or buffer of a module.
 
     Attributes:
@@ -31,10 +31,10 @@ class Held(NamedTuple):
     places: list[tuple[dict[str, Any], str]]
 
 
-def held_by(module: nn.Module) -> dict[str, Held]:
+def module_tensors(module: nn.Module) -> dict[str, ModuleTensor]:
     """Every parameter and buffer once, by the first of its names in `state_dict` (and buffers that are not persistent)."""
-    names: dict[str, Held] = {}
-    known: dict[int, Held] = {}
+    names: dict[str, ModuleTensor] = {}
+    known: dict[int, ModuleTensor] = {}
     for prefix, part in module.named_modules():
         for registry in (part._parameters, part._buffers):
             for key, tensor in registry.items():
@@ -42,7 +42,7 @@ def held_by(module: nn.Module) -> dict[str, Held]:
                     continue
                 held = known.get(id(tensor))
                 if held is None:
-                    held = known[id(tensor)] = names[f"{prefix}.{key}" if prefix else key] = Held(tensor, [])
+                    held = known[id(tensor)] = names[f"{prefix}.{key}" if prefix else key] = ModuleTensor(tensor, [])
                 held.places.append((registry, key))
     return names
 
@@ -56,7 +56,7 @@ class StandIns:
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         self.module, self.tensors = module, dict(tensors)
-        self.held = held_by(module)
+        self.held = module_tensors(module)
 
     def __enter__(self) -> StandIns:
         for name, (tensor, _) in self.held.items():
@@ -127,4 +127,4 @@ def _state(tensor: torch.Tensor) -> tuple[int, int]:
     return id(buffer_of(tensor).value), tensor._version
 
 
-__all__ = ["Held", "StandIns", "held_by"]
+__all__ = ["ModuleTensor", "StandIns", "module_tensors"]

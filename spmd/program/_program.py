@@ -28,7 +28,7 @@ from spmd.device._arrays import fetched, moved
 from spmd.device._checks import note
 from spmd.device._layout import state_sharding_of
 from spmd.device._left_values import NOTHING, LeftValues
-from spmd.device._lent import own
+from spmd.device._lent import donatable
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
@@ -317,7 +317,7 @@ class Program(Executable):
         for i, buffer in enumerate(arg_buffers):
             if buffer.value is None or buffer.value.sharding != self.arg_shardings[i]:
                 buffer.place(self.arg_shardings[i] if self.mesh is not None or buffer.value is not None else None)
-        donated = own(state[: self.num_donated]), own([arg_buffers[i].value for i in self.written_args])
+        donated = donatable(state[: self.num_donated]), donatable([arg_buffers[i].value for i in self.written_args])
         if changed:
             self._refuse_shared(donated[0])
         host_arrays = [host_array(t) for t in hosts] if hosts else []

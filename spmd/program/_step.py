@@ -207,9 +207,9 @@ class Step(Compiled, Generic[P, R]):
         captured = program.captured
         if self._loaded and program.digest not in self._loaded:
             warnings.warn(self._not_loaded(), stacklevel=5)
-        told = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
-        if told is not None:
-            warnings.warn(told, stacklevel=5)
+        warning = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=5)
         if program.is_ahead:
             return program, call
         self.num_traces += num_traces

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spmd.dynamo import graphs
-from spmd.dynamo._graph_executables import Program
+from spmd.dynamo._graph_executables import GraphExecutables
 from tests.oracle import array_of, assert_same, batch, twins
 
 
@@ -17,8 +17,8 @@ from tests.oracle import array_of, assert_same, batch, twins
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Any]]]:
     """What executables were given, call by call."""
     found: list[list[Any]] = []
-    torchs: Callable[..., list[Any]] = Program.arrays
-    monkeypatch.setattr(Program, "arrays", lambda self, tensors, given: found.append(torchs(self, tensors, given)) or found[-1])
+    torchs: Callable[..., list[Any]] = GraphExecutables.arrays
+    monkeypatch.setattr(GraphExecutables, "arrays", lambda self, tensors, given: found.append(torchs(self, tensors, given)) or found[-1])
     yield found
 
 

@@ -2,7 +2,7 @@
 
 Inside it jax's trace is another one, so no array made there may be seen outside but through what the part returns. A
 `Round` records what the part reads and writes of what existed before, and puts everything back when the part has been
-traced. Everything is told to the recorder around it too.
+traced. The recorder around it records the same.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from spmd.base._exact import exactly
 from spmd.device._adapter import is_wrapped_number
 from spmd.device._copy import from_host
-from spmd.device._deferred import Deferrable, Held
+from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._indices import are_checked
 from spmd.device._storage import Buffer, buffer_of
 
@@ -134,7 +134,7 @@ class Describing:
                 key.append(tuple((type(item), exactly(item)) for item in arg))
         elif isinstance(arg, torch.Size):
             key.append(tuple(arg))
-        elif cls is Held:
+        elif cls is ByIdentity:
             key.append(id(arg.value))
         elif isinstance(arg, torch.device):
             if arg.type != "jax":

@@ -20,7 +20,7 @@ from spmd.base._settings import keep_programs_by_default
 from spmd.base._underway import underway
 from spmd.device._arrays import laid_out, upload
 from spmd.device._checks import Check, note, stacked
-from spmd.device._lent import own
+from spmd.device._lent import donatable
 from spmd.device._numbers import lifted
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
@@ -198,7 +198,7 @@ class Region(Executable):
         words = _words(recorded)
         if self.watched is not None:
             self.watched.begin(vector.tolist(), [], [])
-        args = (own([values[i] for i in self._donated]), [values[i] for i in self._kept], *self._rest(vector, words))
+        args = (donatable([values[i] for i in self._donated]), [values[i] for i in self._kept], *self._rest(vector, words))
         is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.platform == "cpu"
         if is_paced and self.watched is not None:
             jax.block_until_ready(args)

@@ -27,7 +27,7 @@ from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
 from spmd.base._jax import forget_traces, is_tracing
-from spmd.device._deferred import Deferrable, Held, deferring, end_step
+from spmd.device._deferred import ByIdentity, Deferrable, deferring, end_step
 from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.device._turn import turn
 from spmd.program._job_checks import compiling
@@ -61,7 +61,7 @@ class Lazy:
         self.effects = _EffectsOf()
         self.num_nodes = 0
         self.retraces: list[str] = []
-        self._specs: dict[ShardingSpec, Held] = {}
+        self._specs: dict[ShardingSpec, ByIdentity] = {}
         self._max_programs = max_programs
         self._max_retraces = max_retraces
         self._recording = Recording(self)
@@ -143,7 +143,7 @@ class Lazy:
             self.run(recorded)
             buffer.place(spec.to_jax())
             return
-        held = self._specs.setdefault(spec, Held(spec))
+        held = self._specs.setdefault(spec, ByIdentity(spec))
         _lay_out(tensor_over(buffer, to_torch_dtype(recorded.dtype_of(buffer))), held)
         recorded.layouts[buffer.place_in_queue] = spec
 
@@ -260,7 +260,7 @@ def _same_path(region: Region) -> str:
     return "tensors are still in use that were not when these operations ran before"
 
 
-def _laid_out(tensor: torch.Tensor, spec: Held) -> torch.Tensor:
+def _laid_out(tensor: torch.Tensor, spec: ByIdentity) -> torch.Tensor:
     buffer = buffer_of(tensor)
     with exact_dtypes():
         value = jax.lax.with_sharding_constraint(buffer.get(), spec.value.to_jax())

@@ -221,10 +221,10 @@ class _InitialStateRecorder:
         """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
         return True
 
-    def told(self, value: Any) -> None:
+    def known_value(self, value: Any) -> None:
         return None
 
-    def counted(self, value: Any) -> None:
+    def known_count(self, value: Any) -> None:
         return None
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:

@@ -12,7 +12,7 @@ from spmd.program.reads._library import is_library
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, with_inputs
 from spmd.program.reads._places import PLAIN, Place, shown
 from spmd.program.reads._recorder import Recording, recorded
-from spmd.program.reads._replaced import Held, guard_who, touched_by
+from spmd.program.reads._replaced import ReplacedState, guard_who, touched_by
 from spmd.program.reads._swap import code_of
 from spmd.program.reads._varying import Numbers, Varying, is_noted
 from spmd.program.reads._varying_index import ViewNeeded
@@ -22,7 +22,7 @@ __all__ = [
     "INPUT",
     "PLAIN",
     "Effect",
-    "Held",
+    "ReplacedState",
     "NumberPlace",
     "Numbers",
     "Place",

@@ -1,6 +1,6 @@
-"""Functions of torch's that tell all they read in one go: a call of a module, and a look at its parameters, buffers and modules.
+"""Functions of torch's whose reads are noted together: a call of a module, and a look at its parameters, buffers and modules.
 
-They run for every module of a model, and read a dozen places each, always the same. So a stand-in tells these and does what they
+They run for every module of a model, and read a dozen places each, always the same. So a stand-in notes these and does what they
 do; where there is more to do (hooks, TorchScript), torch's own code runs, instrumented as all other.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd.base._torch import in_torchscript_trace
-from spmd.program.reads._calls import told
+from spmd.program.reads._calls import note_call
 from spmd.program.reads._hooks import unseen
 from spmd.program.reads._number_place import ABSENT
 
@@ -51,7 +51,7 @@ def _forward_of(recording: Recording, own: Own, module: Any, args: tuple[Any, ..
     for registry in registries:
         recording.look_into(registry)
     recording.load_attr(module, "forward")
-    return told(recording, module.forward, (*args, *kwargs.values()))
+    return note_call(recording, module.forward, (*args, *kwargs.values()))
 
 
 def _entered(recording: Recording, own: Own, module: Any, /, *args: Any, **kwargs: Any) -> Any:

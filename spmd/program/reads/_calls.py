@@ -1,4 +1,4 @@
-"""What a call tells: which containers it changes, what it reads of its arguments, and what no program can repeat."""
+"""What a call does, noted before it happens: the containers it changes, what it reads of its arguments, what no program can repeat."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._memos import Cache, num_keys, read_registry
-from spmd.program.reads._outside import asked
-from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, replaced, with_fixed_keys
+from spmd.program.reads._outside import question_of
+from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, substitute, with_fixed_keys
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -127,18 +127,18 @@ def _of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 
-def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
+def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     """Note what a call of `fn` reads and writes."""
     if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
-        told(recording, fn, (fixed(args[0]), *args[1:]))
+        note_call(recording, fn, (fixed(args[0]), *args[1:]))
         return lambda key, *rest: fn(fixed(key), *rest)
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
-        chosen = told(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
+        chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
         return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
     if any(map(_holds_varying, args)) and not _takes_varying(fn):
-        given = replaced(fn, args)
+        given = substitute(fn, args)
         if given is not None:
-            told(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
+            note_call(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
             return given
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
@@ -147,9 +147,9 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return of_noted
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
-        return told(recording, inner, args)
+        return note_call(recording, inner, args)
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
-        return functools.partial(told(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
+        return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
     if kind is types.MethodType:
         _python(recording, fn.__func__, (fn.__self__, *args))
         recording.function(fn)
@@ -166,12 +166,12 @@ def told(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
             return lambda *given, **options: with_fixed_keys(fn(*given, **options))
     elif isinstance(fn, functools.partial):
         recording.look_into(recording.parts(fn, fn.keywords))
-        told(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
+        note_call(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
     elif isinstance(fn, functools._lru_cache_wrapper):
         recording.hand(args)
         return functools.partial(recording.caches.setdefault(id(fn), Cache(fn)).call, recording)
     elif not is_recorded(kind.__module__):
-        recording.ask(fn, asked(fn, args))
+        recording.ask(fn, question_of(fn, args))
         recording.hand(args)
         if not isinstance(fn, torch.nn.Module):
             recording.hand(fn)
@@ -213,7 +213,7 @@ def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...])
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ == "getenv":
         recording.look_into(fn.__globals__["environ"])
-    recording.ask(fn, asked(fn, args))
+    recording.ask(fn, question_of(fn, args))
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
         if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # looks at its tensors alone
@@ -247,7 +247,7 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
 def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
     """A function of a C module."""
     args: Any = given
-    recording.ask(fn, asked(fn, args))
+    recording.ask(fn, question_of(fn, args))
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):
         recording.load_attr(args[0], args[1])
     elif fn in (builtins.setattr, builtins.delattr) and isinstance(args[1], str):
@@ -280,7 +280,7 @@ def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
             recording.iterate(arg)
         return
     if not is_recorded(cls.__module__):
-        recording.ask(cls, asked(cls, args))
+        recording.ask(cls, question_of(cls, args))
         for arg in args:
             recording.hand(arg)
     else:

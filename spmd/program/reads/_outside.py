@@ -50,7 +50,7 @@ _OTHERWISE_IN_A_TRACE = ("torch.compiler", "torch._dynamo", "torch.jit", "torch.
 _IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"))
 
 
-def asked(fn: Any, args: tuple[Any, ...]) -> Question | None:
+def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
     """What a call of a library's function asks; None if it asks nothing of the kind."""
     name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
     if (
@@ -73,7 +73,7 @@ def setting_of(module: types.ModuleType, name: str) -> Question | None:
     return (id(module), name), f"{module.__name__}.{name}", partial(_answer, getattr, (module, name))
 
 
-def place_of(holder: Any, question: Question) -> ContentPlace | None:
+def answer_place(holder: Any, question: Question) -> ContentPlace | None:
     """The place of an answer, if it is a plain value."""
     _, title, answer = question
     place = ContentPlace(holder, title, answer)

@@ -15,7 +15,7 @@ from spmd.program.find._static import attributes_of
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._outside import Question, place_of
+from spmd.program.reads._outside import Question, answer_place
 from spmd.program.reads._places import (
     PLAIN,
     ClassPlace,
@@ -89,7 +89,7 @@ class PlacesRead:
     def ask(self, holder: Any, question: Question | None) -> None:
         """Something outside Python's objects was asked of `holder`: its answer is expected in every call."""
         if question is not None and hash(question[0]) not in self.places:
-            place = place_of(holder, question)
+            place = answer_place(holder, question)
             if place is not None:
                 self.places[hash(question[0])] = place
 

@@ -40,8 +40,8 @@ from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple
-from spmd.program.reads._replaced import Held, replaced
-from spmd.program.reads._varying import Varying, asked, beside, fixed, fixed_if_varying, is_noted, is_varying, with_fixed_keys
+from spmd.program.reads._replaced import ReplacedState, replaced
+from spmd.program.reads._varying import Varying, beside, fixed, fixed_if_varying, is_noted, is_varying, plain_key, with_fixed_keys
 from spmd.program.reads._varying_index import index_of, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
@@ -149,7 +149,7 @@ class Recording(PlacesRead):
                 return 0, (found,)
             key = fixed(key)
         elif not isinstance(holder, torch.Tensor):
-            key = asked(key)
+            key = plain_key(key)
         self._read_item(holder, key)
         return key, holder
 
@@ -255,7 +255,7 @@ class Recording(PlacesRead):
         """A call is about to happen; returns what is to be called."""
         if self.choice is not None and sys._getframe(3) is self.choice.frame:
             self.choice.require_pure(fn, args)
-        return _calls.told(self, fn, args)
+        return _calls.note_call(self, fn, args)
 
     def call_ex(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
         """The same with `*args` and `**kwargs`."""
@@ -264,7 +264,7 @@ class Recording(PlacesRead):
         if isinstance(kwargs, dict):
             self.look_into(kwargs)
             given += tuple(kwargs.values())
-        return _calls.told(self, fn, given)
+        return _calls.note_call(self, fn, given)
 
     def choose(self, condition: Any, enters_if: bool) -> bool | Choice:
         """Whether a block runs that only changes names. See Note [Choices]."""
@@ -447,9 +447,9 @@ class Recording(PlacesRead):
         """The program may run again when the place of `effect` holds `value`."""
         self._accepted.append((effect, value))
 
-    def held(self, effects: list[Effect], is_fixed: Callable[[Any], bool]) -> list[Held]:
+    def held(self, effects: list[Effect], is_fixed: Callable[[Any], bool]) -> list[ReplacedState]:
         """What the function reads under a name and then replaces, if its program can take what is there in the next call."""
-        found: list[Held] = []
+        found: list[ReplacedState] = []
         places = self.read_places()
         for effect in effects:
             here = replaced(effect, effects, places, is_fixed)

@@ -19,7 +19,7 @@ from spmd.program.reads._varying import Varying
 from spmd.program.reuse._columns import Guards
 
 
-class Held(NamedTuple):
+class ReplacedState(NamedTuple):
     """A tensor or container that the trace found in a place.
 
     Attributes:
@@ -31,7 +31,7 @@ class Held(NamedTuple):
     read: Callable[[], Any]
 
 
-def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place], is_fixed: Callable[[Any], bool]) -> list[Held]:
+def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place], is_fixed: Callable[[Any], bool]) -> list[ReplacedState]:
     """What the place of `effect` held, outside in, if the program can take what it holds today; empty if not.
 
     Args:
@@ -58,14 +58,14 @@ def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place],
     return list(_with_readers(now, effect.read))
 
 
-def touched_by(held: Sequence[Held], buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
+def touched_by(held: Sequence[ReplacedState], buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
     """(position among `held`, position among `buffers`) of the tensors whose value the program has as state."""
     return [
         (i, buffers.index(buffer_of(h.value))) for i, h in enumerate(held) if is_device_tensor(h.value) and buffer_of(h.value) in buffers
     ]
 
 
-def guard_who(guards: Guards, held: Sequence[Held]) -> None:
+def guard_who(guards: Guards, held: Sequence[ReplacedState]) -> None:
     """Places that held one tensor in the trace hold one, those that held two hold two: a write to one is seen by the other, or not."""
     places = [h.read for h in held if is_device_tensor(h.value)]
 
@@ -115,8 +115,8 @@ def _ids_in(place: Place, root: Any) -> set[int]:
     return found
 
 
-def _with_readers(value: Any, read: Callable[[], Any]) -> Iterable[Held]:
-    yield Held(value, read)
+def _with_readers(value: Any, read: Callable[[], Any]) -> Iterable[ReplacedState]:
+    yield ReplacedState(value, read)
     keys = value if isinstance(value, dict) else range(len(items_in(value)))
     for key, part in zip(keys, items_in(value), strict=True):
         yield from _with_readers(part, partial(_item, read, key))
@@ -126,4 +126,4 @@ def _item(read: Callable[[], Any], key: Any) -> Any:
     return operator.getitem(read(), key)
 
 
-__all__ = ["Held", "guard_who", "replaced", "touched_by"]
+__all__ = ["ReplacedState", "guard_who", "replaced", "touched_by"]

@@ -182,10 +182,10 @@ def is_noted(number: Any) -> bool:
     return type(number) not in (int, float) and isinstance(number, (int, float)) and hasattr(number, "plain")
 
 
-def asked(key: Any) -> Any:
+def plain_key(key: Any) -> Any:
     """A key without sizes of which something is noted: that they were asked for is."""
     if type(key) is slice:
-        return slice(asked(key.start), asked(key.stop), asked(key.step))
+        return slice(plain_key(key.start), plain_key(key.stop), plain_key(key.step))
     return key.plain() if is_noted(key) else key
 
 
@@ -228,7 +228,7 @@ def fixed_if_varying(key: Any) -> Any:
     return fixed(key) if is_varying(key) else key
 
 
-def replaced(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What to call instead of `fn` when some of its arguments vary; None if it is recorded code, which may get them."""
     if fn is builtins.isinstance:
         return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)

@@ -1,4 +1,4 @@
-"""What a trace hears of the tensors on the device: which buffers it made, read and wrote, host reads, random draws, branches."""
+"""Records what a trace does with tensors of the device: buffers made, read and written, host reads, random draws, branches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DROPPED_VALUE = (
 
 @dataclass
 class TraceRecorder:
-    """The `Recorder` of a whole trace: births, reads and writes of buffers, host reads, random draws.
+    """The `Recorder` of a whole trace.
 
     Attributes:
         layers: of layers that must become one loop, for each run of them and each layer the variables of its results.
@@ -116,8 +116,8 @@ class TraceRecorder:
     def is_state(self, array: Any) -> bool:
         return id(array) in self.reads
 
-    def told(self, value: Any) -> Any:
-        return None if self.known is None else self.known.told(value, self.reads)
+    def known_value(self, value: Any) -> Any:
+        return None if self.known is None else self.known.known_value(value, self.reads)
 
     def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
         if self.known is not None:
@@ -125,15 +125,15 @@ class TraceRecorder:
             place = None if is_whole(tensor, buffer) else (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
             self.known.each_call(buffer, place, look)
 
-    def counted(self, value: Any) -> int | None:
+    def known_count(self, value: Any) -> int | None:
         if self.has_counts:
-            return self.told(value)
+            return self.known_value(value)
         self.counts.append(value)
         return None
 
     def knows_counts(self) -> bool:
         """Whether the host knows one of the integers that were asked for."""
-        return any(self.told(value) is not None for value in self.counts)
+        return any(self.known_value(value) is not None for value in self.counts)
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, HostArgument):

@@ -37,7 +37,7 @@ from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
-from spmd.program.reads import PLAIN, Effect, Held, NumberPlace, Place, Recording, guard_places, guard_who, recorded
+from spmd.program.reads import PLAIN, Effect, NumberPlace, Place, Recording, ReplacedState, guard_places, guard_who, recorded
 from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
@@ -133,7 +133,7 @@ class Captured:
     stepped: list[torch.optim.Optimizer]
     layouts: list[ShardingSpec]
     actions: list[Action]
-    held: list[Held]
+    held: list[ReplacedState]
     born: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[Buffer]
     slots: dict[Buffer, torch.Tensor | int]
@@ -463,7 +463,7 @@ class _Trace:
         fixed = {buffer_of(t) for t in self.found.device_tensors()} | self.arguments
         return self.gradients.slots(recorder.touched.__contains__, fixed)
 
-    def guards(self, recorder: TraceRecorder, held: Sequence[Held]) -> Guards:
+    def guards(self, recorder: TraceRecorder, held: Sequence[ReplacedState]) -> Guards:
         """Everything the trace baked in."""
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]

@@ -102,7 +102,7 @@ class KnownInputs:
         for look in self._looks:
             look(host_values(arguments[look.argument]))
 
-    def told(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
+    def known_value(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
         """The value of a tracer, if the host knows the inputs that it was computed from.
 
         Args:

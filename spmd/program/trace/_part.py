@@ -15,7 +15,7 @@ from spmd.program.trace._buffer_use import TraceRecorder
 
 
 class Part:
-    """What a kind of part does not do otherwise is told to the recorder around it, and asked of that.
+    """Recorder of a part. What a kind of part does not do itself, the recorder around it does.
 
     Attributes:
         outer: the recorder around it; where nothing is traced around it, one whose notes nobody reads.
@@ -62,11 +62,11 @@ class Part:
     def is_state(self, array: Any) -> bool:
         return self.outer.is_state(array)
 
-    def told(self, value: Any) -> Any:
-        return self.outer.told(value)
+    def known_value(self, value: Any) -> Any:
+        return self.outer.known_value(value)
 
-    def counted(self, value: Any) -> int | None:
-        return self.outer.counted(value)
+    def known_count(self, value: Any) -> int | None:
+        return self.outer.known_count(value)
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:
         """Not every call runs a part."""

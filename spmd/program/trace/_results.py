@@ -20,7 +20,7 @@ from spmd.device._arrays import fetched
 from spmd.device._numbers import carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
-from spmd.program.reads import PLAIN, Held, Varying
+from spmd.program.reads import PLAIN, ReplacedState, Varying
 from spmd.program.trace._arguments import of_caller
 from spmd.program.trace._window import Kind, Window, leaves_whole
 
@@ -145,7 +145,7 @@ def is_shown_otherwise(tensor: torch.Tensor, leaves: Sequence[Leaf]) -> bool:
     return any(other is not tensor and is_device_tensor(other) and buffer_of(other) is buffer_of(tensor) for other in shown)
 
 
-def show_held(leaves: Sequence[Leaf], held: Sequence[Held]) -> None:
+def show_held(leaves: Sequence[Leaf], held: Sequence[ReplacedState]) -> None:
     """Leaves that are what a place held become what it holds in each call."""
     position = {id(h.value): i for i, h in enumerate(held)}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""What a trace hears of modules and optimizers while it runs: which ran, in which scope of names, and with which outcome."""
+"""Records the modules and optimizers that run in a trace: which, under which scope of names, and whether the outputs are finite."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 from mesh import Mesh, topology_options
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax_executables import Written
-from spmd.base._program_files import asked, programs_not_kept
+from spmd.base._program_files import cache_requests, programs_not_kept
 from spmd.base._settings import keep_programs_by_default
 from spmd.base._underway import underway
 from spmd.program.xla._compile_threads import compile_threads
@@ -157,12 +157,12 @@ class Compilation:
         order = self._order
         assert self._lowered is not None
         says = underway(f"compiling {order.name}{target_text(order.mesh)}")
-        with exact_dtypes(), says, programs_not_kept() if order.is_ahead else nullcontext(), asked() as heard:
+        with exact_dtypes(), says, programs_not_kept() if order.is_ahead else nullcontext(), cache_requests() as request:
             found = self._lowered.compile(topology_options() if order.is_ahead else None)
-        if heard.value is not None:  # it was not compiled
-            self.read_from = Written(heard.value, in_cache=True)
-        if heard.key is not None and order.digest is not None:
-            keep_in_folder(order.digest, found, heard.key)
+        if request.value is not None:  # it was not compiled
+            self.read_from = Written(request.value, in_cache=True)
+        if request.key is not None and order.digest is not None:
+            keep_in_folder(order.digest, found, request.key)
         return found
 
 
