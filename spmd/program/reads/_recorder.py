@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
 from spmd.program.reads._at_once import RunModule
@@ -42,7 +41,7 @@ from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place,
 from spmd.program.reads._places_read import PlacesRead, is_simple
 from spmd.program.reads._replaced import ReplacedState, replaced
 from spmd.program.reads._varying import Varying, beside, fixed, fixed_if_varying, is_noted, is_varying, plain_key, with_fixed_keys
-from spmd.program.reads._varying_index import index_of, read_at
+from spmd.program.reads._varying_index import may_vary, read_at, written_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
@@ -144,8 +143,8 @@ class Recording(PlacesRead):
 
     def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be read; returns the key and the container to use."""
-        if is_varying(key):
-            if is_device_tensor(holder) and not self.fixes_indices and (found := read_at(holder, key)) is not None:
+        if may_vary(holder, key):
+            if not self.fixes_indices and (found := read_at(holder, key)) is not None:
                 return 0, (found,)
             key = fixed(key)
         elif not isinstance(holder, torch.Tensor):
@@ -321,9 +320,9 @@ class Recording(PlacesRead):
 
     def store_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be written; returns the key and the container to use."""
-        if is_varying(key):
-            rows = index_of(holder, key) if is_device_tensor(holder) else None
-            key = fixed(key) if rows is None else rows
+        if may_vary(holder, key):
+            rows = None if self.fixes_indices else written_at(holder, key)
+            holder, key = rows or (holder, fixed(key))
         self._write_item(holder, key)
         return key, holder
 

@@ -1,14 +1,15 @@
-"""Indices and slice bounds of tensors that vary from call to call: reading gathers rows, writing scatters them.
+"""Places and slice bounds of tensors that vary from call to call: reading gathers rows, writing scatters them.
 
-`x[i]`, `x[lo:hi]` and assignments to them, along the first dim, where `hi - lo` is the same in every call. What is read so is a copy.
-Where it must be a view (one of the two is written to in place, or it leaves the function), the function is traced again with the
-index as a value that is guarded.
+`x[i]`, `x[:, lo:hi]` and assignments to them, where `i` is a Python number that varies or a 0-dim tensor (a position of which only the
+program knows the value), and `hi - lo` is the same in every call. What is read so is a copy. Where it must be a view (one of the two
+is written to in place, or it leaves the function), the function is traced again with the index as a value that is guarded.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import torch
@@ -16,11 +17,14 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
 from spmd.device._numbers import carried
-from spmd.device._storage import buffer_of, recording, wrap
-from spmd.program.reads._varying import Varying
+from spmd.device._storage import buffer_of, is_device_tensor, recording, wrap
+from spmd.program.reads._varying import Varying, is_varying
 
 if TYPE_CHECKING:
     from spmd.program.trace._way import Way
+
+_ALL = slice(None)
+_AS_MASKS = (torch.bool, torch.uint8)
 
 
 class ViewNeeded(TraceAgain):
@@ -30,34 +34,102 @@ class ViewNeeded(TraceAgain):
         return replace(way, fixes_indices=True)
 
 
-def index_of(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
-    """The rows that `key` means, int64[n], or None if no program can take them from its inputs."""
-    if type(key) is Varying:
-        return _rows(tensor, key, 1) if isinstance(key.evaluate(), int) else None
-    if type(key) is not slice or key.step not in (None, 1):
-        return None
-    if type(key.start) is not Varying or not isinstance(key.stop, (int, Varying)):
-        return None
-    size = key.start.apply(lambda lo, hi: hi - lo, key.start, key.stop)
-    num = size.concrete() if type(size) is Varying else size
-    return _rows(tensor, key.start, num) if num > 0 else None
+class _Taken(NamedTuple):
+    """What a key takes of a tensor.
+
+    Attributes:
+        view: the tensor by all of the key that does not vary.
+        dims: of the view, of which some rows are taken.
+        rows: of each, int64[n].
+        is_window: the dim stays; else one row is taken and the dim is gone.
+    """
+
+    view: torch.Tensor
+    dims: list[int]
+    rows: list[torch.Tensor]
+    is_window: bool
+
+    def place(self) -> tuple[torch.Tensor, Any]:
+        """A view and a key of it, which has a dim of size 1 in front unless it is a window's."""
+        if self.is_window:
+            return self.view, (*[_ALL] * self.dims[0], self.rows[0])
+        return self.view.movedim(self.dims, list(range(len(self.dims)))), tuple(self.rows)
 
 
-def read_at(tensor: torch.Tensor, key: Any) -> torch.Tensor | None:
+def may_vary(holder: Any, key: Any) -> bool:
+    """Whether a key of an item has what another call has otherwise: a Python number that varies, or a position on the device."""
+    if is_varying(key):
+        return True
+    return is_device_tensor(holder) and (any(map(_is_position, key)) if type(key) is tuple else _is_position(key))
+
+
+def written_at(tensor: Any, key: Any) -> tuple[torch.Tensor, Any] | None:
+    """A tensor and a key, for which an assignment writes what it writes to `tensor[key]`; None: no program can."""
+    taken = _taken(tensor, key)
+    return None if taken is None else taken.place()
+
+
+def read_at(tensor: Any, key: Any) -> torch.Tensor | None:
     """`tensor[key]`, as a copy."""
-    rows = index_of(tensor, key)
-    if rows is None:
+    taken = _taken(tensor, key)
+    if taken is None:
         return None
-    found = tensor.index_select(0, rows)
-    found = found[0].clone() if type(key) is Varying else found
+    base, place = taken.place()
+    found = base[place] if taken.is_window else base[place][0].clone()
     recorder = recording.get()
     if recorder is not None:
         recorder.is_copy_of(buffer_of(tensor), buffer_of(found), ViewNeeded)
     return found
 
 
-def _rows(tensor: torch.Tensor, first: Varying, num: int) -> torch.Tensor | None:
-    length = tensor.shape[0] if tensor.dim() else 0
+def _is_position(part: Any) -> bool:
+    return is_device_tensor(part) and part.dim() == 0 and not (part.is_floating_point() or part.is_complex() or part.dtype in _AS_MASKS)
+
+
+def _taken(tensor: Any, key: Any) -> _Taken | None:
+    """None: there is no program for it that takes the numbers from its inputs."""
+    parts = key if type(key) is tuple else (key,)
+    open_ones = [is_varying(part) or _is_position(part) for part in parts]
+    if not is_device_tensor(tensor) or not all(is_open or _is_plain(part) for part, is_open in zip(parts, open_ones, strict=True)):
+        return None
+    num_taken = sum(part is not None and part is not Ellipsis for part in parts)
+    if num_taken > tensor.dim() or sum(part is Ellipsis for part in parts) > 1:
+        return None  # PyTorch's own error
+    dims, rows, windows, at = list[int](), list[torch.Tensor](), 0, 0
+    view = tensor[tuple(_ALL if is_open else part for part, is_open in zip(parts, open_ones, strict=True))]
+    for part, is_open in zip(parts, open_ones, strict=True):
+        if is_open:
+            found = _rows_of(view.shape[at], part)
+            if found is None:
+                return None
+            dims.append(at)
+            rows.append(found)
+            windows += isinstance(part, slice)
+        at += tensor.dim() - num_taken if part is Ellipsis else type(part) is not int
+    return None if windows and len(dims) > 1 else _Taken(view, dims, rows, bool(windows))
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether it says the same in every call, and makes a view."""
+    if isinstance(part, slice):
+        return all(bound is None or type(bound) is int for bound in (part.start, part.stop, part.step))
+    return part is None or type(part) in (int, EllipsisType)
+
+
+def _rows_of(length: int, part: Any) -> torch.Tensor | None:
+    """The rows that a part of a key means, int64[n]; None: their number varies, or they are not there."""
+    if isinstance(part, torch.Tensor):
+        return part.view(1)  # of what the host knows of the argument: an index out of bounds is an error before the call
+    if type(part) is Varying:
+        return _rows(length, part, 1) if isinstance(part.evaluate(), int) else None
+    if part.step not in (None, 1) or type(part.start) is not Varying or not isinstance(part.stop, (int, Varying)):
+        return None
+    size = part.start.apply(lambda lo, hi: hi - lo, part.start, part.stop)
+    num = size.concrete() if type(size) is Varying else size
+    return _rows(length, part.start, num) if num > 0 else None
+
+
+def _rows(length: int, first: Varying, num: int) -> torch.Tensor | None:
     is_inside = first.apply(lambda i: int(-length <= i < 0 or i >= 0) and int((i + length if i < 0 else i) + num <= length), first)
     if not is_inside:  # decided anew by every call
         return None
@@ -65,3 +137,6 @@ def _rows(tensor: torch.Tensor, first: Varying, num: int) -> torch.Tensor | None
     with exact_dtypes():
         value = carried(start.traced()) if type(start) is Varying else jnp.asarray(start)
         return wrap(value.astype(jnp.int64) + jnp.arange(num, dtype=jnp.int64))
+
+
+__all__ = ["ViewNeeded", "may_vary", "read_at", "written_at"]
