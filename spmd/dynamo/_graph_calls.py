@@ -13,8 +13,6 @@ from spmd.base._torch_late import activation_checkpoint
 from spmd.dynamo._graph_sizes import GraphSizes
 from spmd.program.flow._remat import remat
 
-_TO_DEVICE = ("to", "jax")
-
 
 class Calls:
     """A graph module, and what a program needs to know of it.

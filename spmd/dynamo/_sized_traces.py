@@ -20,7 +20,7 @@ from spmd.dynamo._graph_passes import Joint
 from spmd.dynamo._graph_results import Made, Plain, Shown
 from spmd.program.sizes._evaluate import Equation, Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
-from spmd.program.sizes._padded import Dims, Padded, Room
+from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
 from spmd.program.sizes._window_extents import learn_extents
 from spmd.program.trace._window import Window
 
@@ -83,7 +83,7 @@ class SizedTraces:
         first, room = self._joints[0], Room(self._points, [least for least, _ in self._limits], bucket, ())
         kept = [buffer for _, buffer in first.outer if buffer is not None]
         num_known = len(first.closed.in_avals) - len(first.outer) - len(first.flowing)
-        dims = [_dims(same) for same in zip(*([a.shape for a in j.closed.in_avals] for j in self._joints), strict=True)]
+        dims = [dims_of(same) for same in zip(*([a.shape for a in j.closed.in_avals] for j in self._joints), strict=True)]
         examples = [jax.ShapeDtypeStruct(room.shape(d), a.dtype) for d, a in zip(dims, first.closed.in_avals, strict=True)]
         state = [examples[i] for i, (_, buffer) in enumerate(first.outer) if buffer is not None]
         known, cotangents = examples[len(first.outer) :][:num_known], examples[len(first.outer) + num_known :]
@@ -154,10 +154,6 @@ class _Passes(Evaluation):
 
 def _elements(sizes: Any, count: int) -> list[Any]:
     return [sizes[i] for i in range(count)]
-
-
-def _dims(shapes: Sequence[Sequence[int]]) -> Dims:
-    return tuple((tuple(column),) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
 
 def _require_alike(joints: Sequence[Joint]) -> None:

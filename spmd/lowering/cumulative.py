@@ -9,22 +9,18 @@ from jax import lax
 
 from spmd.lowering._registry import lower
 from spmd.lowering.pointwise import logaddexp
-
-
-def _accumulated_in(dtype: Any) -> Any:
-    """16-bit floats are accumulated in float32."""
-    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
+from spmd.lowering.reduce import accumulated_in
 
 
 @lower("cumsum")
 def cumsum(self: Any, dim: int, *, dtype: Any = None) -> Any:
-    x = self.astype(_accumulated_in(dtype))
+    x = self.astype(accumulated_in(dtype))
     return x if self.ndim == 0 else jnp.cumsum(x, dim)
 
 
 @lower("cumprod")
 def cumprod(self: Any, dim: int, *, dtype: Any = None) -> Any:
-    x = self.astype(_accumulated_in(dtype))
+    x = self.astype(accumulated_in(dtype))
     return x if self.ndim == 0 else jnp.cumprod(x, dim)
 
 
@@ -33,7 +29,7 @@ def logcumsumexp(self: Any, dim: int) -> Any:
     if self.ndim == 0 or self.size == 0:
         return self
     dim %= self.ndim
-    x = self.astype(_accumulated_in(self.dtype))
+    x = self.astype(accumulated_in(self.dtype))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.associative_scan(logaddexp, x, axis=dim)
     return lax.cumlogsumexp(x, dim)

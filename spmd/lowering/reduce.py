@@ -23,7 +23,7 @@ def _wide(x: Any) -> Any:
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def _accumulated_in(dtype: Any) -> Any:
+def accumulated_in(dtype: Any) -> Any:
     """float32 for 16-bit floats: told a 16-bit dtype, `jnp.sum` accumulates in it."""
     return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
@@ -35,27 +35,27 @@ def _kept(x: Any, axis: tuple[int, ...] | None, keepdim: bool) -> Any:
 
 @lower("sum", "sum.dim_IntList")
 def sum_(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.sum(self, axes(dim, self.ndim), dtype=_accumulated_in(dtype), keepdims=keepdim)
+    return jnp.sum(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
 
 
 @lower("nansum")
 def nansum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.nansum(self, axes(dim, self.ndim), dtype=_accumulated_in(dtype), keepdims=keepdim)
+    return jnp.nansum(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
 
 
 @lower("mean", "mean.dim")
 def mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.mean(self, axes(dim, self.ndim), dtype=_accumulated_in(dtype), keepdims=keepdim)
+    return jnp.mean(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
 
 
 @lower("prod")
 def prod(self: Any, *, dtype: Any = None) -> Any:
-    return jnp.prod(self, dtype=_accumulated_in(dtype))
+    return jnp.prod(self, dtype=accumulated_in(dtype))
 
 
 @lower("prod.dim_int")
 def prod_dim_int(self: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.prod(self, axes(dim, self.ndim), dtype=_accumulated_in(dtype), keepdims=keepdim)
+    return jnp.prod(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
 
 
 @lower("any", "any.dim", "any.dims")

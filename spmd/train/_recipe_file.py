@@ -33,7 +33,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecipeError(message(f"{path} cannot be read: {error.strerror}", fix="spmd train --init writes a recipe")) from error
+        raise RecipeError(message(f"{path} cannot be read: {error.strerror}", fix=f"spmd train --init {path} writes one")) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(message(f"{path} is no TOML: {error}", fix="mend that line; docs/recipes.md has examples")) from error
     overridden(found, overrides)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     is_debugging, told = "--debug" in words, list(words)
     words = [word for word in words if word != "--debug"]
-    if not words or words[0] in ("-h", "--help"):
+    if not words or not {"-h", "--help"}.isdisjoint(words):
         show_help(Console(markup=False, highlight=False, soft_wrap=True))
         return 0
     if words == ["--keys"]:

@@ -10,6 +10,7 @@ import pytest
 from spmd.train import RecipeError, read_recipe, recipe_of
 from spmd.train._import_path import imported
 from spmd.train._recipe_file import changed
+from spmd.train._train_command import main
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.toml"))
 LEAST: dict[str, Any] = {"model": {"config": "GPT2Config"}, "data": {"paths": ["x.bin"]}}
@@ -100,3 +101,16 @@ def test_an_import_path_that_leads_nowhere_is_told(path: str, told: str) -> None
     with pytest.raises(RecipeError) as error:
         imported(path, "[model] own")
     assert told in str(error.value) and str(error.value).startswith("[model] own = ")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run.toml", "--help"], ["--init", "run.toml", "--help"], ["run.toml", "--steps", "3", "-h"]]
+)
+def test_help_is_shown_wherever_it_is_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert "spmd train RECIPE.toml" in capsys.readouterr().out
+
+
+def test_a_recipe_that_is_not_there_is_refused_with_the_command_that_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"no\.toml cannot be read: (?s:.*)fix: spmd train --init .*no\.toml writes one"):
+        read_recipe(tmp_path / "no.toml", [])

@@ -14,7 +14,6 @@ in-place operations, which are updates of optimizers as a rule, are inputs at on
 from __future__ import annotations
 
 import weakref
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +68,6 @@ class Recording:
         self.draws = 0
         self._stream: tuple[int, int] | None = None  # seed and count where the last draw left them
         self._new: list[tuple[Buffer, Fresh]] = []
-        self.lock = RLock()
 
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operation returns, its tensors waiting. Raises Now if it cannot wait."""

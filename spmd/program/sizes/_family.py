@@ -18,7 +18,7 @@ from spmd.program.reads import is_noted
 from spmd.program.sizes import _padding_rules, _rules_loops, _rules_places, _rules_windows
 from spmd.program.sizes._evaluate import Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
-from spmd.program.sizes._padded import Dims, Padded, Room
+from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
 from spmd.program.sizes._size_reads import SizeReads
 from spmd.program.sizes._window_extents import learn_extents
 from spmd.program.trace._capture import Captured
@@ -177,8 +177,8 @@ class Family:
         jaxprs = [c.jaxpr for c in self._jaxprs]
         kept = [i for i, b in enumerate(self.captured.const_buffers) if b is not None]
         consts = [list(column) for column in zip(*(c.consts for c in self._jaxprs), strict=True)]
-        of_consts = [_dims([j.constvars[i].aval.shape for j in jaxprs]) for i in kept]
-        of_inputs = [_dims([j.invars[i].aval.shape for j in jaxprs]) for i in range(len(jaxprs[0].invars))]
+        of_consts = [dims_of([j.constvars[i].aval.shape for j in jaxprs]) for i in kept]
+        of_inputs = [dims_of([j.invars[i].aval.shape for j in jaxprs]) for i in range(len(jaxprs[0].invars))]
         num_first, dims = len(of_inputs) - 2, list[Dims]()
 
         def run(state: list[Any], given: list[Any], today: Any, rest: list[Any]) -> list[Any]:
@@ -212,10 +212,6 @@ class Family:
 def _cut(array: Any, shape: tuple[int, ...]) -> Any:
     """An argument of the bucket's size, where all calls have less."""
     return array if array.shape == shape else lax.slice(array, (0,) * len(shape), shape)
-
-
-def _dims(shapes: Sequence[Sequence[int]]) -> Dims:
-    return tuple((tuple(column),) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
 
 def _in_order_of(first: Captured, other: Captured) -> Captured:

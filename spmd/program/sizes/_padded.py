@@ -24,6 +24,11 @@ Dim = tuple[Values, ...]
 Dims = tuple[Dim, ...]
 
 
+def dims_of(shapes: Sequence[Sequence[int]]) -> Dims:
+    """The dims of an array whose shape at each point is one of these: one factor for each."""
+    return tuple((tuple(column),) for column in zip(*shapes, strict=True)) if shapes[0] else ()
+
+
 class Padded(NamedTuple):
     """An array and where its real elements are."""
 
@@ -222,4 +227,4 @@ def _merged(factors: list[Values]) -> Dim:
     return tuple(found)
 
 
-__all__ = ["Dim", "Dims", "Padded", "Room"]
+__all__ = ["Dim", "Dims", "Padded", "Room", "dims_of"]

@@ -16,7 +16,7 @@ import numpy as np
 from jax import export, lax
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._jax import InconclusiveDimensionOperation, is_jaxpr
+from spmd.base._jax import InconclusiveDimensionOperation
 from spmd.program.sizes._evaluate import LOOPS, RULES, Equation, Evaluation
 from spmd.program.sizes._expressions import Expression, tree_of
 from spmd.program.sizes._family import Family, require_alike
@@ -25,7 +25,7 @@ from spmd.program.sizes._padded import Padded, Room
 from spmd.program.sizes._trace_points import more_points, points_within
 from spmd.program.sizes._window_extents import WINDOWED, ends_padding, window_padding
 from spmd.program.trace._capture import Captured
-from spmd.program.xla._jaxpr import with_constants_first
+from spmd.program.xla._jaxpr import functions_of, with_constants_first
 
 _REFUSALS = (InconclusiveDimensionOperation, TypeError, ValueError, NotImplementedError)
 
@@ -153,19 +153,11 @@ def extents(jaxprs: Sequence[Any]) -> list[Values]:
             for same in zip(*(one.outvars for one in each), strict=False):
                 shapes = [getattr(v.aval, "shape", ()) for v in same]
                 found.update((tuple(column), None) for column in zip(*shapes, strict=False) if len(set(column)) > 1)
-            for same in zip(*(_functions(one) for one in each), strict=False):
+            for same in zip(*(functions_of(one) for one in each), strict=False):
                 visit([getattr(j, "jaxpr", j) for j in same])
 
     visit([getattr(j, "jaxpr", j) for j in jaxprs])
     return list(found)
-
-
-def _functions(equation: Any) -> list[Any]:
-    """The traced functions among the parameters of an equation."""
-    found: list[Any] = []
-    for value in equation.params.values():
-        found.extend(v for v in (value if isinstance(value, tuple) else (value,)) if is_jaxpr(v))
-    return found
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from spmd.base._jax import is_jaxpr
 from spmd.program.sizes._formulas import Points, Sizes, Unknown, Values
+from spmd.program.xla._jaxpr import functions_of
 
 Form = Callable[[Sizes], Any]
 WINDOWED = frozenset(("conv_general_dilated", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"))
@@ -124,7 +124,7 @@ class _Learning:
                 return  # the size decides what is computed: said elsewhere
             for values, form in self._made(each):
                 self._learn(values, form)
-            for same in zip(*(_functions(one) for one in each), strict=False):
+            for same in zip(*(functions_of(one) for one in each), strict=False):
                 self.visit([getattr(j, "jaxpr", j) for j in same])
 
     def _made(self, each: Sequence[Any]) -> Iterator[tuple[Values, Form]]:
@@ -225,13 +225,6 @@ def _products(made: Sequence[tuple[Values, Form]]) -> Iterator[tuple[Values, For
             forms = [form for _, form in some]
             values = tuple(map(math.prod, zip(*(column for column, _ in some), strict=True)))
             yield values, lambda sizes, forms=forms: math.prod([form(sizes) for form in forms])
-
-
-def _functions(equation: Any) -> list[Any]:
-    found = list[Any]()
-    for value in equation.params.values():
-        found.extend(v for v in (value if isinstance(value, tuple) else (value,)) if is_jaxpr(v))
-    return found
 
 
 __all__ = ["WINDOWED", "ends_padding", "learn_extents", "window_padding"]

@@ -1,11 +1,11 @@
-"""Questions about a jaxpr: which outputs depend on nothing, and the part of it that some outputs need."""
+"""Questions about a jaxpr: which outputs depend on nothing, the part of it that some outputs need, and the functions inside."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.base._jax import is_literal
+from spmd.base._jax import is_jaxpr, is_literal
 
 
 def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
@@ -19,6 +19,12 @@ def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
         if any(not is_literal(v) and v in depends for v in eqn.invars):
             depends.update(eqn.outvars)
     return [is_literal(v) or v not in depends for v in jaxpr.outvars]
+
+
+def functions_of(equation: Any) -> list[Any]:
+    """The traced functions among the parameters of an equation: a branch, the body of a loop."""
+    values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
+    return [one for several in values for one in several if is_jaxpr(one)]
 
 
 def with_constants_first(closed: Any, count: int) -> Any:
