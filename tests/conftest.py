@@ -64,6 +64,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 10, 10)  # a collection in thirty that Python would make: nine tenths of what they cost
 
 
+def pytest_sessionfinish() -> None:
+    gc.collect()
+    gc.freeze()  # pytest collects five times more: errors of finalizers have been seen
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"virtual devices: {config.getoption('--devices')}"
 

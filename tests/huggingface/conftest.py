@@ -1,12 +1,18 @@
-"""Accelerate keeps one state for the process: it is forgotten around each test."""
+"""Accelerate keeps one state for the process: it is forgotten around each test. Its collections are those of young objects."""
 
+import gc
+import types
 from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_accelerator() -> Iterator[None]:
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from accelerate.utils import memory
+
+    # Each call of a Trainer's train() collects all garbage: of this process, a million objects of other tests.
+    monkeypatch.setattr(memory, "gc", types.SimpleNamespace(collect=lambda: gc.collect(1)))
     forget()
     yield
     forget()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import spmd
-from spmd.program.reads import _swap
+from spmd.program.reads import _swap, recorded, recorded_together
 
 SCALES = {"one": 2.0, "other": 3.0}
 
@@ -29,8 +29,10 @@ def another(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_functions", [1, 3])
-def test_functions_of_one_code_have_stubs_until_one_is_entered(num_functions: int) -> None:
-    made = [reader("one") for _ in range(num_functions)]
+def test_functions_of_one_code_have_stubs_until_one_is_entered_again(num_functions: int) -> None:
+    scope: dict[str, Any] = {"SCALES": SCALES}
+    exec("def reader(key): return lambda x: x * SCALES[key]", scope)  # code that no recording has entered
+    made = [scope["reader"]("one") for _ in range(num_functions)]
     code = made[0].__code__
     swapped = _swap.swap(made)
     try:
@@ -38,11 +40,18 @@ def test_functions_of_one_code_have_stubs_until_one_is_entered(num_functions: in
         assert len(stubs) == 1 and code not in stubs
         assert all(_swap.code_of(fn) is code for fn in made)
         assert swapped.with_code(code) == made[-1:] + made[:-1]
-        made[0](1.0)
-        assert not stubs & {fn.__code__ for fn in made}
+        assert made[0](1.0) == 2.0
+        assert {fn.__code__ for fn in made} == stubs
+        assert made[-1](1.0) == 2.0
+        instrumented = {fn.__code__ for fn in made}
+        assert len(instrumented) == 1 and not instrumented & stubs
         assert [fn(1.0) for fn in made] == [2.0] * num_functions
     finally:
         _swap.restore(swapped)
+    assert all(fn.__code__ is code for fn in made)
+    swapped = _swap.swap(made)
+    assert {fn.__code__ for fn in made} == instrumented
+    _swap.restore(swapped)
     assert all(fn.__code__ is code for fn in made)
 
 
@@ -64,6 +73,26 @@ def test_a_code_that_a_function_was_given_meanwhile_stays() -> None:
     given = second.__code__ = adder("one").__code__
     _swap.restore(swapped)
     assert first(1.0) == 2.0 and second.__code__ is given
+
+
+def test_a_code_that_another_function_has_in_a_recording_is_that_functions_own_afterwards() -> None:
+    first, second = reader("one"), adder("one")
+    swapped = _swap.swap([first, second])
+    second.__code__ = first.__code__
+    _swap.restore(swapped)
+    assert second.__code__ is first.__code__ is reader("one").__code__
+
+
+def test_functions_stay_swapped_between_recordings_that_follow_each_other() -> None:
+    own = plain.__code__
+    with recorded_together():
+        given = plain.__code__
+        assert given is not own
+        for _ in range(2):
+            with recorded() as recording:
+                assert recording.run(lambda: plain(1)) == 2
+            assert plain.__code__ is not own and _swap.code_of(plain) is own
+    assert plain.__code__ is own
 
 
 def test_functions_that_share_their_code_are_guarded_one_by_one() -> None:

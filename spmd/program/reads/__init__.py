@@ -13,7 +13,7 @@ from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, with_in
 from spmd.program.reads._places import PLAIN, Place, shown
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, guard_who, touched_by
-from spmd.program.reads._swap import code_of
+from spmd.program.reads._swap import code_of, recorded_together
 from spmd.program.reads._varying import Numbers, Varying, is_noted
 from spmd.program.reads._varying_index import ViewNeeded
 
@@ -41,6 +41,7 @@ __all__ = [
     "made_in_trace",
     "python_writes",
     "recorded",
+    "recorded_together",
     "shown",
     "touched_by",
     "with_inputs",

@@ -7,10 +7,12 @@ only those that run are rewritten. Python 3.11 to 3.13.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import bytecode
 from bytecode import BinaryOp, Bytecode
@@ -50,7 +52,7 @@ class Instrumenter:
         self._hooks = hooks
         self._entered = entered
         self._made: dict[int, types.CodeType] = {}
-        self._stubs: dict[int, types.CodeType] = {}
+        self._given: dict[int, types.CodeType] = {}  # what code is swapped for: its stub, or once it was entered its rewritten form
         self._templates: dict[Any, types.CodeType] = {}
         self.original: dict[int, types.CodeType] = {}
         self._kept: list[types.CodeType] = []  # keys above are ids
@@ -69,14 +71,23 @@ class Instrumenter:
             self._note(made, code)
         return made
 
-    def stubs(self, codes: list[types.CodeType]) -> list[types.CodeType]:
-        """A stub of each; code that is instrumented, or a stub, as it is."""
-        found = list(map(self._stubs.get, map(id, codes)))
-        return [made or self.stub(code) for made, code in zip(found, codes, strict=True)]
+    def enter(self, code: types.CodeType) -> tuple[types.CodeType, bool]:
+        """`instrumented(code)`, which is `given` from now on, and whether it was not before."""
+        made = self.instrumented(code)
+        is_first = self._given.get(id(code)) is not made
+        self._given[id(code)] = made
+        return made, is_first
+
+    def given(self, codes: list[types.CodeType]) -> list[types.CodeType]:
+        """For each its stub, or its instrumented form if it was entered; what is one of these, as it is."""
+        found = list(map(self._given.get, map(id, codes)))
+        for index in itertools.compress(range(len(found)), map(operator.not_, found)):
+            found[index] = self.stub(codes[index])
+        return cast(list[types.CodeType], found)
 
     def stub(self, code: types.CodeType) -> types.CodeType:
         """Code with the signature of `code` that calls `entered(code, closure, args, kwargs)`."""
-        made = self._stubs.get(id(code))
+        made = self._given.get(id(code))
         if made is None:
             num_args = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
             shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0x0C, len(code.co_freevars))
@@ -84,7 +95,7 @@ class Instrumenter:
             if template is None:
                 template = self._templates[shape] = _template(code, self._entered)
             keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-            made = self._stubs[id(code)] = template.replace(
+            made = self._given[id(code)] = template.replace(
                 co_name=code.co_name,
                 co_qualname=code.co_qualname,
                 co_filename=code.co_filename,
@@ -100,7 +111,7 @@ class Instrumenter:
 
     def _note(self, made: types.CodeType, code: types.CodeType) -> None:
         self.original[id(made)] = code
-        self._stubs[id(made)] = made
+        self._given[id(made)] = made
         self._kept += (made, code)
 
     def _hook(self, name: str, operands: list[Any], location: Any) -> list[Any]:

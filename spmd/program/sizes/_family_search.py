@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spmd.device._storage import Buffer
+from spmd.program.reads import recorded_together
 from spmd.program.sizes._dims import SMALLEST
 from spmd.program.sizes._evaluate import SizeDecides
 from spmd.program.sizes._family import Family
@@ -175,7 +176,8 @@ def family_at(
     made = list[tuple[Any, Captured, SizeReads]]()
 
     def family(at: Sequence[Sequence[int]]) -> Family:
-        made.extend((point, *trace(point)) for point in at[len(made) :])
+        with recorded_together():
+            made.extend((point, *trace(point)) for point in at[len(made) :])
         found = Family(names, Points([point for point, _, _ in made], period), [t for _, t, _ in made], [r for _, _, r in made], limits)
         use(found)
         return found
