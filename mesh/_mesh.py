@@ -335,6 +335,10 @@ def _checked_ids(
     device_ids: Sequence[int] | npt.NDArray[np.integer], shape: tuple[int, ...], title: str, topology: str | None
 ) -> tuple[int, ...]:
     size = math.prod(shape)
+    if isinstance(device_ids, int):
+        raise MeshError(
+            message(f"{title} needs {size} device ids, got the number {device_ids}", fix=f"pass {size} ids, e.g. range({size})")
+        )
     count = device_ids.size if isinstance(device_ids, np.ndarray) else len(device_ids)
     if count != size:
         raise MeshError(message(f"{title} needs {size} device ids, got {count}", fix=f"pass {size} ids, e.g. range({size})"))

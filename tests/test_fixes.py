@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,12 @@ FIXES = {
     "no programs": ("spmd.lazy(max_programs=0)", "{fix}"),
     "too small a mark": ("spmd.mark_dynamic(x, 0, max=4)", "{fix}"),
     "a CPU tensor": ("spmd.functionalize(nn.Linear(4, 4))", "{fix}"),
+    "a tensor for a tuple": ("spmd.call_jax(jnp.square, x)", "fn = jnp.square; {fix}"),
+    "the same in a file": ("spmd.export(fn, x, path)", "{fix}"),
+    "tensor and mesh swapped": ("spmd.mark_sharding(mesh, x, spec)", "{fix}"),
+    "no micro-batches": ("spmd.accumulate(0)", "{fix}(lambda x: x.sum())(x[:4])"),
+    "a list of names": ("spmd.compile(fn, dynamic=['x'])", "spmd.compile(fn, {fix})(x)"),
+    "no function": ("spmd.compile(3)", "{fix}(x)"),
     "another step": ("spmd.checkpoint.restore(folder, {'x': x}, step=7)", "spmd.checkpoint.restore(folder, {{'x': x}})"),
 }
 
@@ -45,11 +52,12 @@ def test_the_fix_works_when_it_is_typed(case: str, num_devices: int, tmp_path: P
     wrong, right = FIXES[case]
     names: dict[str, Any] = {"spmd": spmd, "mesh": mesh.Mesh(range(num_devices), (num_devices,), ("model",)), "torch": torch, "nn": nn}
     names |= {"fn": lambda x: x * 2, "rows": spmd.Dim("rows", max=4), "x": torch.ones(8, 4, device="jax"), "folder": tmp_path}
+    names |= {"jnp": jnp, "path": tmp_path / "fn.spmd", "spec": ("model", None)}
     names |= {"module": nn.Linear(4, 8).to("jax"), "rules": [("weight", ("model", None)), ("**", None)]}
     names["model"] = nn.Sequential(nn.Linear(4, 8)).to("jax")
     spmd.checkpoint.save(tmp_path, 3, {"x": names["x"]})
     spmd.checkpoint.join()
-    with pytest.raises((spmd.SpmdError, mesh.MeshError)) as caught:
+    with pytest.raises((spmd.SpmdError, mesh.MeshError, TypeError)) as caught:
         eval(wrong, names)
     (fix,) = re.findall(r"^  fix: (.*)$", str(caught.value), re.MULTILINE)
     exec(right.format(fix=re.split(r", or |, the default", fix)[0].removeprefix("choose one, e.g. ").removeprefix("make one: ")), names)

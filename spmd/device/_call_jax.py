@@ -41,8 +41,11 @@ def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         What `jax_func` returns, its arrays as tensors on device 'jax'.
 
     Raises:
-        SpmdError: a tensor is not on device 'jax'.
+        SpmdError: a tensor is not on device 'jax', or stands where the container of arguments belongs.
     """
+    if isinstance(args, torch.Tensor):  # its rows would be the arguments
+        what = f"{name or getattr(jax_func, '__name__', 'the function')} was given a tensor in place of a tuple of arguments"
+        raise SpmdError(message(what, f"its shape is {tuple(args.shape)}", fix="spmd.call_jax(fn, (x,))"))
     flat, tree = pytree.tree_flatten((args, kwargs or {}))
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:

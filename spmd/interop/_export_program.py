@@ -83,6 +83,7 @@ def export(
     """
     source = fn._fn if isinstance(fn, Step) else fn
     name = name_of(source)
+    _require_tuples((args, *also), name)
 
     @_named_like(source)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +110,11 @@ def export(
             if item["file"]:
                 archive.writestr(item["file"], _npy(value))
     return Path(path)
+
+
+def _require_tuples(several: Sequence[Any], name: str) -> None:
+    if any(isinstance(given, torch.Tensor) for given in several):
+        raise SpmdError(message(f"export of {name} was given a tensor in place of a tuple of arguments", fix="spmd.export(fn, (x,), path)"))
 
 
 def _named_like(source: Any) -> Callable[[Any], Any]:

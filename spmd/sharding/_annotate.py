@@ -83,6 +83,8 @@ def _no_tensor(value: object) -> SpmdError:
         return SpmdError(
             message(f"mark_sharding takes a tensor, got the module {type(value).__name__}", fix="spmd.shard_module(module, mesh, rules)")
         )
+    if isinstance(value, Mesh):
+        return SpmdError(message("mark_sharding takes the tensor first, got a Mesh", fix="spmd.mark_sharding(x, mesh, spec)"))
     shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
     return SpmdError(message(f"mark_sharding takes a tensor, got {shown}", fix="mark_sharding(torch.as_tensor(value), mesh, spec)"))
 
@@ -153,7 +155,7 @@ def as_mesh(mesh: Any) -> Mesh:
         return Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), tuple(names) if names else None)
     raise SpmdError(
         message(
-            f"mark_sharding needs a mesh, got {type(mesh).__name__}",
+            f"a mesh was expected, got a {type(mesh).__name__}",
             fix='make one: m = mesh.Mesh(range(8), (4, 2), ("data", "model"))',
         )
     )

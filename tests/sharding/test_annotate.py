@@ -221,7 +221,7 @@ def test_a_mesh_larger_than_the_devices_is_refused() -> None:
 
 
 def test_what_is_no_mesh_is_refused() -> None:
-    assert "mark_sharding needs a mesh, got dict" in marking_fails(batch(8).to("jax"), {"data": 8}, ("data",), spmd.SpmdError)
+    assert "a mesh was expected, got a dict" in marking_fails(batch(8).to("jax"), {"data": 8}, ("data",), spmd.SpmdError)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

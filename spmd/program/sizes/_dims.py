@@ -99,6 +99,7 @@ class AskedDims:
         """`parameters`: names of the function's arguments; None if it takes any."""
         self.dims: dict[str, Dim] = {}
         self._option = option
+        self._require_mapping(dynamic)
         self._tree = dict(dynamic)
         for argument in dynamic:
             if parameters is not None and argument not in parameters:
@@ -107,6 +108,11 @@ class AskedDims:
                 raise SpmdError(message(what, f"its arguments: {', '.join(parameters) or 'none'}", fix=first))
         self._note(dynamic)
         self._require_known(dynamic)
+
+    def _require_mapping(self, tree: Any) -> None:
+        if not isinstance(tree, Mapping):
+            what = f"{self._option} has {tree!r} where a dim is described"
+            raise SpmdError(message(what, fix=f'{self._option}={{"x": {{0: spmd.Dim("batch", max=64)}}}}'))
 
     def _note(self, tree: Any) -> None:
         for value in tree.values() if isinstance(tree, Mapping) else ():
@@ -124,9 +130,7 @@ class AskedDims:
                     what = f"{self._option} names a dim {value!r} that is described nowhere{nearest(value, list(self.dims))}"
                     raise SpmdError(message(what, fix=f"spmd.Dim({value!r}, max=512)"))
             elif not isinstance(value, Dim):
-                if not isinstance(value, Mapping):
-                    what = f"{self._option} has {value!r} where a dim is described"
-                    raise SpmdError(message(what, fix=f'{self._option}={{"x": {{0: spmd.Dim("batch", max=64)}}}}'))
+                self._require_mapping(value)
                 self._require_known(value)
 
     def found(self, arguments: Mapping[str, Any]) -> list[Named]:

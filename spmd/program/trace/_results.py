@@ -210,7 +210,9 @@ def _grad_of(owner: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
 
 
 def require_function(fn: Any) -> None:
-    """Raise TraceError if a call of `fn` would only begin: it is a generator function or a coroutine function."""
+    """Raise TraceError if a call of `fn` would only begin: it is a generator function or a coroutine function; TypeError if none can be."""
+    if not callable(fn):
+        raise TypeError(message(f"compile takes a function, got {fn!r}", fix="spmd.compile(lambda x: model(x))"))
     while isinstance(fn, functools.partial):
         fn = fn.func
     code = fn if isinstance(fn, (types.FunctionType, types.MethodType)) else inspect.getattr_static(type(fn), "__call__", None)
