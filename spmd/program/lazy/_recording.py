@@ -215,7 +215,7 @@ class Recording:
         self.session.annotate(self, buffer, spec)
 
     def leave(self, buffer: Buffer) -> None:
-        """What was recorded may take the buffer's value of before: it stays."""
+        """Nothing: the operations that were recorded may read the buffer's present value."""
 
     def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
         """The element type that a waiting buffer will have."""

@@ -65,7 +65,7 @@ class LiftedNumbers:
         return values
 
     def refresh(self, arguments: Mapping[int, int | float]) -> None:
-        """Take the numbers of now for `today`; where none is another one than before it stays the same list.
+        """Read the numbers of the next call into `today`. It stays the same list while no number has changed.
 
         Args:
             arguments: those among the arguments of a call that begins.
@@ -81,14 +81,14 @@ class LiftedNumbers:
             self.today, self._may_change_unseen = None, True
 
     def expected(self, holder: Any, key: Any, value: Any) -> Any:
-        """What the program expects of an entry that holds `value`: that, but for those of the numbers that lie in it."""
+        """What the program expects in an entry that holds `value`: the value, with INPUT in place of each number that is an input."""
         if (id(holder), key) in self._places:
             return INPUT
         return with_inputs(value, self._paths.get((id(holder), key), ()))
 
     @property
     def computed(self) -> list[Callable[[], Any]]:
-        """What gives the inputs that are made of varying numbers."""
+        """The functions that compute the inputs which are made of varying numbers."""
         return self._used.inputs
 
     @property
@@ -153,7 +153,7 @@ def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, i
 
 
 def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
-    """What of the groups the trace bakes in besides their parameters: which flags, which keys are lifted."""
+    """What the trace bakes in of the groups besides their parameters: flags, and which keys are lifted."""
     return [tuple((k, _kind(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
 
 
@@ -163,7 +163,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Of a lifted number only that it is one, of a tensor which one it is; other settings are guarded where they are read."""
+    """How a setting is compared: a number by being one, a tensor by identity. Other settings are guarded where they are read."""
     if _is_number(value):
         return float
     if isinstance(value, torch.Tensor):

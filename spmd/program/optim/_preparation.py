@@ -209,10 +209,10 @@ class _InitialStateRecorder:
         raise why()
 
     def laid_out(self, spec: ShardingSpec) -> None:
-        """Nothing: the trace of the whole function is told."""
+        """Nothing: the trace of the whole function records it."""
 
     def ran_layers(self, results: Sequence[Any]) -> None:
-        """Nothing: the trace of the whole function is told."""
+        """Nothing: the trace of the whole function records it."""
 
     def reduce_in(self, dtype: Any) -> None:
         """Nothing: gradients are given."""
@@ -297,7 +297,7 @@ def _step_alone(optimizer: torch.optim.Optimizer) -> None:
 def _as_before(
     optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _InitialStateRecorder, made: list[Any]
 ) -> Generator[None]:
-    """Around a birth trace: flags, gradients and values are put back, and all state but what is in `made`."""
+    """Around the trace of a first step: flags, gradients and values are put back, and all state but what is in `made`."""
     groups = optimizer.param_groups
     kept_grads = [p.grad for p in params]
     kept_flags = [group.get("capturable") for group in groups]

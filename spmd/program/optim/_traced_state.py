@@ -42,7 +42,7 @@ class TracedState:
             kept.put_back()
 
     def note(self, is_newborn: Callable[[Buffer], bool]) -> None:
-        """Look at what the trace made of the state.
+        """Compare the state with what it was before the trace.
 
         Raises:
             TraceError: a state tensor was replaced by another one, or made where no parameter says how it lies, or a number
@@ -92,7 +92,7 @@ class _Kept:
         return self._dicts[owner][1] if owner in self._dicts else {}
 
     def removals(self) -> list[Action]:
-        """What takes away, after each call, what is not there any more."""
+        """Actions that remove, after each call, the entries that the trace removed."""
         found: list[Action] = [partial(self.state.pop, owner, None) for owner in (*self._dicts, *self.alone) if owner not in self.state]
         for owner, (_, content) in self._dicts.items():
             state = self.state.get(owner)
@@ -101,7 +101,7 @@ class _Kept:
         return found
 
     def put_back(self) -> None:
-        """The state is as it was."""
+        """Put the state back."""
         for owner in [owner for owner in self.state if owner not in self._dicts and owner not in self.alone]:
             del self.state[owner]
         self.state.update(self.alone)

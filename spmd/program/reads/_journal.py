@@ -165,7 +165,7 @@ class Journal:
             self._first[token] = _Written(holder, key, title, read(), read, put, is_content)
 
     def effects(self, is_before: Callable[[Any], bool], is_read: Callable[[Any, Any], bool]) -> list[Effect]:
-        """What each call repeats: the writes to objects of before.
+        """What each call repeats: the writes to objects that existed before the trace.
 
         Args:
             is_before: whether an object existed before the trace.
@@ -192,7 +192,7 @@ class Journal:
         return effects
 
     def undo(self, is_before: Callable[[Any], bool]) -> None:
-        """Every object of before holds again what it held before the trace."""
+        """Every object that existed before the trace holds again what it held."""
         for written in reversed(self._first.values()):
             if not is_before(written.holder):
                 continue

@@ -37,7 +37,7 @@ class PlacesRead:
 
     Attributes:
         places: by id of their holder.
-        journal: what was written; a place that the trace wrote to before it read it is none of before.
+        journal: what was written; a place that the trace wrote to before it read it guards nothing.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
@@ -223,7 +223,7 @@ class PlacesRead:
         return found
 
     def _met(self, value: Any, name: str) -> None:
-        """A value was found in a place of before."""
+        """A value was found in an object that existed before the trace."""
         if isinstance(value, PLAIN):
             return
         self._title_of(value, name)

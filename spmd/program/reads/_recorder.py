@@ -5,7 +5,7 @@ a closure's variable, an attribute or an item, iterates, compares, tests, calls 
 A read becomes a guard: the same place is looked at again before each call, without running the user's code. Properties,
 `__getitem__`, hooks and schedulers need nothing of their own: they are Python, so what they read is recorded when they run. A
 library's function is not looked into: what it is handed counts as read, as deep as it can change. Objects that the trace itself
-made guard nothing: see `_heap`. What has no place to be read again (an iterator of before, a
+made guard nothing: see `_heap`. What has no place to be read again (an older iterator, a
 random generator, a clock) is refused.
 """
 
@@ -205,7 +205,7 @@ class Recording(PlacesRead):
             self.look_into(value)
 
     def advance(self, iterator: Any, how: str) -> None:
-        """An iterator of before cannot be advanced again by every call."""
+        """An iterator from before the trace cannot be advanced again by every call."""
         self.advanced.setdefault(id(iterator), (iterator, how))
 
     def look_into(self, value: Any) -> None:
@@ -381,7 +381,7 @@ class Recording(PlacesRead):
         """Which objects the trace made: those that exist now and did not before."""
         self._born = HEAP.made()
         self._known = set(map(id, self._given))
-        for place in self.places.values():  # in the order of reading: what lies in a place of before is of before
+        for place in self.places.values():  # in the order of reading: what lies in an older object existed too
             if self.is_before(place.holder):
                 self._known.update(map(id, _with_those_in_tuples(place.values())))
 
@@ -429,7 +429,7 @@ class Recording(PlacesRead):
         return result
 
     def read_places(self) -> list[Place]:
-        """What the trace read of objects of before."""
+        """What the trace read of objects that existed before it."""
         return [place for place in self.places.values() if id(place.holder) not in self._gone and self.is_before(place.holder)]
 
     def settled(self, expected: Expected) -> list[Place]:
@@ -459,7 +459,7 @@ class Recording(PlacesRead):
         return found
 
     def effects(self) -> list[Effect]:
-        """What it wrote to objects of before."""
+        """What it wrote to objects that existed before it."""
 
         def is_read(holder: Any, key: Any) -> bool:
             place = self.places.get(id(holder))

@@ -30,7 +30,7 @@ _check_indices = attrgetter("check_indices")
 
 
 def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]], tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """The modules' hooks, and of their own parameters, and of other tensors, whether they require gradients, and their hooks."""
+    """Guard the modules' hooks, and `requires_grad` and the hooks of their own parameters and of other tensors."""
     named = [(f"a parameter of {name}", p) for name, module in modules for p in module.__dict__["_parameters"].values() if p is not None]
     known = {id(p) for _, p in named}
     named.extend((name, t) for name, t in tensors if id(t) not in known and t.is_leaf)

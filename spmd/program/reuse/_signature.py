@@ -141,7 +141,7 @@ def changed_signature(old: Any, new: Any) -> str | None:
 
 
 def _gradient(value: torch.Tensor) -> Any:
-    """Of an argument that requires a gradient: None, or what kind of gradient it has; and its hooks, which run in the trace."""
+    """The key's part for an argument that requires a gradient: the kind of gradient it has, or None; its hooks, which the trace runs."""
     if value.grad_fn is not None and torch.is_grad_enabled():
         raise TraceError(
             message(
@@ -172,7 +172,7 @@ class _Itself:
 
 
 def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]:
-    """Those of a tensor's attributes, by value where they are plain."""
+    """The attributes of a tensor that the function reads, by value where they are plain."""
     if not names:
         return ()
     held = vars(tensor)

@@ -59,7 +59,7 @@ class Results:
         state: their buffers.
         is_stacked: a call's arguments and results are stacks of the trace's.
         is_newborn: whether a buffer was made in the trace.
-        stand_ins: by id of a tuple of before whose numbers are inputs, the tuple and what gives the one of a call.
+        stand_ins: by id of a tuple that the trace read and whose numbers are inputs: the tuple, and what gives that of a call.
         leaves: what was found, one per leaf of the result, then roots that several results show.
         returned: for each output the tensor that it is the value of, or None.
     """
