@@ -22,7 +22,7 @@ Note [One size]
         sizes/_formulas.py Points.integer            any other integer: by its values in the traces. See Note [Points]
         sizes/_family.py Family.padded               the program for a bucket
         sizes/_evaluate.py Evaluation.run            equation by equation: a shape is the bucket's
-        sizes/_evaluate.py Evaluation.operation      by the rule of its primitive (`_padding_rules`, `_rules_...`)
+        sizes/_evaluate.py Evaluation.operation      by the rule of its primitive (`_rules_elements` and its like)
         sizes/_padded.py Room.mask                   which elements are no padding. See Note [Padding]
         sizes/_sized_program.py SizedProgram.__init__    what leaves it, and which dims of that are cut
         _program.py Program._compile                 as any program

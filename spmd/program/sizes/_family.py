@@ -15,7 +15,7 @@ from jax import lax
 from spmd.base._convert import exact_dtypes
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.reads import is_noted
-from spmd.program.sizes import _padding_rules, _rules_loops, _rules_places, _rules_windows
+from spmd.program.sizes import _rules_elements, _rules_loops, _rules_places, _rules_windows
 from spmd.program.sizes._evaluate import Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
@@ -26,7 +26,7 @@ from spmd.program.trace._results import Leaf
 from spmd.program.trace._window import Window
 from spmd.program.xla._jaxpr import with_constants_first
 
-RULES_IN = (_padding_rules, _rules_loops, _rules_places, _rules_windows)  # importing them registers their rules
+RULES_IN = (_rules_elements, _rules_loops, _rules_places, _rules_windows)  # importing them registers their rules
 
 
 class Family:

@@ -7,7 +7,7 @@ from typing import Any
 from spmd.program.sizes._evaluate import Equation, Evaluation, rule
 from spmd.program.sizes._formulas import Inexact
 from spmd.program.sizes._padded import Dim, Dims, Padded, Room
-from spmd.program.sizes._padding_rules import highest, lowest
+from spmd.program.sizes._rules_elements import highest, lowest
 from spmd.program.sizes._window_extents import WINDOWED, window_padding
 
 
