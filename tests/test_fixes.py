@@ -26,6 +26,8 @@ FIXES = {
         "spmd.compile(fn, dynamic={{'x': {{0: {fix}}}}})(x)",
     ),
     "an option's value": ("spmd.compile(fn, roll='always')", "{fix}(x)"),
+    "an option's count": ("spmd.compile(fn, max_programs=0)", "{fix}(x)"),
+    "an option's word": ("spmd.compile(fn, on_retrace='raise')", "{fix}(x)"),
     "a policy that is text": ("spmd.mixed_precision(module, 'bf16')", "spmd.mixed_precision(module, {fix})(x)"),
     "the same for fully_shard": ("spmd.fully_shard(module, mesh, mp_policy='bf16')", "spmd.fully_shard(module, mesh, mp_policy={fix})"),
     "an axis": ("spmd.fully_shard(module, mesh, axis='fsdp')", "spmd.fully_shard(module, mesh, {fix})"),

@@ -69,18 +69,13 @@ class Options:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise SpmdError(message(f"compile's option {name} is True or False", f"got {flag!r}", fix=f"spmd.compile(fn, {name}=True)"))
-        counts: dict[str, object] = {"max_retraces": self.max_retraces, "steps_per_call": self.steps_per_call}
+        counts: dict[str, object] = {name: getattr(self, name) for name in ("max_retraces", "max_programs", "steps_per_call")}
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise SpmdError(message(f"compile's option {name} is 1 or more", f"got {count!r}", fix=f"spmd.compile(fn, {name}=8)"))
-        if self.max_programs < 1 or self.on_retrace not in ("warn", "error"):
-            raise SpmdError(
-                message(
-                    "compile keeps one program or more, and warns or raises when it traces again too often",
-                    f"max_programs={self.max_programs!r}, on_retrace={self.on_retrace!r}",
-                    fix='spmd.compile(fn, max_programs=32, on_retrace="warn")',
-                )
-            )
+        if self.on_retrace not in ("warn", "error"):
+            what = f"compile's option on_retrace is 'warn' or 'error', got {self.on_retrace!r}"
+            raise SpmdError(message(what, fix='spmd.compile(fn, on_retrace="warn")'))
         if self.roll not in (True, False, "auto"):
             raise SpmdError(message("roll is True, False or 'auto'", f"roll={self.roll!r}", fix='spmd.compile(fn, roll="auto")'))
 
