@@ -21,11 +21,21 @@ def are_sizes_open() -> bool:
 @contextmanager
 def open_sizes() -> Generator[None]:
     """While such a trace runs."""
-    token = _are_open.set(True)
+    yield from _set(True)
+
+
+@contextmanager
+def closed_sizes() -> Generator[None]:
+    """While an operation makes of the sizes what has the same form for all."""
+    yield from _set(False)
+
+
+def _set(value: bool) -> Generator[None]:
+    token = _are_open.set(value)
     try:
         yield
     finally:
         _are_open.reset(token)
 
 
-__all__ = ["are_sizes_open", "open_sizes"]
+__all__ = ["are_sizes_open", "closed_sizes", "open_sizes"]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from spmd.base._jax import ToInline, recording_trace, tracing_context, with_traces
+from spmd.base._open_sizes import are_sizes_open
 
 _MOST = 4096  # kinds of arguments of one function; all are forgotten when there are more
 
@@ -19,7 +20,7 @@ _all: weakref.WeakSet[Inlined] = weakref.WeakSet()
 class Inlined:
     """`jax.jit(fn, inline=True)`, at a fifth of the time of a call inside a trace; elsewhere it is that.
 
-    `fn` may depend on nothing but its arguments and what jax itself keeps jaxprs by.
+    `fn` may depend on nothing but its arguments, what jax itself keeps jaxprs by, and whether sizes are open.
 
     Attributes:
         jitted: that function of jax.
@@ -43,8 +44,8 @@ class Inlined:
         static = self._static
         leaves, tree = jax.tree.flatten([arg for i, arg in enumerate(args) if i not in static] if static else args)
         if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # numbers of Python and numpy, which jax makes its own first
-            return self.jitted(*args)
-        key = (tree, tracing_context(), *map(jax.typeof, leaves), *(args[i] for i in static))
+            return self._fn(*args) if are_sizes_open() else self.jitted(*args)  # jax keeps no two jaxprs for these
+        key = (tree, tracing_context(), are_sizes_open(), *map(jax.typeof, leaves), *(args[i] for i in static))
         known = self._known.get(key)
         if known is None:
             if len(self._known) == _MOST:

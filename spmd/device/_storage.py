@@ -27,6 +27,7 @@ import mesh
 from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import DroppedValueError, SpmdError, TraceAgain, message
 from spmd.base._jax import ArrayImpl, current_trace, is_tracer
+from spmd.base._open_sizes import are_sizes_open
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
 from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
 from spmd.device._checks import Check
@@ -448,7 +449,9 @@ def _read_window(buffer: Buffer, root: Any, tensor: torch.Tensor) -> Any:
         with exact_dtypes():
             flat = reinterpreted(root, to_numpy_dtype(tensor.dtype))
             value = plan_window(flat.shape, key[0], key[1], key[2]).read(flat)
-        if recording.get() is not None:  # a program holds each read once; eagerly a cached read would be a second copy in memory
+        # A program holds each read once; eagerly a cached read would be a second copy in memory. Parts that are alike for some sizes
+        # are read apart: in traces for others they are.
+        if recording.get() is not None and not are_sizes_open():
             buffer.reads[key] = value
     return value
 

@@ -38,7 +38,7 @@ class Calls:
         placeholders = [n for n in nodes if n.op == "placeholder"]
         inputs = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]  # the second is AOTAutograd's
         self.numbers = [i for i, n in enumerate(placeholders) if n.users and all(u.target == "item" for u in n.users)]
-        self.sizes = GraphSizes(inputs)
+        self.sizes = GraphSizes(inputs, [n.meta.get("example_value", n.meta.get("val")) for n in nodes])
         self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
 
         self.enables_gradients = any(n.target is set_grad_enabled and n.args[0] for n in nodes)

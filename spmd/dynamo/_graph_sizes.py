@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import sympy
 import torch
 
+from spmd.base._torch import pytree
+
 Sizes = Sequence[int]
 _LARGEST_UNIT = 64
 _TRIED = 8
+_QUOTIENTS = {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "PythonMod": operator.mod, "Mod": operator.mod}  # torch's
 
 
 class GraphSizes:
@@ -27,8 +31,8 @@ class GraphSizes:
         names: of the symbols; a call's sizes are in this order.
     """
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        """`inputs`: Dynamo's example of each."""
+    def __init__(self, inputs: Sequence[Any], values: Sequence[Any] = ()) -> None:
+        """`inputs`: Dynamo's example of each; `values`: of all that the graph computes."""
         self._numbers = {i: v.node.expr for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)}
         shapes = {i: tuple(map(_expression, v.shape)) for i, v in enumerate(inputs) if isinstance(v, torch.Tensor)}
         self._shapes = {i: shape for i, shape in shapes.items() if any(_is_open(n) for n in shape)}
@@ -44,6 +48,13 @@ class GraphSizes:
         self.names = tuple(map(str, self._symbols))
         self._units: dict[Any, int] = {}
         self._env = next((v.node.shape_env for v in inputs if isinstance(v, torch.SymInt)), None)
+        extents = {n for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor) for n in map(_expression, v.shape)}
+        self._rounded = [n for n in extents if _is_open(n) and _is_rounded(n) and n.free_symbols <= found.keys()]
+
+    @property
+    def rounded(self) -> list[Callable[[Sequence[Any]], Any]]:
+        """The extents that a quotient has part in, each as a function of the sizes, which may be traced."""
+        return [lambda sizes, n=n: _computed(n, dict(zip(self._symbols, sizes, strict=True))) for n in sorted(self._rounded, key=str)]
 
     @property
     def is_known(self) -> bool:
@@ -143,6 +154,26 @@ def _expression(size: Any) -> Any:
 
 def _divisors(size: int) -> list[int]:
     return [n for n in range(1, min(size, _LARGEST_UNIT) + 1) if size % n == 0]
+
+
+def _is_rounded(expression: Any) -> bool:
+    """Whether it has quotients of integers, and nothing that `_computed` does not know."""
+    parts = [*sympy.preorder_traversal(expression)]
+    return any(type(part).__name__ in _QUOTIENTS for part in parts) and all(
+        part.is_Add or part.is_Mul or part.is_Symbol or part.is_Integer or type(part).__name__ in _QUOTIENTS for part in parts
+    )
+
+
+def _computed(expression: Any, values: dict[Any, Any]) -> Any:
+    """Its value, for integers or traced ones."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return values[expression]
+    parts = [_computed(part, values) for part in expression.args]
+    if expression.is_Add:
+        return sum(parts)
+    return math.prod(parts) if expression.is_Mul else _QUOTIENTS[type(expression).__name__](*parts)
 
 
 def _symbols(expression: Any) -> Collection[Any]:

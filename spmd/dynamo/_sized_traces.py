@@ -21,7 +21,7 @@ from spmd.dynamo._graph_results import Made, Plain, Shown
 from spmd.program.sizes._evaluate import Equation, Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
-from spmd.program.sizes._window_extents import learn_extents
+from spmd.program.sizes._window_extents import Form, learn_extents
 from spmd.program.trace._window import Window
 
 Sizes = Sequence[int]
@@ -33,15 +33,18 @@ class SizedTraces:
     Args:
         joints: its passes at each; the last CPU tensor of each stands for the sizes of a call, int64[names].
         limits: for each name the least and the largest size for which they hold.
+        told: extents that Dynamo knows as functions of the sizes.
 
     Raises:
         Inexact: the traces are not of one program.
     """
 
-    def __init__(self, names: tuple[str, ...], points: Points, joints: Sequence[Joint], limits: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, names: tuple[str, ...], points: Points, joints: Sequence[Joint], limits: Sequence[tuple[int, int]], told: Sequence[Form]
+    ) -> None:
         self._names, self._points, self._joints, self._limits = names, points, list(joints), tuple(limits)
         _require_alike(joints)
-        learn_extents(points, [j.closed for j in joints], self._limits)
+        learn_extents(points, [j.closed for j in joints], self._limits, told)
         self._shown = _formula(points, [(tuple(j.results), tuple(j.windows)) for j in joints])
         shapes = zip(*([a.shape for a in j.closed.out_avals] for j in joints), strict=True)
         self._shapes = [[points.integer(tuple(column)) for column in zip(*same, strict=True)] for same in shapes]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base._open_sizes import are_sizes_open, closed_sizes
 from spmd.lowering._registry import lower
 from spmd.lowering.norm import wide
 
@@ -25,20 +26,41 @@ Matrix = np.ndarray[Any, np.dtype[Any]]
 
 def _scale(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
     """Input elements per output element; a scale factor that the user gave counts, not the sizes that came of it."""
-    if align_corners:
-        return dtype((size - 1) / (count - 1) if count > 1 else 0)
-    return dtype(1.0) / dtype(given) if given is not None and given > 0 else dtype(size) / dtype(count)
+    if not align_corners and given is not None and given > 0:
+        return dtype(1.0) / dtype(given)
+    above, below = (size - 1, count - 1) if align_corners else (size, count)
+    if are_sizes_open():  # both are numbers of a call then, and their quotient has no form that two traces could show
+        return jnp.asarray(above, dtype) / jnp.asarray(below, dtype) if below else dtype(0)
+    return dtype(above / below if below else 0) if align_corners else dtype(above) / dtype(below)
 
 
-def _nearest_at(size: int, count: int, given: float | None, exact: bool) -> Matrix:
+def _counted(count: int, dtype: Any) -> Any:
+    """0, 1, 2, ...: of Python, or of a program that stands for other sizes too."""
+    return lax.iota(dtype, count) if are_sizes_open() else np.arange(count).astype(dtype)
+
+
+def _nearest_at(size: int, count: int, given: float | None, exact: bool) -> Any:
     """The input index of each output index, computed in float32 as torch does."""
     scale = _scale(size, count, False, given, np.float32)
-    at = np.floor((np.arange(count, dtype=np.float32) + np.float32(0.5 if exact else 0)) * scale)
-    return np.minimum(at.astype(np.int64), size - 1)
+    xp: Any = jnp if are_sizes_open() else np
+    at = xp.floor((_counted(count, np.float32) + np.float32(0.5 if exact else 0)) * scale)
+    return xp.minimum(at.astype(np.int64), size - 1)
+
+
+def _nearest(x: Any, dim: int, count: int, given: float | None, exact: bool) -> Any:
+    """`x` resized along one dim: repeats as a broadcast, regular steps as a slice, else a gather."""
+    size = x.shape[dim]
+    if count == size and (given is None or given == 1.0):
+        return x
+    is_repeated = given is not None and given >= 1 and float(given).is_integer()
+    if are_sizes_open() and not is_repeated:
+        return jnp.take(x, _nearest_at(size, count, given, exact), axis=dim, mode="clip")
+    with closed_sizes():  # each as often, whatever their number
+        return _taken(x, dim, _nearest_at(size, count, given, exact))
 
 
 def _taken(x: Any, dim: int, at: Matrix) -> Any:
-    """`x` at the indices along one dim: repeats as a broadcast, regular steps as a slice, else a gather."""
+    """`x` at the indices along one dim."""
     size, count = x.shape[dim], len(at)
     if count == size and (at == np.arange(size)).all():
         return x
@@ -51,49 +73,57 @@ def _taken(x: Any, dim: int, at: Matrix) -> Any:
     return jnp.take(x, at, axis=dim, mode="clip")
 
 
-def _source(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+def _source(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
     """The fractional input position of each output element."""
     scale = _scale(size, count, align_corners, given, dtype)
-    index = np.arange(count).astype(dtype)
+    index = _counted(count, dtype)
     return scale * index if align_corners else scale * (index + dtype(0.5)) - dtype(0.5)
 
 
-def _linear_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
-    """[count, size]: two taps per output element."""
-    source = np.maximum(_source(size, count, align_corners, given, dtype), dtype(0))
-    low = np.minimum(source.astype(np.int64), size - 1)
-    share = np.clip(source - low.astype(dtype), 0, 1)
+def _of_taps(size: int, count: int, taps: Sequence[tuple[Any, Any]], dtype: Any) -> Any:
+    """[count, size], with the weights of some elements in each row."""
+    if are_sizes_open():
+        column = lax.broadcasted_iota(np.int64, (count, size), 1)
+        return sum(jnp.where(column == at[:, None], weight[:, None], jnp.zeros((), dtype)) for at, weight in taps)
     matrix = np.zeros((count, size), dtype)
-    rows = np.arange(count)
-    np.add.at(matrix, (rows, low), 1 - share)
-    np.add.at(matrix, (rows, np.minimum(low + 1, size - 1)), share)
+    for at, weight in taps:
+        np.add.at(matrix, (np.arange(count), at), weight)
     return matrix
 
 
-def _cubic(t: Any, a: float) -> Any:
+def _linear_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
+    """[count, size]: two taps per output element."""
+    xp: Any = jnp if are_sizes_open() else np
+    source = xp.maximum(_source(size, count, align_corners, given, dtype), dtype(0))
+    low = xp.minimum(source.astype(np.int64), size - 1)
+    share = xp.clip(source - low.astype(dtype), 0, 1)
+    return _of_taps(size, count, [(low, 1 - share), (xp.minimum(low + 1, size - 1), share)], dtype)
+
+
+def _cubic(t: Any, a: float, xp: Any = np) -> Any:
     """Keys' cubic convolution kernel."""
-    t = np.abs(t)
+    t = xp.abs(t)
     near = ((a + 2) * t - (a + 3)) * t * t + 1
     far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
-    return np.where(t <= 1, near, np.where(t < 2, far, 0.0))
+    return xp.where(t <= 1, near, xp.where(t < 2, far, 0.0))
 
 
-def _cubic_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+def _cubic_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
     """[count, size]: four taps per output element, those outside moved to the border."""
+    xp: Any = jnp if are_sizes_open() else np
     source = _source(size, count, align_corners, given, dtype)
-    low = np.floor(source)
-    matrix = np.zeros((count, size), dtype)
-    for offset in (-1, 0, 1, 2):
-        at = np.clip(low.astype(np.int64) + offset, 0, size - 1)
-        np.add.at(matrix, (np.arange(count), at), _cubic(source - low - offset, -0.75).astype(dtype))
-    return matrix
+    low = xp.floor(source)
+    places = [xp.clip(low.astype(np.int64) + offset, 0, size - 1) for offset in (-1, 0, 1, 2)]
+    weights = [_cubic(source - low - offset, -0.75, xp).astype(dtype) for offset in (-1, 0, 1, 2)]
+    return _of_taps(size, count, list(zip(places, weights, strict=True)), dtype)
 
 
 def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., Matrix]:
     """The matrix of a filter as wide as the output's elements are in the input, rows summing to one."""
 
     def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
-        scale = float(_scale(size, count, align_corners, given, np.float64))
+        with closed_sizes():
+            scale = float(_scale(size, count, align_corners, given, np.float64))
         wide_scale = max(scale, 1.0)
         matrix = np.zeros((count, size), dtype)
         for i in range(count):
@@ -152,7 +182,7 @@ def _lower_nearest(name: str, rank: int, exact: bool) -> None:
     def upsample(self: Any, output_size: Any, *scales: float | None) -> Any:
         given = (*scales, *(None,) * rank)[:rank]
         for dim, (count, scale) in enumerate(zip(output_size, given, strict=True), 2):
-            self = _taken(self, dim, _nearest_at(self.shape[dim], count, scale, exact))
+            self = _nearest(self, dim, count, scale, exact)
         return self
 
     def upsample_backward(grad_output: Any, output_size: Any, input_size: Any, *scales: float | None) -> Any:

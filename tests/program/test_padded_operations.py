@@ -180,6 +180,12 @@ IN_ONE_PROGRAM: dict[str, list[Callable[[T], Any]]] = {
         lambda x: x.cummax(0).values,
         lambda x: x.cummin(0).indices,
     ],
+    "resized": [
+        lambda x: F.interpolate(x.t()[None], scale_factor=0.5),
+        lambda x: F.interpolate(x.t()[None], size=9, mode="nearest"),
+        lambda x: F.interpolate(x.t()[None], size=9, mode="linear"),
+        lambda x: F.interpolate(x.t()[None, None], scale_factor=2.0, mode="bicubic", align_corners=True),
+    ],
     "numbers": [
         lambda x: x / x.shape[0] ** 0.5,
         lambda x: x * math.log(x.shape[0]),
@@ -192,7 +198,7 @@ IN_ONE_PROGRAM: dict[str, list[Callable[[T], Any]]] = {
 
 
 # so many small constants that some are traced sizes too, and equal values are made once: more programs, with the same numbers
-OF_MANY_CONSTANTS = ("places", "products", "steps")
+OF_MANY_CONSTANTS = ("places", "products", "steps", "resized")
 
 
 def with_gradient(operation: Callable[[T], Any]) -> Callable[[T], list[T]]:
@@ -258,7 +264,6 @@ def test_what_does_something_else_for_another_size_is_exact_by_more_programs(ope
         lambda x: torch.linalg.inv(x @ x.t() + torch.eye(x.shape[0], device=x.device)),
         lambda x: torch.linalg.svdvals(x),
         lambda x: torch.fft.rfft(x, dim=0).abs(),
-        lambda x: torch.nn.functional.interpolate(x.t()[None], scale_factor=0.5),
     ],
 )
 def test_what_is_not_proved_is_refused(operation: Callable[[T], T]) -> None:

@@ -20,16 +20,20 @@ WINDOWED = frozenset(("conv_general_dilated", "reduce_window", "reduce_window_su
 _MOST_TRIED = 128  # sizes at which two forms are compared
 
 
-def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[int, int]]) -> None:
+def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[int, int]], told: Sequence[Form] = ()) -> None:
     """Tell the points of the extents in these jaxprs, one for each of them, that a rule gives.
 
     Args:
         limits: for each name the least and the largest size for which they are used.
+        told: what somebody knows of them.
 
     Raises:
         Unknown: two extents are the same at the points, and not for all sizes.
     """
-    _Learning(points, limits).visit([getattr(j, "jaxpr", j) for j in jaxprs])
+    learning = _Learning(points, limits)
+    for form in told:
+        learning.learn(tuple(form(point) for point in points.at), form)
+    learning.visit([getattr(j, "jaxpr", j) for j in jaxprs])
 
 
 class Window(NamedTuple):
@@ -123,7 +127,7 @@ class _Learning:
             if any(one.primitive is not each[0].primitive or _ranks(one) != _ranks(each[0]) for one in each):
                 return  # the size decides what is computed: said elsewhere
             for values, form in self._made(each):
-                self._learn(values, form)
+                self.learn(values, form)
             for same in zip(*(functions_of(one) for one in each), strict=False):
                 self.visit([getattr(j, "jaxpr", j) for j in same])
 
@@ -185,7 +189,8 @@ class _Learning:
         if len(forms) > 1:
             yield from _products([(column, form) for column, form in forms if form is not None])
 
-    def _learn(self, values: Values, form: Form) -> None:
+    def learn(self, values: Values, form: Form) -> None:
+        """Tell the points of an extent, if it is that at all of them."""
         if any(form(point) != value for point, value in zip(self._points.at, values, strict=True)):
             return
         self._points.tried = self._points.tried or [*self._tried()]
@@ -227,4 +232,4 @@ def _products(made: Sequence[tuple[Values, Form]]) -> Iterator[tuple[Values, For
             yield values, lambda sizes, forms=forms: math.prod([form(sizes) for form in forms])
 
 
-__all__ = ["WINDOWED", "ends_padding", "learn_extents", "window_padding"]
+__all__ = ["WINDOWED", "Form", "ends_padding", "learn_extents", "window_padding"]
