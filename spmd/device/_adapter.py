@@ -18,23 +18,23 @@ import torch
 
 from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
-from spmd.base._errors import TraceError, called_at, message
+from spmd.base._errors import called_at, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing, known_value
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
-from spmd.base._torch import OpOverload, elementwise_dtypes
+from spmd.base._torch import elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
-from spmd.device._numbers import carried, sample
+from spmd.device._numbers import carried, data_dependent, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, meta_argument
 from spmd.device._storage import load, once, recording, store, trace_setting, wrap
 from spmd.device._turn import own_turn, was_taken
-from spmd.lowering._registry import Lowering
+from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
 
 _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -156,6 +156,7 @@ class Adapter:
         self.accepts = {name: i for i, name in enumerate(self.names)}
         self.takes_indices = self.names[1:2] == ["indices"] and str(schema.arguments[1].type) == "List[Optional[Tensor]]"
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
+        self.known = lowering.static - MAY_BE_LIFTED
         self.is_plain = not (lowering.random or lowering.data_dependent or lowering.updates)
         self.bounds = _indices.BOUNDS.get(self.name)
         self.plans: dict[Any, Plan] = {}
@@ -189,6 +190,8 @@ class Adapter:
             if self.bounds is not None:  # while they lie there
                 _indices.check(self.bounds, self.name, dict(zip(self.names, args, strict=False)))
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
+        if self.known:
+            args, kwargs = with_known(self.known, self.names, args, kwargs)
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
         needs_values = self.needs_values(args, kwargs)
@@ -204,7 +207,7 @@ class Adapter:
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
                 if not needs_values:
                     raise
-                raise _data_dependent(self.op) from error
+                raise data_dependent(self.op) from error
         self.update(updated, args, kwargs)
         return out
 
@@ -484,16 +487,6 @@ def _number_or_tensor(arg: Any) -> Any:
             return sample(number)
         return arg.item() if arg.dim() == 0 and is_wrapped_number(arg) else arg
     return arg
-
-
-def _data_dependent(op: OpOverload) -> TraceError:
-    return TraceError(
-        message(
-            f"the result shape of {op} depends on values, which a traced program does not have",
-            *called_at(),
-            fix="keep shapes fixed with torch.where or a mask, or call the op outside the compiled function",
-        )
-    )
 
 
 Kernel = Callable[..., Any]

@@ -20,7 +20,7 @@ from spmd.base._torch import (
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
 )
-from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _serialize, _streams
+from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _number_arithmetic, _serialize, _streams
 from spmd.device._checks import raise_failed
 from spmd.device._deferred import end_step
 from spmd.device._generator import made
@@ -197,6 +197,7 @@ def register() -> None:
     _memory_statistics.register()
     _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
     _installed.append(install())
+    _number_arithmetic.install()
     _serialize.register()
     _addresses.register()
     _dlpack.register()

@@ -21,7 +21,7 @@ from spmd.device._arrays import copied, fetched, moved
 from spmd.device._host_answers import host_answer
 from spmd.device._layout import hand_over
 from spmd.device._numbers import lifted
-from spmd.device._refusals import check_in_place, check_overlap
+from spmd.device._refusals import check_expands, check_in_place, check_overlap
 from spmd.device._storage import (
     buffer_of,
     is_whole,
@@ -164,6 +164,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
         return self
     check_in_place("copy_", self)
     check_overlap("copy_", self, (src,))
+    check_expands(self, src)
     return copy_from(src, self)
 
 
@@ -180,7 +181,7 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
             if known is not None:
                 return np.asarray(known).reshape(()).item()
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
-            return lifted(number, integral=is_integer)
+            return lifted(number, integral=is_integer, truth=value.dtype == np.bool_)
     _counters.count("host_reads")
     return fetched(value).reshape(()).item()
 

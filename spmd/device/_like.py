@@ -68,9 +68,9 @@ def filled(adapter: Any, number: float | None = None) -> Any:
         plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
         exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
         typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point and dtype.itemsize > 1)
-        if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()):
-            return adapter(first, *rest, **kwargs)
         shape: Any = tuple(first if like is None else like.shape)
+        if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()) or min(shape, default=0) < 0:
+            return adapter(first, *rest, **kwargs)
         made = wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), shape))
         return made if like is None else _laid_out_like(like, made)
 

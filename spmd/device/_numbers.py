@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class NumberNode:
         on_branch: told of (key, evaluate, outcome) of each comparison that Python branched on.
         boolean: the node is the outcome of a comparison (a `torch.SymBool`).
         integral: it stands for a Python int (an item of an integer tensor), which promotes as one; torch still sees a float.
+        truth: it stands for a Python bool (an item of a bool tensor); arithmetic makes it an int, as it does in Python.
         key: equal for two numbers that `evaluate` to the same always; None if that is not known.
     """
 
@@ -50,13 +51,20 @@ class NumberNode:
         boolean: bool = False,
         integral: bool = False,
         key: Any = None,
+        truth: bool = False,
     ) -> None:
         self._value = value
         self.key = key
         self.evaluate = evaluate
         self.on_branch = on_branch
         self.boolean = boolean
-        self.integral = integral
+        self.integral = integral or truth
+        self.truth = truth
+
+    @property
+    def kind(self) -> type:
+        """The class of the Python number that it stands for."""
+        return bool if self.boolean or self.truth else int if self.integral else float
 
     @property
     def value(self) -> Any:
@@ -117,10 +125,18 @@ class NumberNode:
             known = host_answer(self.value)
             if known is None:
                 raise needs_value(kind)
-            return int(known) if self.integral else known.item()
+            return self.kind(known.item())
         value = self.evaluate()
         self.on_branch(None if self.key is None else ("value", self.key), self.evaluate, value)  # pyright: ignore[reportArgumentType]
         return value
+
+    def known(self, what: builtins.str) -> Any:
+        """The Python number that it stands for; the program then holds for this value only.
+
+        Raises:
+            TraceError: only the device knows it; `what` says what was needed.
+        """
+        return self.kind(self._concrete(what))
 
     def guard_bool(self, file: str, line: int) -> bool:
         return self.bool_()
@@ -158,6 +174,17 @@ def needs_value(kind: str, line: str = "") -> TraceError:
     )
 
 
+def data_dependent(op: Any) -> TraceError:
+    """The error for a result whose shape a traced program does not know."""
+    return TraceError(
+        message(
+            f"the result shape of {op} depends on values, which a traced program does not have",
+            *called_at(),
+            fix="keep shapes fixed with torch.where or a mask, or call the op outside the compiled function",
+        )
+    )
+
+
 def _operator(name: str, fn: Callable[..., Any]) -> None:
     def method(self: NumberNode, *others: NumberNode) -> NumberNode:
         def compute() -> Any:
@@ -170,7 +197,7 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
         known = [part for part in parts if part is not None]
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
-        integral = name in _KEEP_INTEGERS and all(node.integral for node in (self, *others))
+        integral = name in _MAKE_INTEGERS or (name in _KEEP_INTEGERS and all(node.integral for node in (self, *others)))
         keys = (name, *(node.key for node in (self, *others)))
         key = None if None in keys else keys
         return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key)
@@ -190,6 +217,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _KEEP_INTEGERS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "pow_by_natural"})
+_MAKE_INTEGERS = frozenset({"floor", "ceil"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -223,9 +251,11 @@ for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
 
 
-def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, integral: bool = False, key: Any = None) -> torch.SymFloat:
+def lifted(
+    value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, *, integral: bool = False, truth: bool = False, key: Any = None
+) -> torch.SymFloat:
     """A `torch.SymFloat` that carries the 0-dim array `value`."""
-    return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral, key=key))
+    return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral, truth=truth, key=key))
 
 
 def is_of_host(number: torch.SymFloat, *, asks: bool = False) -> bool:
@@ -236,9 +266,26 @@ def is_of_host(number: torch.SymFloat, *, asks: bool = False) -> bool:
     return (node.evaluate is not None and node.on_branch is not None) or (asks and host_answer(node.value) is not None)
 
 
-def sample(number: torch.SymFloat) -> float | int:
+def with_known(names: Collection[str], order: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A call's arguments, those of `names` as Python's own numbers; the program holds for their values only.
+
+    Args:
+        order: names of the arguments that are given by position.
+
+    Raises:
+        TraceError: only the device knows one.
+    """
+
+    def known(name: str, arg: Any) -> Any:
+        is_ours = isinstance(arg, torch.SymFloat) and name in names and isinstance(arg.node, NumberNode)
+        return arg.node.known("number (an argument that decides a shape, or how to compute)") if is_ours else arg
+
+    return tuple(map(known, order, args)), {name: known(name, arg) for name, arg in kwargs.items()}
+
+
+def sample(number: torch.SymFloat | torch.SymBool) -> float | int | bool:
     """A Python number that promotes as the lifted one does."""
-    return 1 if isinstance(number.node, NumberNode) and number.node.integral else 1.0
+    return number.node.kind(1) if isinstance(number.node, NumberNode) else 1.0
 
 
 def carried(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> Any:

@@ -316,6 +316,18 @@ def check_overlap(name: str, target: torch.Tensor, read: Iterable[Any]) -> None:
             raise RuntimeError(_SHARED)
 
 
+def check_expands(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise as torch does where what is copied cannot be expanded to the tensor that is written."""
+    if source.dim() > target.dim():
+        raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(source.shape)}")
+    for dim in range(-1, -source.dim() - 1, -1):
+        if source.shape[dim] not in (1, target.shape[dim]):
+            raise RuntimeError(
+                f"The size of tensor a ({target.shape[dim]}) must match the size of tensor b ({source.shape[dim]}) "
+                f"at non-singleton dimension {target.dim() + dim}"
+            )
+
+
 def check_out_dtype(name: str, computed: torch.dtype, target: torch.Tensor) -> None:
     """Raise as torch does where a result cannot be written to `target` because of its dtype.
 
@@ -376,6 +388,7 @@ __all__ = [
     "TensorSlot",
     "MetaCheck",
     "meta_argument",
+    "check_expands",
     "check_in_place",
     "check_out",
     "check_out_dtype",

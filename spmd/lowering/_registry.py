@@ -251,6 +251,9 @@ def lookup(op: OpOverload) -> Lowering | None:
     return _table.get(op)
 
 
+MAY_BE_LIFTED = frozenset({"exponent", "correction", "alpha", "beta"})  # static, and their rules take a lifted number too
+
+
 def is_static(number: Any) -> bool:
     """True if a Scalar argument is a Python number, False if only the device knows it."""
     return isinstance(number, (bool, int, float, complex))

@@ -91,10 +91,17 @@ def _gradient(grad: Any, log_probs: Any, targets: Any, input_lengths: Any, targe
     return jnp.where(inside, (jnp.exp(log_probs) - posterior) * grad[None, :, None], jnp.zeros((), log_probs.dtype))
 
 
+def _check_lengths(batch: int, inputs: Any, targets: Any) -> None:
+    for name, lengths in (("input", inputs), ("target", targets)):
+        if lengths.size != batch:
+            raise RuntimeError(f"{name}_lengths must be of size batch_size")
+
+
 @lower("_ctc_loss", "_ctc_loss.Tensor")
 def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False) -> Any:
     x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
     inputs, lengths = _lengths(input_lengths), _lengths(target_lengths)
+    _check_lengths(x.shape[1], inputs, lengths)
     nll, alpha = _alphas(x, _padded_targets(targets, lengths, x.shape[1]), inputs, lengths, blank)
     return (nll, alpha) if log_probs.ndim == 3 else (nll[0], alpha)
 
@@ -149,6 +156,7 @@ def ctc_loss(
     """Kept whole because C++'s composite reads the lengths on the host."""
     x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
     inputs, lengths = _lengths(input_lengths).reshape(-1), _lengths(target_lengths).reshape(-1)
+    _check_lengths(x.shape[1], inputs, lengths)
     padded = _padded_targets(targets, lengths, x.shape[1])
 
     nll = _loss(x, padded, jnp.asarray(inputs), jnp.asarray(lengths), blank, zero_infinity)

@@ -273,6 +273,11 @@ PATCHES: tuple[Patch, ...] = (
         _CONTROL_FLOW,
         parameters="combine_fn, xs, dim, reverse, combine_mode",
     ),
+    *(
+        Patch(f"torch.SymFloat.__{form}{name}__", "a number of the device beside an int stays an int", "spmd/device/_number_arithmetic.py")
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+        for form in ("", "r")
+    ),
     # torch's distributed words, on meshes of device type "jax"
     Patch(
         "torch.distributed.device_mesh.DeviceMesh.__init__",

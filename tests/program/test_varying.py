@@ -1,8 +1,11 @@
 """Python numbers that change from call to call are inputs of a program; branches on them choose among programs."""
 
+import bisect
 import collections
 import datetime
+import heapq
 import math
+import pickle
 import random
 import secrets
 import time
@@ -204,3 +207,92 @@ def test_a_number_that_changes_is_an_input_in_branches_and_rounds_too(kind: str)
     want = [rounds * k + (6.0 * k * k if kind == "scan" else 0.0) + k for k in (0.5, 1.5, 2.5, 3.5)]
     assert found == pytest.approx(want)
     assert step.num_traces == 2
+
+
+class Stack(list[float]):
+    """A list of a class of its own."""
+
+
+MADE: dict[str, Callable[[torch.Tensor, int, float], Any]] = {
+    "a tensor": lambda x, n, h: torch.tensor(n, device=x.device),
+    "of floats": lambda x, n, h: torch.tensor([h, n], device=x.device),
+    "of a deque": lambda x, n, h: torch.tensor(collections.deque([n, n]), device=x.device),
+    "of a list's subclass": lambda x, n, h: torch.tensor(Stack([n, h]), device=x.device),
+    "of a named tuple": lambda x, n, h: torch.tensor([Point(n, h)], device=x.device),
+    "on the CPU": lambda x, n, h: x + torch.tensor([n]).to(x.device),
+    "where": lambda x, n, h: torch.where(x > n, x.long(), n),
+    "a range": lambda x, n, h: torch.arange(n, device=x.device),
+    "expanded": lambda x, n, h: x.view(1, 8).expand(n, 8),
+    "a norm": lambda x, n, h: x.norm(n),
+    "an array of a deque": lambda x, n, h: torch.tensor(np.array(collections.deque([n])), device=x.device),
+    "an array's sum": lambda x, n, h: x * (np.arange(8) + n).sum().item(),
+    "an array's product": lambda x, n, h: x + torch.from_numpy(h * np.arange(8)).to(x),
+    "rows of a list": lambda x, n, h: x[[0, n]],
+    "pickled": lambda x, n, h: x * pickle.loads(pickle.dumps([n]))[0],
+    "a class": lambda x, n, h: x * len(n.__class__.__name__),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_numbers_is_pythons(name: str) -> None:
+    step = spmd.compile(MADE[name])
+    for n in (1, 2, 3, 5):
+        x = torch.arange(8.0)
+        torch.testing.assert_close(step(x.to("jax"), n, n * 0.5).cpu(), MADE[name](x, n, n * 0.5))
+
+
+def test_a_tensor_of_numbers_that_vary_is_one_program() -> None:
+    step = spmd.compile(lambda x, n, h: x + torch.tensor([n, h, 1], device=x.device).sum() + torch.tensor(n, device=x.device))
+    for n in range(6):
+        assert step(torch.zeros(1).to("jax"), n, n * 0.5).item() == 2.5 * n + 1
+    assert step.num_traces == 2
+
+
+HEAPS: dict[str, Callable[[list[int], int], Any]] = {
+    "heappush": lambda held, i: heapq.heappush(held, -i),
+    "heappushpop": lambda held, i: heapq.heappushpop(held, 2 * i),
+    "heapreplace": lambda held, i: heapq.heapreplace(held, i),
+    "insort": lambda held, i: bisect.insort(held, 5 - i),
+}
+
+
+@pytest.mark.parametrize("name", HEAPS)
+def test_c_code_that_puts_numbers_in_a_list_puts_those_of_the_call(name: str) -> None:
+    ours, expected = [3, 9], [3, 9]
+    step = spmd.compile(lambda x, i: (HEAPS[name](ours, i), x * i)[1])
+    for i in (1, 2, 3, 5, 4):
+        HEAPS[name](expected, i)
+        assert step(torch.ones(1).to("jax"), i).item() == i
+        assert ours == expected and all(type(v) is int for v in ours)
+
+
+def add_to_a_row(b: torch.Tensor, x: torch.Tensor, i: int) -> None:
+    b[i % 4] += x
+
+
+def swap_rows(b: torch.Tensor, x: torch.Tensor, i: int) -> None:
+    b[i % 4], b[0] = b[0], b[i % 4]
+
+
+def assign_another_dtype(b: torch.Tensor, x: torch.Tensor, i: int) -> None:
+    b[i % 4] = x.double() * i
+
+
+def add_to_a_row_of_a_view(b: torch.Tensor, x: torch.Tensor, i: int) -> None:
+    v = b.view(2, 4)
+    v[i % 2] += 1
+
+
+def add_to_listed_rows(b: torch.Tensor, x: torch.Tensor, i: int) -> None:
+    b[[0, i % 4]] += x
+
+
+@pytest.mark.parametrize("write", [add_to_a_row, swap_rows, assign_another_dtype, add_to_a_row_of_a_view, add_to_listed_rows])
+def test_rows_at_an_index_that_varies_are_written_as_slices_are(write: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
+    ours, expected = torch.arange(8.0).view(4, 2).to("jax"), torch.arange(8.0).view(4, 2)
+    step = spmd.compile(lambda x, i: write(ours, x, i))
+    for i in (1, 2, 3, 6, 4):
+        x = torch.full((2,), float(i))
+        step(x.to("jax"), i)
+        write(expected, x, i)
+        torch.testing.assert_close(ours.cpu(), expected)

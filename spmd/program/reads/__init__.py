@@ -14,7 +14,7 @@ from spmd.program.reads._places import PLAIN, Place, shown
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, guard_who, touched_by
 from spmd.program.reads._swap import code_of, recorded_together
-from spmd.program.reads._varying import Numbers, Varying, is_noted
+from spmd.program.reads._varying import Numbers, NumbersNeeded, Varying, is_noted
 from spmd.program.reads._varying_index import ViewNeeded
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ReplacedState",
     "NumberPlace",
     "Numbers",
+    "NumbersNeeded",
     "Place",
     "Recording",
     "RunModule",

@@ -26,8 +26,19 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._memos import Cache, num_keys, read_registry
+from spmd.program.reads._number_calls import is_lifted, of_numbers
 from spmd.program.reads._outside import question_of
-from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_noted, is_varying, substitute, with_fixed_keys
+from spmd.program.reads._varying import (
+    NumbersNeeded,
+    Varying,
+    fixed,
+    fixed_if_varying,
+    is_noted,
+    is_sequence,
+    is_varying,
+    substitute,
+    with_fixed_keys,
+)
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -136,12 +147,17 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
         return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
     if any(map(_holds_varying, args)) and not _takes_varying(fn):
+        if getattr(fn, "__module__", None) in _KEEP_NUMBERS:
+            raise NumbersNeeded
         given = substitute(fn, args)
         if given is not None:
             note_call(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
             return given
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
+    if any(map(is_lifted, args)) and (own := of_numbers(fn)) is not fn:
+        note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
+        return own
     kind = type(fn)
     if kind in _IN_C and (of_noted := _of_noted_size(fn, args)) is not None:
         return of_noted
@@ -179,12 +195,11 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _lists_varying(value: Any) -> bool:
-    return type(value) in (list, tuple) and any(map(_holds_varying, value))
+    return is_sequence(value) and any(map(_holds_varying, value))
 
 
 def _holds_varying(value: Any) -> bool:
-    kind = type(value)
-    return kind is Varying or ((kind is list or kind is tuple) and any(map(_holds_varying, value)))
+    return type(value) is Varying or (is_sequence(value) and any(map(_holds_varying, value)))
 
 
 def _takes_varying(fn: Any) -> bool:
@@ -200,6 +215,7 @@ def _takes_varying(fn: Any) -> bool:
     return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
 
 
+_KEEP_NUMBERS = ("_heapq", "_bisect", "heapq", "bisect")  # C code that puts them in the caller's lists
 _KEYED = frozenset(("setdefault", "__setitem__", "insert"))
 _STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))
 

@@ -15,6 +15,7 @@ import torch
 
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 from spmd.program.reads._journal import Writes
+from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -96,6 +97,8 @@ def _load_attr(instance: Any, name: str) -> None:
         recording = _now.get(get_ident())
         if recording is not None and not recording.is_busy and (id(instance), name) not in recording.seen:
             unseen(recording, recording.load_attr, instance, name)
+            if name == "__class__" and type(instance) is Varying:  # which is not the number's
+                raise NumbersNeeded
 
 
 def _look_into(value: Any) -> None:

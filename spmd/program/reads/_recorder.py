@@ -322,7 +322,9 @@ class Recording(PlacesRead):
         """An item is about to be written; returns the key and the container to use."""
         if may_vary(holder, key):
             rows = None if self.fixes_indices else written_at(holder, key)
-            holder, key = rows or (holder, fixed(key))
+            if rows is not None:  # of a tensor
+                return rows[1], rows[0]
+            key = fixed(key)
         self._write_item(holder, key)
         return key, holder
 
@@ -374,8 +376,6 @@ class Recording(PlacesRead):
         for each in (holder, *_calls.shown_by(holder)):
             self.look_into(each)
             self.journal.content(each, self._title(each))
-
-    # the end
 
     def _find_born(self) -> None:
         """Which objects the trace made: those that exist now and did not before."""

@@ -9,18 +9,32 @@ its outcome. So is whatever needs the number itself (a size, a key, a text), by 
 from __future__ import annotations
 
 import builtins
+import collections
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from spmd.base._errors import TraceAgain
 from spmd.device._numbers import lifted
 from spmd.device._storage import recording
+from spmd.program.reads._number_calls import of_numbers
+
+if TYPE_CHECKING:
+    from spmd.program.trace._way import Way
 
 Evaluate = Callable[[], Any]
+
+
+class NumbersNeeded(TraceAgain):
+    """Code that is not recorded needs the Python numbers that vary: trace again, each number as a constant that is guarded."""
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, has_constant_numbers=True)
 
 
 class Numbers:
@@ -72,6 +86,7 @@ class Varying:
     """A number of the host whose value a program takes anew in every call."""
 
     __slots__ = ("_numbers", "_symbol", "evaluate")
+    __array_ufunc__ = None  # numpy's operators leave it to ours: they would make an array of objects
 
     def __init__(self, numbers: Numbers, evaluate: Evaluate) -> None:
         """`evaluate`: computes it from today's values, on the host."""
@@ -112,12 +127,16 @@ class Varying:
     def __deepcopy__(self, memo: Any) -> Varying:
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.concrete()
+        return type(value), (value,)
+
     def __hash__(self) -> int:
         return hash(self.concrete())
 
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:
-            raise AttributeError(name)  # torch asks any object for `__torch_function__`
+            raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")  # torch asks any object
         return getattr(self.concrete(), name)
 
 
@@ -200,15 +219,15 @@ def is_varying(key: Any) -> bool:
     """Whether a key of an item holds numbers that vary."""
     if type(key) is slice:
         return any(type(part) is Varying for part in (key.start, key.stop, key.step))
-    return type(key) is Varying or (type(key) is tuple and any(map(is_varying, key)))
+    return type(key) is Varying or (type(key) in (tuple, list) and any(map(is_varying, key)))
 
 
 def fixed(key: Any) -> Any:
     """The key with today's values; the program holds for these only."""
     if type(key) is slice:
         return slice(*map(fixed, (key.start, key.stop, key.step)))
-    if type(key) is tuple:
-        return tuple(map(fixed, key))
+    if type(key) in (tuple, list):
+        return type(key)(map(fixed, key))
     return key.concrete() if type(key) is Varying else key
 
 
@@ -247,11 +266,19 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     def taken(value: Any) -> Any:
         if isinstance(value, Varying):
             return take(value)
-        if type(value) is tuple or (type(value) is list and (is_torchs or is_numpys)):  # others may write to the list itself
-            return type(value)(v.concrete() if isinstance(v, Varying) else taken(v) for v in value)
+        if type(value) is tuple or (is_sequence(value) and (is_torchs or is_numpys)):  # others may write to the list itself
+            kind = tuple if isinstance(value, tuple) else list
+            return kind(take_item(v) if isinstance(v, Varying) else taken(v) for v in value)
         return value
 
-    return lambda *given, **options: fn(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+    called = of_numbers(fn)
+    take_item = Varying.concrete if called is fn else Varying.traced
+    return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+
+
+def is_sequence(value: Any) -> bool:
+    """A sequence of which torch and numpy make a tensor or an array."""
+    return isinstance(value, (list, tuple, collections.deque)) and type(value) is not torch.Size
 
 
 def _is_of(library: str, fn: Any) -> bool:

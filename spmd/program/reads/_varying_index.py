@@ -63,10 +63,27 @@ def may_vary(holder: Any, key: Any) -> bool:
     return is_device_tensor(holder) and (any(map(_is_position, key)) if type(key) is tuple else _is_position(key))
 
 
-def written_at(tensor: Any, key: Any) -> tuple[torch.Tensor, Any] | None:
-    """A tensor and a key, for which an assignment writes what it writes to `tensor[key]`; None: no program can."""
+def written_at(tensor: Any, key: Any) -> tuple[_Rows, Any] | None:
+    """What to assign to, and a key, to write what `tensor[key] = value` writes; None: no program can."""
     taken = _taken(tensor, key)
-    return None if taken is None else taken.place()
+    if taken is None:
+        return None
+    base, place = taken.place()
+    return _Rows(base), place
+
+
+class _Rows:
+    """A tensor to whose rows values are assigned as to a slice: they are cast, and may lie in the tensor itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.to(self._tensor.dtype)
+            if is_device_tensor(value) and buffer_of(value) is buffer_of(self._tensor):
+                value = value.clone()
+        self._tensor[place] = value
 
 
 def read_at(tensor: Any, key: Any) -> torch.Tensor | None:
@@ -122,7 +139,12 @@ def _rows_of(length: int, part: Any) -> torch.Tensor | None:
         return part.view(1)  # of what the host knows of the argument: an index out of bounds is an error before the call
     if type(part) is Varying:
         return _rows(length, part, 1) if isinstance(part.evaluate(), int) else None
-    if part.step not in (None, 1) or type(part.start) is not Varying or not isinstance(part.stop, (int, Varying)):
+    if (
+        not isinstance(part, slice)
+        or part.step not in (None, 1)
+        or type(part.start) is not Varying
+        or not isinstance(part.stop, (int, Varying))
+    ):
         return None
     size = part.start.apply(lambda lo, hi: hi - lo, part.start, part.stop)
     num = size.concrete() if type(size) is Varying else size

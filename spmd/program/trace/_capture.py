@@ -37,7 +37,7 @@ from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters, traceable
 from spmd.program.optim._traced_state import Action, TracedState
-from spmd.program.reads import PLAIN, Effect, NumberPlace, Place, Recording, ReplacedState, guard_places, guard_who, recorded
+from spmd.program.reads import PLAIN, Effect, NumberPlace, NumbersNeeded, Place, Recording, ReplacedState, guard_places, guard_who, recorded
 from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._ahead import on_topology, waiting_for_topology
@@ -54,13 +54,6 @@ from spmd.program.trace._watch import report_compiling, restore_functorch, watch
 from spmd.program.trace._way import Way
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
-
-
-class NumbersNeeded(TraceAgain):
-    """Code that is not recorded needs the Python numbers that vary: trace again, each number as a constant that is guarded."""
-
-    def other_way(self, way: Way) -> Way:
-        return replace(way, has_constant_numbers=True)
 
 
 class AttributesNeeded(TraceAgain):
@@ -382,7 +375,7 @@ class _Trace:
             if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
                 raise self.gradients.stale() from error
             raise
-        except (TypeError, IndexError, RuntimeError) as error:
+        except (TypeError, IndexError, AttributeError, RuntimeError) as error:
             self._raise_meant(error, recorder)
             raise
         finally:
@@ -398,14 +391,20 @@ class _Trace:
         No name is bound to an exception: it would hold its frame, and the frame what the function had.
         """
         text = str(error)
-        if isinstance(error, RuntimeError) and "scalar.isIntegral" not in text:  # what C++ says of a size that is no int
+        if isinstance(error, RuntimeError) and not any(words in text for words in ("scalar.isIntegral", "of Varying")):  # C++, of a size
             return
-        is_index = isinstance(error, IndexError) and "only integers, slices" in text  # an object whose `__index__` gives a varying number
-        if "Varying" in text or (("SymFloat" in text or is_index) and self.numbers.has_varying):
+        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode"))
+        if isinstance(error, AttributeError):  # a method of int or float
+            if names_number:
+                raise needs_value("number (for a method)", line_of(error)) from error
+            return
+        # an object whose `__index__` gives a varying number; a slice; a size, which C++ takes for no argument at all
+        is_index = any(words in text for words in ("only integers, slices", "slice indices must be integers", "positional argument but"))
+        if "Varying" in text or ((names_number or is_index) and self.numbers.has_varying):
             raise NumbersNeeded from error
         if recorder.knows_counts():
             raise CountsNeeded from error
-        if "SymFloat" in text:  # a place where Python takes nothing but its own numbers
+        if names_number or "slice indices must be integers" in text:  # a place where Python takes nothing but its own numbers
             raise needs_value("number (index, range, format)", line_of(error)) from error
 
     def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:

@@ -17,7 +17,7 @@ import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.device._arrays import fetched
-from spmd.device._numbers import carried
+from spmd.device._numbers import NumberNode, carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
@@ -32,11 +32,11 @@ class Leaf:
     """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
 
     Attributes:
-        kind: "array" (an output of the program), "number" (an output read as a float), "same" (a tensor that existed
+        kind: "array" (an output of the program), "number" (an output read as a Python number), "same" (a tensor that existed
             before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "container"
             (the caller's own container), "part" (a view of one), "held" (what a place held when the call began), "again" (an
             earlier leaf), "computed" (a number of the host), "view" (of a leaf), "static" (any other value, as the trace returned it).
-        value: the tensor or static value; for arrays its Kind; for arguments the position, for
+        value: the tensor or static value; for arrays its Kind, for numbers their class; for arguments the position, for
             "container" the path, for "held" the position among `Captured.held`, for "again" the number of the leaf, for "part"
             and "view" one of these and the Window.
         owner: of an array that is also the gradient which a call leaves: whose (a tensor, or the position of an argument).
@@ -121,9 +121,9 @@ class Results:
             return Leaf("computed", self.stand_ins[id(value)][1])
         if isinstance(value, Varying):
             return Leaf("computed", value.evaluate)
-        if isinstance(value, torch.SymFloat):
-            evaluate = getattr(value.node, "evaluate", None)
-            return Leaf("number") if evaluate is None else Leaf("computed", evaluate)
+        if isinstance(value, (torch.SymFloat, torch.SymBool)) and isinstance(value.node, NumberNode):
+            evaluate, kind = value.node.evaluate, value.node.kind
+            return Leaf("number", kind) if evaluate is None else Leaf("computed", lambda: evaluate() if kind is float else kind(evaluate()))
         if isinstance(value, torch.Tensor):
             raise _elsewhere(value)
         if isinstance(value, _RUNNING):
@@ -169,8 +169,8 @@ def made(
             value = next(values)
             flat.append(leaf.value.made_of(wrap(value)) if leaf.owner is None else _grad_of(leaf.owner, arguments))
         elif leaf.kind == "number":
-            number = fetched(next(values))
-            flat.append(number.item() if number.ndim == 0 else number.tolist())
+            number = fetched(next(values))  # a row of them for each step of `steps_per_call`
+            flat.append(leaf.value(number.item()) if number.ndim == 0 else list(map(leaf.value, number.tolist())))
         elif leaf.kind == "argument":
             flat.append(arguments[leaf.value])
         elif leaf.kind == "held":

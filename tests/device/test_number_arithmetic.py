@@ -1,0 +1,119 @@
+"""Numbers that only the device knows are the ints, floats and bools that they stand for: in Python, as results, in tensors made of them."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+
+RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "int": lambda n, h, b: n,
+    "float": lambda n, h, b: h,
+    "bool": lambda n, h, b: b,
+    "sum": lambda n, h, b: n + 1,
+    "sum, reversed": lambda n, h, b: 1 + n,
+    "difference": lambda n, h, b: 20 - n,
+    "product": lambda n, h, b: n * 3 * n,
+    "beside a float": lambda n, h, b: n * 1.5,
+    "quotient": lambda n, h, b: n / 4,
+    "whole quotient": lambda n, h, b: (n // 4, -n // 4, h // 1, 7 // n),
+    "remainder": lambda n, h, b: (n % 4, -n % 4, h % 2, 7 % n),
+    "power": lambda n, h, b: (n**2, h**2, n**0.5),
+    "signs": lambda n, h, b: (-n, +n, abs(-n), -h),
+    "floor": lambda n, h, b: (h.__floor__(), h.__ceil__()),
+    "bool in arithmetic": lambda n, h, b: (b + 1, b * 2.0, -b),
+    "of two": lambda n, h, b: (n + h, n + n, n * b),
+    "comparison": lambda n, h, b: (n > 3, h == h, n != 6, [b]),
+    "operators": lambda n, h, b: (operator.add(n, 1), sum([n, 1]), sum((n, h))),
+    "classes": lambda n, h, b: (
+        isinstance(n, int),
+        isinstance(h, float),
+        isinstance(b, bool),
+        isinstance(h, int),
+        isinstance(n, (int, float)),
+    ),
+    "types": lambda n, h, b: (type(n), type(h).__name__, type(b) is bool, type(n + 1) is int),
+}
+
+
+def numbers_of(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any, Any]:
+    return y.sum().item(), x.mean().item(), (x > 2).any().item()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_the_number_that_python_has(name: str) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return RESULTS[name](*numbers_of(x, y))
+
+    step = spmd.compile(fn)
+    for k in (1, 2, 3):
+        x, y = torch.arange(8.0) * k, torch.arange(4) * k
+        ours, expected = step(x.to("jax") * 1, y.to("jax") * 1), fn(x, y)
+        assert repr(ours) == repr(expected)
+    assert step.num_traces == 1
+
+
+TENSORS: dict[str, Callable[[torch.Tensor, Any, Any, Any], torch.Tensor]] = {
+    "tensor": lambda y, n, h, b: torch.tensor(n, device=y.device),
+    "of floats": lambda y, n, h, b: torch.tensor(h, device=y.device),
+    "of bools": lambda y, n, h, b: torch.tensor(b, device=y.device),
+    "of a list": lambda y, n, h, b: torch.tensor([n, 2, n + 1], device=y.device),
+    "of mixed lists": lambda y, n, h, b: torch.tensor([[n, h], [1, 2]], device=y.device),
+    "with a dtype": lambda y, n, h, b: torch.tensor([n, h], device=y.device, dtype=torch.float64),
+    "as_tensor": lambda y, n, h, b: torch.as_tensor(n, device=y.device),
+    "new_tensor": lambda y, n, h, b: y.new_tensor([h, n]),
+    "full": lambda y, n, h, b: torch.full((2,), b, device=y.device),
+    "where, left": lambda y, n, h, b: torch.where(y > 1, n, y),
+    "where, right": lambda y, n, h, b: torch.where(y > 1, y, n),
+    "where, both": lambda y, n, h, b: torch.where(y > 1, n, n + 1),
+    "where, int and float": lambda y, n, h, b: torch.where(y > 1, n, h),
+    "where of 32 bits": lambda y, n, h, b: torch.where(y > 1, y.int(), n),
+    "method": lambda y, n, h, b: y.where(y > 1, n),
+    "remainder": lambda y, n, h, b: y % (n + 1),
+    "bools": lambda y, n, h, b: y.bool() * b,
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_made_of_numbers_has_their_dtype(name: str) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return TENSORS[name](y, *numbers_of(x, y))
+
+    step = spmd.compile(fn)
+    for k in (1, 2):
+        x, y = torch.arange(8.0) * k, torch.arange(4) * k
+        torch.testing.assert_close(step(x.to("jax") * 1, y.to("jax") * 1).cpu(), fn(x, y))
+    assert step.num_traces == 1
+
+
+def test_a_count_that_adds_up_stays_an_int_as_do_the_numbers_in_a_list() -> None:
+    """The accuracy of PyTorch's first example, and a logger that asks for the class of what it is given."""
+
+    def count(seen: dict[str, Any], log: list[Any], scores: torch.Tensor, labels: torch.Tensor) -> None:
+        hits = scores.argmax(1).eq(labels).sum()
+        seen["correct"] += hits.item()
+        seen["total"] += len(scores)
+        value: Any = hits.float().mean()
+        value = value.item() if isinstance(value, torch.Tensor) else value
+        assert isinstance(value, (float, int))
+        log.append((hits.item(), hits.item() > 1, value))
+
+    def counted(device: str, wrap: Callable[[Any], Any]) -> tuple[str, str]:
+        seen: dict[str, Any] = {"correct": 0, "total": 0}
+        log: list[Any] = []
+        call = wrap(lambda scores, labels: count(seen, log, scores, labels))
+        for i in range(4):
+            call(torch.eye(4).roll(i, 0).to(device), torch.tensor([0, 0, 2, 3]).to(device))
+        return f"{seen['correct']}/{seen['total']}", repr(log)
+
+    assert counted("jax", spmd.compile) == counted("cpu", lambda fn: fn)
+
+
+def test_numbers_of_other_tracers_add_as_they_did() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = torch.sym_float(ShapeEnv().create_unbacked_symint())
+    assert isinstance(size + 1, torch.SymFloat) and "+ 1.0" in str(size + 1)
