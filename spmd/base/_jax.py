@@ -5,6 +5,7 @@ No other file of `spmd` names a private name of jax; those that `mesh` uses are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -85,6 +86,23 @@ def current_trace() -> Any:
 def variable_of(tracer: Any) -> Any:
     """The variable by which a traced program will call what a tracer stands for; None for a value that is there."""
     return getattr(tracer, "val", None)
+
+
+def rows_folded_from(matrix: Any) -> Any:
+    """The array [..., K] of more dims of which a traced matrix [M, K] is a reshape; None for a matrix that is none."""
+    made = getattr(matrix, "parent", None)
+    if made is None or made.primitive.name != "reshape" or matrix.ndim != 2:
+        return None
+    (array,) = made.in_tracers
+    is_folded = array.ndim > 2 and array.shape[-1] == matrix.shape[-1] and math.prod(array.shape[:-1]) == matrix.shape[0]
+    return array if is_folded else None
+
+
+def transposed_from(matrix: Any) -> Any:
+    """The matrix that a traced one is the transpose of; None for one that is none."""
+    made = getattr(matrix, "parent", None)
+    is_transpose = made is not None and made.primitive.name == "transpose" and matrix.ndim == 2
+    return made.in_tracers[0] if is_transpose else None  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def varying_axes(array: Any) -> frozenset[str]:

@@ -127,7 +127,7 @@ class Plan:
         arrays = [value for value in values if isinstance(value, _ARRAYS)]
         numbers = tuple((i, type(v), repr(v)) for i, v in enumerate(values) if not isinstance(v, _ARRAYS))  # repr: 0.0 == -0.0
         seen = (numbers, *((value.shape, value.dtype) for value in arrays))
-        if seen not in self.seen:
+        if seen not in self.seen or self.lowering.by_origin:
             self.seen.add(seen)
             return self.run(values, key)
         if (bound := self.bound.get(numbers)) is None:

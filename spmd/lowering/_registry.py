@@ -59,6 +59,7 @@ class Lowering:
             values as a numpy array, a constant of the program.
         told: what of the program being traced the rule is told, as keyword arguments that are None outside one: "platform", 'cpu', 'gpu' or
             'tpu'; "reduce_dtype", in which gradients of weights, sums over what devices share, are to be summed (None: their own).
+        by_origin: in a trace the rule looks at what its operands were made from: what it recorded for others does not stand for them.
         check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
             does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
         sharding: which dims belong together, "b t, b -> b t" (see `_split`); empty: XLA's propagation decides by the rule's operations.
@@ -77,6 +78,7 @@ class Lowering:
     widened: bool = True
     host: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+    by_origin: bool = False
     check: Callable[..., None] | None = None
     sharding: str = ""
     source: str = ""
@@ -114,6 +116,7 @@ def lower(
     widened: bool = True,
     host: tuple[str, ...] = (),
     told: tuple[str, ...] = (),
+    by_origin: bool = False,
     check: Callable[..., None] | None = None,
     sharding: str = "",
 ) -> Callable[[Rule], Rule]:
@@ -135,7 +138,9 @@ def lower(
         told_also = tuple(dict.fromkeys((*told, "platform"))) if sharding else told
         ops = [_overload_of(name) for name in names if not (isinstance(name, str) and is_of_other_torch(name))]
         flags = (pointwise, promoted, whole, random, frozenset(static), data_dependent)
-        _add([Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, check, sharding, source) for op in ops])
+        _add(
+            [Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, by_origin, check, sharding, source) for op in ops]
+        )
         return rule
 
     return decorate

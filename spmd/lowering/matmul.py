@@ -1,4 +1,11 @@
-"""Matrix products, kept whole: `linear` and n-d `matmul` are one `dot_general`, so shardings of batch and heads survive."""
+"""Matrix products, kept whole: `linear` and n-d `matmul` are one `dot_general`, so shardings of batch and heads survive.
+
+Note [Folded rows]
+Code that has matrices only folds batch and positions into rows, `addmm(bias, x.view(-1, x.shape[-1]), weight)` (the linears of GPT-2),
+and so do torch's gradients. The partitioner cannot split such rows by batch and by positions at once, so it gathers positions, and it
+exchanges parts of a gradient more often. So in a trace the product is that of the array whose rows were folded: [B, T, K] x [K, N],
+folded afterwards; the gradient of a weight is the sum over B and T of [B, T, K] x [B, T, N], that of a bias the sum of [B, T, N].
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.base._jax import rows_folded_from, transposed_from
+from spmd.base._open_sizes import are_sizes_open
 from spmd.lowering._registry import is_static, lower, scaled
 
 
@@ -63,12 +72,28 @@ def einsum(equation: str, tensors: Any, *, path: Any = None) -> Any:
     return jnp.einsum(equation, *tensors)
 
 
-@lower("mm", told=("reduce_dtype",))
+@lower("mm", told=("reduce_dtype",), by_origin=True)
 def mm(self: Any, mat2: Any, reduce_dtype: Any = None) -> Any:
     """torch's own backward of `addmm` and `mm` makes both gradients of this op, so both are summed in `reduce_dtype`."""
     if is_narrower(mat2, reduce_dtype):
-        return jnp.matmul(self, mat2, preferred_element_type=reduce_dtype).astype(mat2.dtype)
-    return jnp.matmul(self, mat2)
+        return _folded(_product(self, mat2, reduce_dtype)).astype(mat2.dtype)
+    return _folded(_product(self, mat2))
+
+
+def _product(left: Any, right: Any, dtype: Any = None) -> Any:
+    """The product of two matrices, [M, N], or [..., N] if the rows of `left` were folded. See Note [Folded rows]."""
+    if left.ndim != 2 or right.ndim != 2 or are_sizes_open():
+        return jnp.matmul(left, right, preferred_element_type=dtype)
+    rows, columns, others = rows_folded_from(left), rows_folded_from(transposed_from(left)), rows_folded_from(right)
+    if columns is not None and others is not None and columns.shape[:-1] == others.shape[:-1]:
+        summed = tuple(range(columns.ndim - 1))
+        return lax.dot_general(columns, others, ((summed, summed), ((), ())), preferred_element_type=dtype)
+    left = left if rows is None else rows
+    return lax.dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
+
+
+def _folded(product: Any) -> Any:
+    return product if product.ndim == 2 else product.reshape(-1, product.shape[-1])
 
 
 @lower("bmm", "dot", "mv")
@@ -76,9 +101,15 @@ def bmm(self: Any, mat2: Any) -> Any:
     return jnp.matmul(self, mat2)
 
 
-@lower("addmm", "addmv", static=("beta", "alpha"))
+@lower("addmm", static=("beta", "alpha"), by_origin=True)
 def addmm(self: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return combined(self, unless_zero(alpha, jnp.matmul, mat1, mat2), beta, alpha)
+    product = unless_zero(alpha, _product, mat1, mat2)
+    return _folded(combined(self, product if self.ndim < 2 else _folded(product), beta, alpha))
+
+
+@lower("addmv", static=("beta", "alpha"))
+def addmv(self: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return combined(self, unless_zero(alpha, jnp.matmul, mat, vec), beta, alpha)
 
 
 @lower("baddbmm", static=("beta", "alpha"))

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.base._jax import rows_folded_from
+from spmd.base._open_sizes import are_sizes_open
 from spmd.lowering._registry import is_static, lower
 
 
@@ -33,8 +35,12 @@ def _kept(x: Any, axis: tuple[int, ...] | None, keepdim: bool) -> Any:
     return x if keepdim else jnp.squeeze(x, axis)
 
 
-@lower("sum", "sum.dim_IntList")
+@lower("sum", "sum.dim_IntList", by_origin=True)
 def sum_(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The gradient of a bias is a sum of rows, over the dims that were folded into them. See Note [Folded rows] in `matmul`."""
+    if self.ndim == 2 and axes(dim, 2) == (0,) and not are_sizes_open() and (rows := rows_folded_from(self)) is not None:
+        out = jnp.sum(rows, tuple(range(rows.ndim - 1)), dtype=accumulated_in(dtype))
+        return out[None] if keepdim else out
     return jnp.sum(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
 
 
