@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.program.reads import _heap
 
 SETTINGS: dict[str, Any] = {}
 
@@ -55,7 +54,7 @@ def test_a_function_made_before_a_collection_is_recorded_after_it() -> None:
     model = nn.Identity()
     model.register_forward_hook(hook_that_reads("kept"))
     gc.collect()
-    assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
     step = spmd.compile(lambda x: model(x))
     x = torch.ones(2).to("jax")
     assert step(x).tolist() == [2.0, 2.0]
@@ -90,28 +89,11 @@ def test_garbage_that_was_there_at_a_trace_is_collected() -> None:
     assert reference() is None
 
 
-def test_a_collection_of_all_does_not_make_the_next_trace_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_recorded("a trace before")
+def test_who_collects_garbage_and_then_looks_for_objects_finds_them() -> None:
+    kept = Cycle()
+    spmd.compile(lambda x: x + 1)(torch.ones(2).to("jax"))
     gc.collect()
-    looked_at: list[int] = []
-    note = _heap.Heap._note_functions
-    monkeypatch.setattr(_heap.Heap, "_note_functions", lambda self, objects: (looked_at.append(len(objects)), note(self, objects))[1])
-    require_recorded("after it")
-    assert looked_at and max(looked_at) < gc.get_freeze_count() // 4
-
-
-def test_objects_that_the_program_takes_back_or_freezes_after_a_collection_are_looked_at() -> None:
-    for change in (gc.freeze, gc.unfreeze):
-        require_recorded("a trace before")
-        gc.collect()
-        model = nn.Identity()
-        model.register_forward_hook(hook_that_reads("changed"))
-        change()
-        step = spmd.compile(lambda x, model=model: model(x))
-        x = torch.ones(2).to("jax")
-        assert step(x).tolist() == [2.0, 2.0]
-        SETTINGS["changed"] = 4.0
-        assert step(x).tolist() == [4.0, 4.0]
+    assert any(o is kept for o in gc.get_objects())
 
 
 def test_a_collection_inside_the_function_changes_nothing() -> None:

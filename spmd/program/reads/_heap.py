@@ -2,9 +2,10 @@
 
 Note [Frozen between traces]
     A list of all objects costs as much as tracing a small function, and most of them were there at the last trace. After a trace
-    they stay where `gc.freeze` puts them, so that the next one is shown only what was made since. A full collection is given them
-    for as long as it runs (`at_collection`): no garbage is kept that would have been collected. A process that froze objects itself
-    gets what it had: all is looked at in every trace, and frozen again afterwards.
+    they stay where `gc.freeze` puts them, so that the next one is shown only what was made since. A full collection takes them
+    back first (`before_collection`): no garbage is kept that would have been collected, and `gc.get_objects()` after `gc.collect()`
+    shows whoever looks for a leak what there is. A process that froze objects itself gets what it had: all is looked at in every
+    trace, and frozen again afterwards.
 """
 
 from __future__ import annotations
@@ -30,34 +31,25 @@ class Heap:
         self._is_kept = False  # what is frozen was frozen here
         self._last: list[Any] = []  # made after the freeze: it is shown unless somebody else froze since
         self._was_frozen = False  # somebody else froze objects
-        self._is_lent = False  # what is frozen was given to the collection that runs
-        self._depth = 0  # of traces, and looks at what is here: collections change nothing then
+        self._depth = 0
 
     def functions(self) -> list[types.FunctionType]:
         """Those that are alive, also what was made since the last trace."""
-        self._depth += 1
-        try:
-            self._note_functions(self._objects())
-            found = [fn for ref in self._functions.values() if (fn := ref()) is not None]
-            if len(found) < len(self._functions) - _MAX_DEAD:
-                self._functions = {id(fn): self._functions[id(fn)] for fn in found}
-            return found
-        finally:
-            self._depth -= 1
+        self._find_functions()
+        found = [fn for ref in self._functions.values() if (fn := ref()) is not None]
+        if len(found) < len(self._functions) - _MAX_DEAD:
+            self._functions = {id(fn): self._functions[id(fn)] for fn in found}
+        return found
 
-    def _objects(self) -> list[Any]:
-        """What was made since the last trace; all that exists where that is not known."""
+    def _find_functions(self) -> None:
         found = gc.get_objects()
         is_ours = self._is_kept and any(o is self._last for o in found)
         self._was_frozen = not is_ours and gc.get_freeze_count() > 0  # it counts them one by one
-        if not self._was_frozen:
-            return found
-        gc.unfreeze()
-        return gc.get_objects()
-
-    def _note_functions(self, objects: list[Any]) -> None:
+        if self._was_frozen:
+            gc.unfreeze()
+            found = gc.get_objects()
         kind, library = types.FunctionType, self._library
-        for fn in [o for o in objects if type(o) is kind and id(o.__code__) not in library]:
+        for fn in [o for o in found if type(o) is kind and id(o.__code__) not in library]:
             if is_recorded(fn.__module__):
                 known = self._functions.get(id(fn))
                 if known is None or known() is not fn:
@@ -68,8 +60,8 @@ class Heap:
     @contextmanager
     def set_apart(self) -> Generator[None]:
         """While active, what exists now is on another list than what is made, so that `made` tells them apart."""
-        if self.at_collection not in gc.callbacks:
-            gc.callbacks.append(self.at_collection)
+        if self.before_collection not in gc.callbacks:
+            gc.callbacks.append(self.before_collection)
         gc.freeze()
         self._depth += 1
         try:
@@ -85,18 +77,11 @@ class Heap:
         """The ids of the objects that exist now and were made since `set_apart`."""
         return frozenset(map(id, gc.get_objects()))
 
-    def at_collection(self, phase: str, info: dict[str, int]) -> None:
-        """A full collection looks at everything; what it leaves is frozen again, and functions that were not seen yet are noted before."""
-        if info["generation"] != 2 or self._depth:
-            return
-        if phase == "start" and self._is_kept:
-            self._note_functions(gc.get_objects())
+    def before_collection(self, phase: str, info: dict[str, int]) -> None:
+        """A full collection looks at everything."""
+        if self._is_kept and not self._depth and phase == "start" and info["generation"] == 2:
             gc.unfreeze()
-            self._is_kept, self._is_lent = False, True
-        elif phase == "stop" and self._is_lent:
-            gc.freeze()
-            self._last = [self]
-            self._is_kept, self._is_lent = True, False
+            self._is_kept = False
 
 
 HEAP = Heap()
