@@ -63,7 +63,7 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
 
 
 def _bisected(sequence: Any, values: Any, side: str) -> Any:
-    """jnp.searchsorted, with as many steps for a sequence of any length."""
+    """torch.searchsorted, with as many steps for a sequence of any length; a NaN lies behind all numbers, as torch's comparison says."""
     dtype = jnp.result_type(sequence, values)
     sequence, values, length = sequence.astype(dtype), values.astype(dtype), sequence.shape[0]
 
@@ -71,7 +71,7 @@ def _bisected(sequence: Any, values: Any, side: str) -> Any:
         low, high = bounds
         middle = (low + high) // 2
         at = jnp.take(sequence, jnp.minimum(middle, length - 1), mode="clip")
-        is_before = (at < values) if side == "left" else (at <= values)
+        is_before = ~(at >= values) if side == "left" else ~(at > values)
         is_open = low < high
         return jnp.where(is_open & is_before, middle + 1, low), jnp.where(is_open & ~is_before, middle, high)
 

@@ -37,7 +37,8 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 
 def looked_up(x: torch.Tensor, right: bool) -> torch.Tensor:
     columns = x.detach().sort(0).values.t().contiguous()
-    values = torch.stack([columns[:, 1], columns[:, -1], columns.mean(1), columns[:, 0] - 1, columns[:, -1] + 1], 1)
+    unusual = [torch.full_like(columns[:, 0], number) for number in (float("nan"), float("inf"), float("-inf"))]
+    values = torch.stack([columns[:, 1], columns[:, -1], columns.mean(1), columns[:, 0] - 1, columns[:, -1] + 1, *unusual], 1)
     places = torch.searchsorted(columns, values, right=right)
     return (places * x.sum(0)[:, None]).sum()
 
