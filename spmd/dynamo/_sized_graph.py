@@ -189,7 +189,7 @@ class SizedGraph(GraphExecutables):
         names = tuple(
             f"{calls.sizes.names[i]} / {unit}" if unit > 1 else calls.sizes.names[i] for i, unit in zip(how.vary, how.units, strict=True)
         )
-        told = [lambda sizes, form=form: form(how.all_at(sizes)) for form in calls.sizes.rounded]
+        extents = [lambda sizes, form=form: form(how.all_at(sizes)) for form in calls.sizes.rounded]
         for number, limits in enumerate(ranges):
             try:
                 steps = [(multiple, 0) for multiple in how.multiples]
@@ -199,7 +199,7 @@ class SizedGraph(GraphExecutables):
 
                 def made(at: Sequence[Sequence[int]], joints: list[Joint] = joints, holds_for: Any = holds_for) -> _Passes:
                     joints += [self._joint_at(point, calls, args, tensors) for point in at[len(joints) :]]
-                    traces = SizedTraces(names, Points(at), joints, holds_for, told)
+                    traces = SizedTraces(names, Points(at), joints, holds_for, extents)
                     return _Passes(traces, traces.at(how.bucket))
 
                 found, joint = with_enough_points(made, points, more_points(points, steps))

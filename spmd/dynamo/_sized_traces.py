@@ -33,18 +33,18 @@ class SizedTraces:
     Args:
         joints: its passes at each; the last CPU tensor of each stands for the sizes of a call, int64[names].
         limits: for each name the least and the largest size for which they hold.
-        told: extents that Dynamo knows as functions of the sizes.
+        extents: those that Dynamo knows as functions of the sizes.
 
     Raises:
         Inexact: the traces are not of one program.
     """
 
     def __init__(
-        self, names: tuple[str, ...], points: Points, joints: Sequence[Joint], limits: Sequence[tuple[int, int]], told: Sequence[Form]
+        self, names: tuple[str, ...], points: Points, joints: Sequence[Joint], limits: Sequence[tuple[int, int]], extents: Sequence[Form]
     ) -> None:
         self._names, self._points, self._joints, self._limits = names, points, list(joints), tuple(limits)
         _require_alike(joints)
-        learn_extents(points, [j.closed for j in joints], self._limits, told)
+        learn_extents(points, [j.closed for j in joints], self._limits, extents)
         self._shown = _formula(points, [(tuple(j.results), tuple(j.windows)) for j in joints])
         shapes = zip(*([a.shape for a in j.closed.out_avals] for j in joints), strict=True)
         self._shapes = [[points.integer(tuple(column)) for column in zip(*same, strict=True)] for same in shapes]

@@ -20,18 +20,18 @@ WINDOWED = frozenset(("conv_general_dilated", "reduce_window", "reduce_window_su
 _MOST_TRIED = 128  # sizes at which two forms are compared
 
 
-def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[int, int]], told: Sequence[Form] = ()) -> None:
+def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[int, int]], known: Sequence[Form] = ()) -> None:
     """Tell the points of the extents in these jaxprs, one for each of them, that a rule gives.
 
     Args:
         limits: for each name the least and the largest size for which they are used.
-        told: what somebody knows of them.
+        known: extents as functions of the sizes, which need not be found.
 
     Raises:
         Unknown: two extents are the same at the points, and not for all sizes.
     """
     learning = _Learning(points, limits)
-    for form in told:
+    for form in known:
         learning.learn(tuple(form(point) for point in points.at), form)
     learning.visit([getattr(j, "jaxpr", j) for j in jaxprs])
 
