@@ -62,31 +62,24 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     return (values, places) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(places, dim))
 
 
-def _bisected(sequence: Any, values: Any, side: str) -> Any:
-    """torch.searchsorted, with as many steps for a sequence of any length; a NaN lies behind all numbers, as torch's comparison says."""
+def _search(sequence: Any, values: Any, right: bool, side: str | None, out_int32: bool) -> Any:
+    """torch's bisection, by its comparison, so that NaN (of the values, or in the sequence) leads where it leads there."""
     dtype = jnp.result_type(sequence, values)
     sequence, values, length = sequence.astype(dtype), values.astype(dtype), sequence.shape[0]
+    is_left = (side or ("right" if right else "left")) == "left"
 
     def half(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
         low, high = bounds
         middle = (low + high) // 2
         at = jnp.take(sequence, jnp.minimum(middle, length - 1), mode="clip")
-        is_before = ~(at >= values) if side == "left" else ~(at > values)
+        is_before = ~(at >= values) if is_left else ~(at > values)
         is_open = low < high
         return jnp.where(is_open & is_before, middle + 1, low), jnp.where(is_open & ~is_before, middle, high)
 
-    start = jnp.zeros(values.shape, jnp.int64), jnp.full(values.shape, length, jnp.int64)
-    return lax.fori_loop(0, _MOST_STEPS, half, start)[0]
-
-
-def _search(sequence: Any, values: Any, right: bool, side: str | None, out_int32: bool) -> Any:
-    side = side or ("right" if right else "left")
-    if are_sizes_open() and sequence.size:
-        places = _bisected(sequence, values, side)
-    else:
-        places = jnp.searchsorted(sequence, values, side=side) if sequence.size else jnp.zeros(values.shape, jnp.int64)
-    if jnp.issubdtype(values.dtype, jnp.floating):  # NaN belongs behind all
-        places = jnp.where(jnp.isnan(values), sequence.shape[-1], places)
+    places = jnp.zeros(values.shape, jnp.int64)
+    if sequence.size:
+        steps = _MOST_STEPS if are_sizes_open() else length.bit_length()  # as many for a sequence of any length
+        places = lax.fori_loop(0, steps, half, (places, jnp.full(values.shape, length, jnp.int64)))[0]
     return places.astype(jnp.int32 if out_int32 else jnp.int64)
 
 

@@ -58,8 +58,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         for p in (0.0, 1.0, 2.0, 3.0, inf)
     },
     **{
-        f"{name} of NaN, right {right}": (search, (of(1, 2, 3), of(nan, inf, -inf, 2)))
+        f"{name} of NaN, right {right}, in {kind}": (search, (edges, of(nan, inf, -inf, 2, 0.5)))
         for right in (False, True)
+        for kind, edges in {"numbers": of(1, 2, 3), "NaN behind": of(0, 2, nan, nan), "disorder": of(3, nan, 1, 2, -1)}.items()
         for name, search in {
             "searchsorted": functools.partial(torch.searchsorted, right=right),
             "bucketize": lambda edges, x, right=right: torch.bucketize(x, edges, right=right),
