@@ -100,6 +100,11 @@ def searchsorted(
     return found.reshape(*batch, values.shape[-1])
 
 
-@lower("bucketize.Tensor", "bucketize.Scalar")
+def _has_one_dim(self: Any, boundaries: Any, **_: Any) -> None:
+    if boundaries.ndim != 1:
+        raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.ndim})")
+
+
+@lower("bucketize.Tensor", "bucketize.Scalar", check=_has_one_dim)
 def bucketize(self: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
     return _search(boundaries, jnp.asarray(self), right, None, out_int32)
