@@ -55,7 +55,7 @@ def ours(layers: int, positions: int) -> tuple[dict[str, float], Any]:
     grid = mesh.Mesh(range(CHIPS), (CHIPS,), ("fsdp",), topology=TOPOLOGY)
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(layers)).to(torch.bfloat16)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     model.train()
     spmd.shard_module(model, grid, "fsdp")
     model.to_empty(device="jax")

@@ -89,7 +89,7 @@ class Trained:
             model = LlamaForCausalLM(config_of(layers, width, positions))
         if topology is not None:
             model = model.to(torch.bfloat16)
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         model.train()
         spmd.shard_module(model, self.grid, "fsdp")
         self.model = model.to_empty(device="jax")

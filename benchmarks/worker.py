@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import subprocess
@@ -70,7 +71,8 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=env
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         try:
             self.hello: Any = self._next(START_TIMEOUT_S)
         except _NoAnswerError as error:
@@ -94,17 +96,23 @@ class Worker:
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
         """The answer, or why there is none."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died after its last answer: there is none to this one
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         try:
             return self._next(timeout_s)
         except _NoAnswerError as error:
             return str(error)
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and close its pipes: a sweep starts a hundred workers."""
+        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.kill()
         self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
 
 def serve(answer_to: Callable[[dict[str, Any]], Any], hello: Any = "ready", forget_every: int = 1) -> None:

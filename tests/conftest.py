@@ -27,6 +27,7 @@ LONG = ("test_train_gpt2.py", "test_everywhere.py", "test_examples.py", "test_de
 # What imports transformers, peft, flax: last, since each trace afterwards swaps their functions too (tests/later.py).
 LAST = (
     *("test_optax_flax.py", "test_presets.py", "test_roll_models.py", "test_scan_layers.py", "test_models.py", "test_table.py"),
+    "test_measurements.py",
     *("test_programs.py", "test_scripts.py", "test_export.py", "test_export_sizes.py", "test_functionalize.py", "test_grouped.py"),
 )
 
