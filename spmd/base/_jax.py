@@ -14,6 +14,7 @@ import jax
 import jax.core
 import jax.export
 import jax.extend.core
+import numpy as np
 
 from mesh._devices import host_device
 from mesh.platform._jax_runtime import missing
@@ -103,6 +104,20 @@ def transposed_from(matrix: Any) -> Any:
     made = getattr(matrix, "parent", None)
     is_transpose = made is not None and made.primitive.name == "transpose" and matrix.ndim == 2
     return made.in_tracers[0] if is_transpose else None  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def counted_from(number: Any) -> Any:
+    """The array (or argument) that a traced number is, plus whole constants; None if it is made of it in another way."""
+    while (made := getattr(number, "parent", None)) is not None:
+        operands, name = made.in_tracers, made.primitive.name
+        if name == "add":
+            operands = [o for o in operands if not _is_whole_constant(o)]
+        elif name not in ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy"):
+            return None
+        if len(operands) != 1:
+            return None
+        (number,) = operands
+    return _atom(number)
 
 
 def varying_axes(array: Any) -> frozenset[str]:
@@ -234,6 +249,11 @@ def _atom(value: Any) -> Any:
     atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
     held = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
     return value if held is None else held
+
+
+def _is_whole_constant(operand: Any) -> bool:
+    atom = None if getattr(operand, "parent", None) is not None else _atom(operand)
+    return getattr(atom, "ndim", 0) == 0 and isinstance(atom, (int, float, np.ndarray, np.generic)) and float(atom).is_integer()
 
 
 def _itself(atom: Any) -> Any:

@@ -25,6 +25,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.device._asserted import answered
 from spmd.device._host_answers import host_answer
+from spmd.device._powers import power
 from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
@@ -210,11 +211,6 @@ def _of_math(name: str, number: Any) -> Any:
     return getattr(jnp, name)(number) if isinstance(number, jax.Array) else getattr(math, name)(number)
 
 
-def _power(base: Any, exponent: Any) -> Any:
-    """A root where it is one: XLA:TPU writes a thousand instructions for a power of 64-bit floats."""
-    return jnp.sqrt(base) if isinstance(base, jax.Array) and isinstance(exponent, float) and exponent == 0.5 else base**exponent
-
-
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _KEEP_INTEGERS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "pow_by_natural"})
 _MAKE_INTEGERS = frozenset({"floor", "ceil"})
@@ -226,8 +222,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "float_truediv": lambda a, b: a / b,
     "floordiv": lambda a, b: a // b,
     "mod": lambda a, b: a % b,
-    "pow": _power,
-    "float_pow": _power,
+    "pow": power,
+    "float_pow": power,
     "pow_by_natural": lambda a, b: a**b,
     "floor": lambda a: jnp.floor(a),
     "ceil": lambda a: jnp.ceil(a),
@@ -242,8 +238,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "ge": lambda a, b: a >= b,
     "sym_min": lambda a, b: jnp.minimum(a, b),
     "sym_max": lambda a, b: jnp.maximum(a, b),
-    "sqrt": lambda a: _power(a, 0.5),
-    "sym_sqrt": lambda a: _power(a, 0.5),
+    "sqrt": lambda a: power(a, 0.5),
+    "sym_sqrt": lambda a: power(a, 0.5),
 }
 for _name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "log2"):  # math's, as Dynamo names them
     _OPERATORS[f"sym_{_name}"] = partial(_of_math, _name)

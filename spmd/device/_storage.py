@@ -83,6 +83,10 @@ class Recorder(Protocol):
         """Whether an array is a buffer's value, so that the program will read it anew in every call."""
         ...
 
+    def is_counter(self, array: Any) -> bool:
+        """Whether an array is the value of an optimizer's step counter."""
+        ...
+
     def known_value(self, value: Any) -> Any:
         """A traced value as the host computes it from inputs that it knows, or None; the program then holds where the same comes out."""
 

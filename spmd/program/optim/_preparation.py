@@ -221,6 +221,9 @@ class _InitialStateRecorder:
         """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
         return True
 
+    def is_counter(self, array: Any) -> bool:
+        return False
+
     def known_value(self, value: Any) -> None:
         return None
 

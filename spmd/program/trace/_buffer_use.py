@@ -116,6 +116,9 @@ class TraceRecorder:
     def is_state(self, array: Any) -> bool:
         return id(array) in self.reads
 
+    def is_counter(self, array: Any) -> bool:
+        return id(array) in self.reads and self.reads[id(array)] in self.counters
+
     def known_value(self, value: Any) -> Any:
         return None if self.known is None else self.known.known_value(value, self.reads)
 

@@ -62,6 +62,9 @@ class Part:
     def is_state(self, array: Any) -> bool:
         return self.outer.is_state(array)
 
+    def is_counter(self, array: Any) -> bool:
+        return self.outer.is_counter(array)
+
     def known_value(self, value: Any) -> Any:
         return self.outer.known_value(value)
 
