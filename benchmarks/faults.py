@@ -5,7 +5,7 @@
 
 Results go to benchmarks/results/faults.json, one row at a time, with the number of trials and the load of the machine.
 A survivor must end with weights that are bit for bit those of an undisturbed run. The network rows make two network
-namespaces and need root and nft; where that is missing they are recorded as not run.
+namespaces and need root and nft; where that is missing they are not run, and what is recorded of them stays.
 """
 
 from __future__ import annotations
@@ -488,8 +488,9 @@ def main() -> None:
         row["seconds"] = round(time.time() - began)
         row["load of the machine"] = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         held = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        held[name] = row
-        RESULTS.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        if "not run" not in row or name not in held:
+            held[name] = row
+            RESULTS.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
         print(name, json.dumps(row, indent=1), flush=True)
 
 

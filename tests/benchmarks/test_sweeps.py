@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import faults
 from benchmarks.worker import ROOT, Worker, merged, shard_of
 
 SERVE = "import os; from benchmarks.worker import serve; serve(lambda a: os._exit(3) if 'die' in a else [a, print('aside')], 'hello')"
@@ -60,3 +62,32 @@ def test_a_command_line_writes_what_it_found(arguments: tuple[str, ...], tmp_pat
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_a_row_that_cannot_be_run_here_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "faults.json"
+    record.write_text(json.dumps({"network": {"trials": 1}}), encoding="utf-8")
+    monkeypatch.setattr(faults, "RESULTS", record)
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["faults.py", "--rows", "network"])
+    faults.main()
+    assert json.loads(record.read_text(encoding="utf-8")) == {"network": {"trials": 1}}
+    record.unlink()
+    faults.main()
+    assert json.loads(record.read_text(encoding="utf-8"))["network"]["not run"] == "needs root, ip and nft"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "counted"),
+    [
+        ("detection", ("deaths named", "standstills noticed", "standstills whose process was named")),
+        ("mismatch", ("refused before the first collective",)),
+        ("skew", ("caught within one step",)),
+        ("preemption", ("no step lost",)),
+    ],
+)
+def test_a_fault_is_thrown_and_counted(row: str, counted: tuple[str, ...]) -> None:
+    throw, _ = faults.ROWS[row]
+    found = throw(2, random.Random(0))
+    assert {what: found[what] for what in counted} == dict.fromkeys(counted, 2), found.get("failed")
