@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def built_model(table: _recipe.Model, precision: _recipe.Precision, mesh: Mesh) 
 def _hugging_face_model(table: _recipe.Model) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
         raise RecipeError(message("[model] is of Hugging Face, transformers is not installed", fix="pip install 'spmd-mesh[hf]'"))
-    import transformers
+    transformers = importlib.import_module("transformers")  # after an import statement type checkers read all of its models
 
     auto = _attribute(transformers, table.auto, "[model] auto")
     if table.pretrained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any, Protocol
 
@@ -57,10 +58,10 @@ def tokenizer_of(name: str, key: str) -> Tokenizer:
         raise RecipeError(message(f"{key} is not given", fix='a folder or name of Hugging Face, or "bytes"'))
     if importlib.util.find_spec("transformers") is None:
         raise RecipeError(message(f"{key} = {name!r} is of Hugging Face, transformers is not installed", fix="pip install 'spmd-mesh[hf]'"))
-    from transformers import AutoTokenizer
+    transformers = importlib.import_module("transformers")  # after an import statement type checkers read all of its models
 
     try:
-        return HuggingFace(AutoTokenizer.from_pretrained(name))
+        return HuggingFace(transformers.AutoTokenizer.from_pretrained(name))
     except (OSError, ValueError) as error:
         what = f"{key} = {name!r}: {str(error).splitlines()[0]}"
         raise RecipeError(message(what, fix='a folder with tokenizer.json, or a name that the hub or its cache has; or "bytes"')) from error
