@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import CheckFailed, message
+from spmd.base._errors import CheckFailed, TraceError, message
 
 ZERO = int(np.iinfo(np.int64).max)  # a flag that is set to 0
 _WAITING = 8  # calls whose flags may be waiting: the oldest is waited for, which bounds what is held
@@ -46,10 +46,15 @@ class Check:
             message(
                 f"a check on the device failed: {self.text.replace('{}', str(0 if value == ZERO else value))}",
                 *([f"called at {self.at}"] if self.at else ()),
-                f"CPU torch raises {self.kind.__name__} there; the device went on, and what was updated since may hold what follows",
+                f"{_elsewhere(self.kind)}; the device went on, and what was updated since may hold what follows",
                 fix=self.fix,
             )
         )
+
+
+def _elsewhere(kind: type[BaseException]) -> str:
+    """What happens without a program."""
+    return "Python has another kind of number there" if issubclass(kind, TraceError) else f"CPU torch raises {kind.__name__} there"
 
 
 @functools.cache

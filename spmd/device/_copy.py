@@ -20,7 +20,7 @@ from spmd.base._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import copied, fetched, moved
 from spmd.device._host_answers import host_answer
 from spmd.device._layout import hand_over
-from spmd.device._numbers import lifted
+from spmd.device._numbers import lifted, needs_value
 from spmd.device._refusals import check_expands, check_in_place, check_overlap
 from spmd.device._storage import (
     buffer_of,
@@ -180,7 +180,9 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
                 known = recorder.known_count(value)
             if known is not None:
                 return np.asarray(known).reshape(()).item()
-            number = once("item", (value,), lambda: value.reshape(()).astype(jnp.float64))
+            if value.dtype == np.uint64 or jnp.issubdtype(value.dtype, jnp.complexfloating):
+                raise needs_value("complex" if value.dtype != np.uint64 else "int without a sign")
+            number = once("item", (value,), lambda: value.reshape(()).astype(jnp.int64 if is_integer else jnp.float64))
             return lifted(number, integral=is_integer, truth=value.dtype == np.bool_)
     _counters.count("host_reads")
     return fetched(value).reshape(()).item()

@@ -1,42 +1,131 @@
-"""Arithmetic of `torch.SymFloat`s that keeps ints ints, where the number is ours.
+"""Arithmetic of `torch.SymFloat`s as Python has it, where the number is ours.
 
 `n = tokens.sum().item()` is an int, and so are `n + 1`, `n % 4` and `n ** 2`: torch's own operators make a float of the int first.
+What Python raises for (`1 / n` where n is 0), and what is no number of a program (`h ** 0.5` where h is negative is complex), is checked
+on the device, but not for torch's own code: its optimizers divide by what they know.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import torch
 
-from spmd.device._numbers import NumberNode
+from spmd.base._convert import exact_dtypes
+from spmd.base._errors import TraceError, user_line
+from spmd.device._checks import Check
+from spmd.device._numbers import NumberNode, needs_value
+from spmd.device._storage import recording
 from spmd.patches._table import current, replace
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def install() -> None:
     """Replace the operators of `torch.SymFloat`; those of other tracers' numbers do what they did."""
-    for name in _OPERATORS:
-        for method, is_reversed in ((f"__{name}__", False), (f"__r{name}__", True)):
-            target = f"torch.SymFloat.{method}"
-            replace(target, _operator(name, is_reversed, current(target)))
+    reversible = ((form, name) for name in _OPERATORS for form in ("", "r"))
+    for form, name in (*reversible, *(("", name) for name in _COMPARISONS)):
+        target = f"torch.SymFloat.__{form}{name}__"
+        replace(target, _operator(name, form == "r", current(target)))
 
 
-def _operator(name: str, is_reversed: bool, of_torch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
+def _operator(name: str, is_reversed: bool, of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, other: Any, *modulo: Any) -> Any:
         node = self.node
         if not isinstance(node, NumberNode):
-            return of_torch(self, other)
+            return of_torch(self, other, *modulo)
+        if any(number is not None for number in modulo):
+            raise needs_value("int (a power modulo another number)")
         its = _node_of(other, node)
         if its is None:
             return of_torch(self, other)
-        if name == "pow" and not is_reversed and node.integral and type(other) is int and other >= 0:
-            return torch.SymFloat(node.pow_by_natural(its))  # pyright: ignore[reportAttributeAccessIssue]
-        return torch.SymFloat(getattr(its, name)(node) if is_reversed else getattr(node, name)(its))
+        left, right = (its, node) if is_reversed else (node, its)
+        is_checked = name in _CHECKED and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        is_natural = name == "pow" and left.integral and right.integral and not _is_negative(right)
+        made = getattr(left, "pow_by_natural" if is_natural else name)(right)
+        if is_checked:
+            for flag, check in _CHECKED[name](left, right, made):
+                _require_not(flag, check)
+        return (torch.SymBool if made.boolean else torch.SymFloat)(made)
 
     return method
+
+
+def _is_of_device(node: NumberNode) -> bool:
+    return node.evaluate is None
+
+
+def _is_negative(node: NumberNode) -> bool:
+    """Whether a number is negative of which the host knows the sign."""
+    return not _is_of_device(node) and node.evaluate is not None and node.evaluate() < 0
+
+
+def _require_not(flag: Callable[[], Any], check: Check) -> None:
+    """Check on the device that `flag` is False, but in the body of a branch or a loop, which no flag can leave."""
+    recorder = recording.get()
+    if recorder is not None:
+        with exact_dtypes():
+            recorder.expect(jnp.asarray(flag()), check)
+
+
+_Checks = list[tuple[Callable[[], Any], Check]]
+
+
+def _division(left: NumberNode, right: NumberNode, made: NumberNode) -> _Checks:
+    if right.key is not None and right.key[0] in ("int", "float"):  # a constant
+        if right.value == 0:
+            raise ZeroDivisionError("division by zero")
+        return []
+    return [(lambda: right.value == 0, Check(ZeroDivisionError, "division by zero", user_line()))]
+
+
+def _product(left: NumberNode, right: NumberNode, made: NumberNode) -> _Checks:
+    if not made.integral or not (_is_of_device(left) or _is_of_device(right)) or left.truth or right.truth:
+        return []
+    return [(lambda: abs(_wide(left) * _wide(right)) >= _LIMIT, _too_large())]
+
+
+def _power(left: NumberNode, right: NumberNode, made: NumberNode) -> _Checks:
+    if not (_is_of_device(left) or _is_of_device(right)):
+        return []
+    base, exponent, checks = left.value, right.value, list[tuple[Callable[[], Any], Check]]()
+    if made.integral:
+        checks.append((lambda: abs(_wide(left) ** _wide(right)) >= _LIMIT, _too_large()))
+        if _is_of_device(right):
+            checks.append(
+                (lambda: exponent < 0, Check(TraceError, "the power of an int, whose exponent {} is negative, is a float", user_line()))
+            )
+        return checks
+    is_fraction = _is_of_device(right) or (right.evaluate is not None and right.evaluate() % 1 != 0)
+    if _is_of_device(left) and is_fraction and not right.integral:
+        complex_ = Check(TraceError, "the power of a negative number, whose exponent is no integer, is complex", user_line())
+        checks.append((lambda: (base < 0) & (exponent % 1 != 0) & jnp.isfinite(exponent), complex_))
+    if _is_of_device(right) or _is_negative(right):
+        checks.append((lambda: (base == 0) & (exponent < 0), Check(ZeroDivisionError, "zero to a negative power", user_line())))
+    finite = lambda: jnp.isinf(made.value) & jnp.isfinite(base) & jnp.isfinite(exponent) & (base != 0)  # noqa: E731
+    checks.append((finite, Check(OverflowError, "the power of a number is too large", user_line())))
+    return checks
+
+
+def _wide(node: NumberNode) -> Any:
+    return jnp.asarray(node.value).astype(jnp.float64)
+
+
+def _too_large() -> Check:
+    return Check(TraceError, "an int is larger than 64 bits hold", user_line())
+
+
+_LIMIT = np.float64(2**63)
+_CHECKED: dict[str, Callable[[NumberNode, NumberNode, NumberNode], _Checks]] = {
+    **dict.fromkeys(("truediv", "floordiv", "mod"), _division),
+    "mul": _product,
+    "pow": _power,
+}
 
 
 def _node_of(number: Any, beside: NumberNode) -> NumberNode | None:

@@ -102,13 +102,20 @@ class NumberNode:
     def __repr__(self) -> str:
         return "a number of the traced program"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise needs_value("number (to be pickled)")
+
+    def __deepcopy__(self, memo: Any) -> NumberNode:
+        return self
+
     _graph_repr = str  # print and f-strings come here
 
     def wrap_float(self, number: float) -> NumberNode:
         return NumberNode(np.float64(number), lambda: number, self.on_branch, key=("float", number))
 
     def wrap_int(self, number: int) -> NumberNode:
-        return NumberNode(np.float64(number), lambda: number, self.on_branch, integral=True, key=("int", number))
+        value = np.int64(number) if _holds(number) else np.float64(number)
+        return NumberNode(value, lambda: number, self.on_branch, integral=True, key=("int", number))
 
     def wrap_bool(self, number: bool) -> NumberNode:
         return NumberNode(np.bool_(number), lambda: number, self.on_branch, boolean=True, key=("bool", number))
@@ -191,20 +198,36 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
         def compute() -> Any:
             operands = (self.value, *(other.value for other in others))
             with exact_dtypes():
+                if integral and name in _KEEP_INTEGERS:
+                    operands = tuple(map(_integer, operands))
                 return once(name, operands, lambda: fn(*operands))
 
+        integral = name in _MAKE_INTEGERS or (name in _KEEP_INTEGERS and all(node.integral for node in (self, *others)))
         value = compute if name in _COMPARISONS else compute()
         parts = [node.evaluate for node in (self, *others)]
         known = [part for part in parts if part is not None]
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
-        integral = name in _MAKE_INTEGERS or (name in _KEEP_INTEGERS and all(node.integral for node in (self, *others)))
         keys = (name, *(node.key for node in (self, *others)))
         key = None if None in keys else keys
         return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key)
 
     method.__name__ = name
     setattr(NumberNode, name, method)
+
+
+def _holds(number: int) -> bool:
+    """Whether 64 bits hold it."""
+    return -(2**63) <= number < 2**63
+
+
+def _integer(value: Any) -> Any:
+    """The int64 that a number of Python's ints is computed with."""
+    if isinstance(value, jax.Array):
+        return value.astype(jnp.int64)
+    if not _holds(int(value)):
+        raise needs_value("int of more than 64 bits")
+    return np.int64(value)
 
 
 def _of_math(name: str, number: Any) -> Any:

@@ -275,8 +275,11 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *(
         Patch(f"torch.SymFloat.__{form}{name}__", "a number of the device beside an int stays an int", "spmd/device/_number_arithmetic.py")
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-        for form in ("", "r")
+        for form, names in {
+            "": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge"),
+            "r": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
+        }.items()
+        for name in names
     ),
     # torch's distributed words, on meshes of device type "jax"
     Patch(

@@ -9,6 +9,19 @@ import torch
 
 import spmd
 
+
+def pattern_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "bool"
+        case int() as number if type(number) is int:
+            return "int"
+        case float():
+            return "float"
+        case _:
+            return "nothing"
+
+
 RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "int": lambda n, h, b: n,
     "float": lambda n, h, b: h,
@@ -35,12 +48,68 @@ RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
         isinstance(h, int),
         isinstance(n, (int, float)),
     ),
+    "patterns": lambda n, h, b: tuple(map(pattern_of, (n, h, b))),
+    "dtypes": lambda n, h, b: (torch.result_type(torch.arange(2), n), torch.result_type(torch.arange(2), h)),
     "types": lambda n, h, b: (type(n), type(h).__name__, type(b) is bool, type(n + 1) is int),
 }
 
 
 def numbers_of(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any, Any]:
     return y.sum().item(), x.mean().item(), (x > 2).any().item()
+
+
+LARGE: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda n: n,
+    "sum": lambda n: n + 1,
+    "difference": lambda n: n - 2**60,
+    "product": lambda n: n * 3,
+    "quotient": lambda n: n // 3,
+    "remainder": lambda n: n % 1000,
+    "comparison": lambda n: (n == 2**60 + 1, n == 2**60),
+    "signs": lambda n: (-n, abs(-n)),
+    "power": lambda n: (2 ** (n % 7), (n % 5) ** (n % 7), (n % 5) ** -1, n**0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_ints_are_exact(name: str) -> None:
+    def fn(y: torch.Tensor) -> Any:
+        return LARGE[name](y.max().item())
+
+    y = torch.tensor([3, 2**60 + 1])
+    assert repr(spmd.compile(fn)(y.to("jax") * 1)) == repr(fn(y))
+
+
+RAISED: dict[str, Callable[[Any, Any], Any]] = {
+    "quotient": lambda n, h: 1 / n,
+    "quotient of floats": lambda n, h: 1.0 / (h + 2),
+    "whole quotient": lambda n, h: 7 // n,
+    "remainder": lambda n, h: h % n,
+    "zero to a negative power": lambda n, h: n**-1,
+    "large power": lambda n, h: (h * 1e200) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_what_python_raises_for_is_raised(name: str) -> None:
+    def fn(y: torch.Tensor) -> Any:
+        return RAISED[name](y.min().item(), y.min().item() - 2.0)
+
+    step = spmd.compile(fn)
+    assert (
+        step(torch.tensor([1, 2]).to("jax") * 1) == pytest.approx(fn(torch.tensor([1, 2])), nan_ok=True) if name != "large power" else True
+    )
+    with pytest.raises(ArithmeticError) as expected:
+        fn(torch.tensor([0, 2]))
+    with pytest.raises(spmd.CheckFailed) as raised:
+        step(torch.tensor([0, 2]).to("jax") * 1)
+    assert isinstance(raised.value, type(expected.value))
+
+
+@pytest.mark.parametrize("compute", [lambda n: (n - 8) ** 0.5, lambda n: n**40, lambda n: n * 2**62, lambda n: 2 ** (n - 8)])
+def test_what_no_number_of_a_program_can_be_is_refused(compute: Callable[[Any], Any]) -> None:
+    with pytest.raises(spmd.CheckFailed, match="Python has another kind of number there"):
+        spmd.compile(lambda y: compute(y.sum().item()))(torch.arange(4).to("jax") * 1)
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -1,6 +1,12 @@
 """Numbers of a traced program: `item()` works in arithmetic, and making a Python value of one is an error at the user's line."""
 
+import fractions
+import itertools
+import json
 import math
+import operator
+import pickle
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +107,26 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "float_of_comparison": lambda x: float(x.sum().item() > 3),
     "end_of_a_range": lambda x: torch.arange(x.long().sum().item(), device=x.device),
     "order_of_a_norm": lambda x: x.norm(x.sum().item()),
+    "complex": lambda x: x.to(torch.complex64).sum().item() + 1,
+    "is_true": lambda x: (x > 0).any().item() is True,
+    "is_false": lambda x: (x > 0).any().item() is not False,
+    "operator_is": lambda x: operator.is_((x > 0).any().item(), True),
+    "class_of_it": lambda x: x.sum().item().__class__,
+    "attribute_of_float": lambda x: hasattr(x.sum().item(), "real"),
+    "array": lambda x: np.array([x.sum().item(), 1.0]),
+    "array_of_one": lambda x: np.asarray(x.sum().item()),
+    "beside_an_array": lambda x: x.sum().item() * np.ones(2),
+    "array_beside_it": lambda x: np.ones(2) * x.sum().item(),
+    "beside_numpys_number": lambda x: np.float32(2) * x.sum().item(),
+    "function_of_numpy": lambda x: np.isnan(x.sum().item()),
+    "item_of_an_array": lambda x: np.arange(3)[x.argmax().item()],
+    "pickled": lambda x: pickle.dumps([x.sum().item()]),
+    "json": lambda x: json.dumps({"loss": [x.sum().item()]}),
+    "struct": lambda x: struct.pack("d", x.sum().item()),
+    "fraction": lambda x: fractions.Fraction(x.argmax().item()),
+    "modulo": lambda x: pow(x.argmax().item(), 2, 5),
+    "islice": lambda x: list(itertools.islice([1, 2], x.argmax().item())),
+    "expand": lambda x: x[:1].expand(x.argmax().item(), 1),
     "equal": lambda x: torch.equal(x, x),
     "nonzero": lambda x: x.nonzero(),
     "mask": lambda x: x[x > 1],
@@ -115,6 +141,35 @@ def test_a_python_value_of_a_traced_number_is_an_error_at_the_users_line(name: s
     assert f"called at test_numbers.py:{line} in <lambda>" in str(raised.value)
     assert "fix: " in str(raised.value)
     assert not capsys.readouterr().out
+
+
+def caught(x: torch.Tensor) -> Any:
+    try:
+        text = json.dumps(x.sum().item())
+    except TypeError:
+        text = ""
+    return x * len(text)
+
+
+def caught_index(x: torch.Tensor) -> Any:
+    try:
+        return x * [1, 2, 3][x.argmax().item()]
+    except TypeError:
+        return x
+
+
+@pytest.mark.parametrize("fn", [caught, caught_index])
+def test_a_number_that_c_code_does_not_take_is_refused_where_the_function_catches_its_error(fn: Callable[..., Any]) -> None:
+    with pytest.raises(spmd.TraceError, match="needed as a Python number"):
+        spmd.compile(fn)(torch.ones(3).to("jax"))
+
+
+@pytest.mark.parametrize("of_rows", [sum, list, tuple, lambda x: sum(x, x[0]), lambda x: max([x.sum()])])
+def test_builtins_that_iterate_take_a_tensor(of_rows: Callable[..., Any]) -> None:
+    x = batch(2, 3)
+    ours, expected = spmd.compile(lambda x: of_rows(x))(x.to("jax")), of_rows(x)
+    for row, its in zip(ours, expected, strict=True) if isinstance(expected, (list, tuple)) else [(ours, expected)]:
+        assert_same(row, its)
 
 
 @pytest.mark.parametrize("show", [print, repr, str, lambda x: f"{x}"], ids=["print", "repr", "str", "format"])

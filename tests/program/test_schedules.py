@@ -60,3 +60,21 @@ def test_twenty_steps_equal_cpu_torch_from_one_trace(name: str, make: Any) -> No
     assert_same_model(pair[1], pair[0], (1e-4, 1e-5))
     assert (step.num_traces, step.num_executables, step.retraces) == (1, 1, [])
     assert len(seen) > 1
+
+
+def test_a_polynomial_schedule_that_ends_inside_the_step() -> None:
+    """Behind its last step its formula divides by zero, before the branch that keeps it from doing so is asked again."""
+    pair = twins()
+    optimizers = [SGD(m.parameters()) for m in pair]
+    schedules = [s.PolynomialLR(o, 4) for o in optimizers]
+
+    def run(k: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = train(pair[k], optimizers[k], x, y)
+        schedules[k].step()
+        return loss
+
+    step = spmd.compile(functools.partial(run, 1))
+    for i in range(7):
+        x, y = batch(8, 8, seed=i), batch(8, 8, seed=50 + i)
+        assert_same(step(x.to("jax"), y.to("jax")), run(0, x, y))
+        assert schedules[1].get_last_lr() == pytest.approx(schedules[0].get_last_lr())

@@ -77,7 +77,7 @@ class LiftedNumbers:
             if self._may_change_unseen or not all(map(is_, held, self._held)):
                 self.today, self._held = self._values(), held
                 self._may_change_unseen = self._capacity > 0 or any(isinstance(value, torch.Tensor) for value in held)
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, ArithmeticError):
             self.today, self._may_change_unseen = None, True
 
     def expected(self, holder: Any, key: Any, value: Any) -> Any:

@@ -26,7 +26,7 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._memos import Cache, num_keys, read_registry
-from spmd.program.reads._number_calls import is_lifted, of_numbers
+from spmd.program.reads._number_calls import holds_lifted, is_lifted, needs_known, of_numbers, require_known_name, with_known
 from spmd.program.reads._outside import question_of
 from spmd.program.reads._varying import (
     NumbersNeeded,
@@ -122,7 +122,7 @@ def _of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
         return lambda *given: first.through(fn, given)
     if any(map(is_noted, args)) and _hides_numbers(fn):
         return lambda *given, **options: fn(*(n.plain() if is_noted(n) else n for n in given), **options)
-    if fn in (min, max, sum) and (given := args[0] if len(args) == 1 else args) and type(given) in (list, tuple):
+    if fn in (min, max, sum) and args and type(given := args[0] if len(args) == 1 else args) in (list, tuple):
         noted = next((n for n in given if is_noted(n)), None)
         if noted is not None and any(type(n) is float for n in given):
             rest = args[1:] if len(args) == 1 else ()
@@ -158,6 +158,8 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if any(map(is_lifted, args)) and (own := of_numbers(fn)) is not fn:
         note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
         return own
+    if any(type(a) is dict for a in args) and needs_known(fn) and any(map(holds_lifted, args)):
+        return with_known(fn)
     kind = type(fn)
     if kind in _IN_C and (of_noted := _of_noted_size(fn, args)) is not None:
         return of_noted
@@ -265,6 +267,7 @@ def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
     args: Any = given
     recording.ask(fn, question_of(fn, args))
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):
+        require_known_name(args[0], args[1])
         recording.load_attr(args[0], args[1])
     elif fn in (builtins.setattr, builtins.delattr) and isinstance(args[1], str):
         recording.store_attr(args[0], args[1])

@@ -15,6 +15,7 @@ import torch
 
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 from spmd.program.reads._journal import Writes
+from spmd.program.reads._number_calls import identified, known, require_known_name
 from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _caller(name: str) -> Callable[..., Any]:
 def _item(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     def tell(holder: Any, key: Any) -> tuple[Any, Any]:
         recording = _now.get(get_ident())
-        return (key, holder) if recording is None or recording.is_busy else unseen(recording, getattr(recording, name), holder, key)
+        return (key, holder) if recording is None or recording.is_busy else unseen(recording, getattr(recording, name), holder, known(key))
 
     return tell
 
@@ -99,6 +100,15 @@ def _load_attr(instance: Any, name: str) -> None:
             unseen(recording, recording.load_attr, instance, name)
             if name == "__class__" and type(instance) is Varying:  # which is not the number's
                 raise NumbersNeeded
+            if name in ("__class__", "__doc__"):
+                require_known_name(instance, name)
+
+
+def _identify(left: Any, right: Any) -> Any:
+    if not (isinstance(left, bool) or isinstance(right, bool)):
+        return left
+    recording = _now.get(get_ident())
+    return left if recording is None or recording.is_busy else unseen(recording, identified, left, right)
 
 
 def _look_into(value: Any) -> None:
@@ -143,6 +153,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
     **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key", "operate", "operate_in_place")},
     "load_attr": _load_attr,
+    "identify": _identify,
     "look_into": _look_into,
     "load_cell": _load_cell,
     "load_global": _load_global,

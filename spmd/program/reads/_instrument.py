@@ -146,6 +146,8 @@ class Instrumenter:
             if instr.name in _TRUTH and is_compared:  # of a bool
                 yield instr
                 continue
+            if instr.name == "IS_OP" and not (isinstance(code[index - 1], Instr) and code[index - 1].arg is None):
+                yield from self._operation("identify", instr.location)
             is_compared = instr.name in ("COMPARE_OP", "CONTAINS_OP", "IS_OP")
             yield from self._with_hooks(instr, held)
 

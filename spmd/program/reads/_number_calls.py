@@ -1,24 +1,58 @@
-"""Functions of torch that make a tensor of numbers, for those of a program: C++ takes each for a float and for a constant."""
+"""What stands for a function that is handed numbers of a program.
+
+Functions of torch make tensors of them: C++ takes each for a float and for a constant. Functions of other libraries, numpy's above all,
+know no such number: they make an array of objects, or an error that the caller may catch. They get Python's own where the host knows them.
+"""
 
 from __future__ import annotations
 
 import builtins
+import itertools
+import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from spmd.device._numbers import NumberNode, sample
+from spmd.device._numbers import NumberNode, needs_value, sample
+from spmd.program.reads._library import is_recorded
 
 _MOST = 64  # numbers that are operations of their own
+_OF_NUMPY = (np.ndarray, np.generic)
+_OF_INTS = frozenset((range, bytes, bytearray, itertools.islice))
+_OF_SIZES = frozenset(  # which C++ takes for no argument at all
+    ("view", "reshape", "expand", "repeat", "tile", "ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty")
+)
+_TAKE_NUMBERS = frozenset(  # libraries that hand them on, compute with them as Python does, or ask them for what they refuse
+    (
+        *(
+            "torch",
+            "functorch",
+            "jax",
+            "spmd",
+            "mesh",
+            "builtins",
+            "math",
+            "functools",
+            "_functools",
+            "itertools",
+            "copy",
+            "logging",
+            "warnings",
+        ),
+        *("collections", "_collections", "dataclasses", "contextlib", "typing", "types", "abc", "_abc", "numbers", "pytest", "_pytest"),
+    )
+)
 
 
 def is_lifted(value: Any) -> bool:
     """Whether it is a number of the program, or a list of some."""
     if type(value) in (list, tuple):
         return any(map(is_lifted, value))
-    return isinstance(value, (torch.SymFloat, torch.SymBool)) and isinstance(value.node, NumberNode)
+    return is_scalar(value)
 
 
 def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,6 +63,8 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
     if fn is torch.where:
         return where
+    if fn is torch.result_type:
+        return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
     if any(fn is f for f in (torch.tensor, torch.as_tensor)):
         return partial(tensor, fn)
     owner = getattr(fn, "__self__", None)
@@ -38,7 +74,87 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         )
     if isinstance(owner, torch.Tensor) and fn.__name__ == "where":
         return lambda condition, other: where(condition, owner, other)
-    return fn
+    return with_known(fn) if needs_known(fn) or getattr(fn, "__name__", "") in _OF_SIZES else fn
+
+
+def needs_known(fn: Any) -> bool:
+    """Whether it takes Python's own numbers alone, and may not say so."""
+    if isinstance(fn, type) and fn in _OF_INTS:
+        return True
+    owner = getattr(fn, "__self__", None)
+    name = (getattr(type(owner), "__module__", None) if isinstance(owner, _OF_NUMPY) else getattr(fn, "__module__", None)) or ""
+    if name == "_operator":
+        return fn in (operator.is_, operator.is_not, operator.index)
+    if isinstance(fn, np.ufunc):
+        return True
+    return bool(name) and not is_recorded(name) and name.partition(".")[0] not in _TAKE_NUMBERS
+
+
+def with_known(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` of Python's own numbers; the program then holds for these only."""
+    return lambda *given, **options: fn(*map(known, given), **{name: known(value) for name, value in options.items()})
+
+
+def holds_lifted(value: Any) -> bool:
+    """Whether numbers of the program are in it, in the containers that are written out: of json, of a logger."""
+    if type(value) is dict:
+        return any(map(holds_lifted, value.values()))
+    return any(map(holds_lifted, value)) if type(value) in (list, tuple, deque) else is_lifted(value)
+
+
+def known(value: Any) -> Any:
+    """The same with Python's own numbers.
+
+    Raises:
+        TraceError: only the device knows one.
+    """
+    if type(value) is dict:
+        return {key: known(item) for key, item in value.items()} if holds_lifted(value) else value
+    if type(value) in (list, tuple, deque):
+        return type(value)(map(known, value)) if holds_lifted(value) else value
+    if type(value) is slice:
+        return slice(known(value.start), known(value.stop), known(value.step))
+    return value.node.known("number") if is_lifted(value) else value
+
+
+def beside_numpy(left: Any, right: Any) -> Any:
+    """The first operand beside a number of numpy's, which would make an array of objects; a float64 is Python's float."""
+    if isinstance(left, _OF_NUMPY) and is_lifted(right):
+        if type(left) is not np.float64:
+            raise needs_value("number (beside numpy's)")
+        return float(left)
+    return known(left) if isinstance(right, _OF_NUMPY) and type(right) is not np.float64 and is_lifted(left) else left
+
+
+def require_known_name(value: Any, name: str) -> None:
+    """Raise for an attribute that Python's number has and this one has otherwise, or not."""
+    if is_scalar(value) and (name in ("__class__", "__doc__") or (hasattr(value.node.kind, name) and not hasattr(type(value), name))):
+        raise needs_value(f"number (for its attribute {name})")
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether it is a number of the program."""
+    return type(value) in (torch.SymFloat, torch.SymBool) and isinstance(value.node, NumberNode)
+
+
+def matched(value: Any, by_parts: bool) -> Any:
+    """What a class pattern looks at; `by_parts`: it binds parts of it, too."""
+    if not is_scalar(value):
+        return value
+    return known(value) if by_parts else sample(value)
+
+
+def _is_truth(value: Any) -> bool:
+    return is_scalar(value) and value.node.kind is bool
+
+
+def identified(left: Any, right: Any) -> Any:
+    """The first operand of `is`: a bool of the program is neither True nor False."""
+    if isinstance(right, bool) and _is_truth(left):
+        return known(left)
+    if isinstance(left, bool) and _is_truth(right):
+        return right if known(right) is left else None
+    return left
 
 
 def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
@@ -59,7 +175,7 @@ def tensor(fn: Callable[..., torch.Tensor], data: Any, *, requires_grad: bool = 
     shape = _shape(data)
     if device.type != "jax" or not is_plain or shape is None or not 0 < len(values) <= _MOST or options.get("pin_memory"):
         more = {"requires_grad": True} if requires_grad else {}
-        return fn(_known(data), device=device, **options, **more)
+        return fn(known(data), device=device, **options, **more)
     dtype = options.get("dtype") or torch.tensor([sample(v) if is_lifted(v) else v for v in values]).dtype
     numbers = [torch.full((), v, dtype=dtype, device=device) for v in values]
     made = torch.stack(numbers).reshape(shape) if shape else numbers[0]
@@ -68,13 +184,6 @@ def tensor(fn: Callable[..., torch.Tensor], data: Any, *, requires_grad: bool = 
 
 def _is_instance(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) or isinstance(sample(value), kinds)
-
-
-def _known(data: Any) -> Any:
-    """The same with Python's own numbers."""
-    if isinstance(data, (list, tuple)):
-        return [_known(item) for item in data]
-    return data.node.known("number") if is_lifted(data) else data
 
 
 def _flat(data: Any) -> Iterator[Any]:
@@ -93,4 +202,17 @@ def _shape(data: Any) -> tuple[int, ...] | None:
     return None if len(shapes) != 1 or (inner := shapes.pop()) is None else (len(data), *inner)
 
 
-__all__ = ["is_lifted", "of_numbers", "where"]
+__all__ = [
+    "beside_numpy",
+    "holds_lifted",
+    "identified",
+    "is_lifted",
+    "is_scalar",
+    "known",
+    "matched",
+    "needs_known",
+    "of_numbers",
+    "require_known_name",
+    "where",
+    "with_known",
+]

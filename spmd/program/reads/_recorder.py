@@ -35,12 +35,13 @@ from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._memos import read_registry, require_unwritten
+from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple
 from spmd.program.reads._replaced import ReplacedState, replaced
-from spmd.program.reads._varying import Varying, beside, fixed, fixed_if_varying, is_noted, is_varying, plain_key, with_fixed_keys
+from spmd.program.reads._varying import Varying, beside, fixed, fixed_if_varying, is_noted, plain_key, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, read_at, written_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
@@ -181,7 +182,7 @@ class Recording(PlacesRead):
 
     def operate(self, left: Any, right: Any) -> Any:
         """Both are about to be operands; returns the first one to use."""
-        left = beside(left, right) if is_noted(right) else left
+        left = beside(left, right) if is_noted(right) else beside_numpy(left, right)
         self.look_into(left)
         self.look_into(right)
         return left
@@ -330,7 +331,7 @@ class Recording(PlacesRead):
 
     def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be deleted; returns the key and the container to use."""
-        key = fixed(key) if is_varying(key) else key
+        key = fixed_if_varying(key)
         self._write_item(holder, key)
         if isinstance(holder, dict) and self.journal.is_written(holder, key):
             self.journal.removal(holder, key)
@@ -346,8 +347,7 @@ class Recording(PlacesRead):
 
     def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
         """A class pattern is about to look at a value; returns the value to match."""
-        if type(value) is Varying:
-            return value.concrete()
+        value = matched(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
         if num_positional:
             self.load_attr(cls, "__match_args__")
         if isinstance(value, cls):
