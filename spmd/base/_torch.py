@@ -109,6 +109,7 @@ try:
     work_of_future: Callable[..., Any] = torch._C._distributed_c10d._create_work_from_future
     UninitializedTensorMixin: type = getattr(torch.nn.parameter, "UninitializedTensorMixin")  # noqa: B009 (its stubs lack it)
     LinAlgError: type[RuntimeError] = torch._C._LinAlgError
+    is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks

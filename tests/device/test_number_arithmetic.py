@@ -133,6 +133,7 @@ TENSORS: dict[str, Callable[[torch.Tensor, Any, Any, Any], torch.Tensor]] = {
     "of mixed lists": lambda y, n, h, b: torch.tensor([[n, h], [1, 2]], device=y.device),
     "with a dtype": lambda y, n, h, b: torch.tensor([n, h], device=y.device, dtype=torch.float64),
     "as_tensor": lambda y, n, h, b: torch.as_tensor(n, device=y.device),
+    "asarray": lambda y, n, h, b: torch.asarray(n, device=y.device),
     "new_tensor": lambda y, n, h, b: y.new_tensor([h, n]),
     "full": lambda y, n, h, b: torch.full((2,), b, device=y.device),
     "where, left": lambda y, n, h, b: torch.where(y > 1, n, y),

@@ -321,6 +321,20 @@ def test_functions_of_tensors_agree(name: str) -> None:
     assert step.num_traces == 1
 
 
+def test_an_ensemble_runs_as_one_module_that_the_function_copies() -> None:
+    pairs = [twins(seed=k) for k in range(3)]
+
+    def run(models: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        params, buffers = torch.func.stack_module_state(models)
+        base = copy.deepcopy(models[0])
+        return torch.func.vmap(lambda p, b: torch.func.functional_call(base, (p, b), (x,)))(params, buffers)
+
+    step = spmd.compile(lambda x: run([m for _, m in pairs], x))
+    for seed in (1, 2):
+        x = batch(4, 8, seed=seed)
+        assert_same(step(x.to("jax")), run([m for m, _ in pairs], x))
+
+
 def test_checkpointed_dropout_recomputes_with_its_own_mask() -> None:
     def run(x: torch.Tensor, saved: bool) -> torch.Tensor:
         x = x.clone().requires_grad_()

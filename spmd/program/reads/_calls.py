@@ -26,7 +26,7 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._memos import Cache, num_keys, read_registry
-from spmd.program.reads._number_calls import holds_lifted, is_lifted, needs_known, of_numbers, require_known_name, with_known
+from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
 from spmd.program.reads._outside import question_of
 from spmd.program.reads._varying import (
     NumbersNeeded,
@@ -154,7 +154,7 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
             note_call(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
             return given
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
-        return lambda number, *more, **options: fn(float(number), *more, **options)  # the program holds for its value only
+        return lambda number, *more, **options: fn(known(number), *more, **options)
     if any(map(is_lifted, args)) and (own := of_numbers(fn)) is not fn:
         note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
         return own

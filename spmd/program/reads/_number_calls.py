@@ -22,7 +22,7 @@ from spmd.program.reads._library import is_recorded
 
 _MOST = 64  # numbers that are operations of their own
 _OF_NUMPY = (np.ndarray, np.generic)
-_OF_INTS = frozenset((range, bytes, bytearray, itertools.islice))
+_OF_INTS = frozenset((range, slice, bytes, bytearray, itertools.islice))
 _OF_SIZES = frozenset(  # which C++ takes for no argument at all
     ("view", "reshape", "expand", "repeat", "tile", "ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty")
 )
@@ -65,7 +65,7 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return where
     if fn is torch.result_type:
         return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
-    if any(fn is f for f in (torch.tensor, torch.as_tensor)):
+    if any(fn is f for f in (torch.tensor, torch.as_tensor, torch.asarray)):
         return partial(tensor, fn)
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.Tensor) and fn.__name__ == "new_tensor":

@@ -20,7 +20,7 @@ import torch
 
 from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import DroppedValueError, TraceAgain, line_of, nothing_swallowed
+from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
 from spmd.device._arrays import padded
 from spmd.device._checks import Check, stacked
 from spmd.device._fused_steps import called_directly
@@ -391,10 +391,14 @@ class _Trace:
         No name is bound to an exception: it would hold its frame, and the frame what the function had.
         """
         text = str(error)
+        if isinstance(error, TraceError) and recorder.knows_counts():
+            raise CountsNeeded from error
         if isinstance(error, RuntimeError) and not any(words in text for words in ("scalar.isIntegral", "of Varying")):  # C++, of a size
             return
         names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode"))
         if isinstance(error, AttributeError):  # a method of int or float
+            if names_number and recorder.knows_counts():
+                raise CountsNeeded from error
             if names_number:
                 raise needs_value("number (for a method)", line_of(error)) from error
             return

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain, TraceError, message
-from spmd.base._torch import UninitializedTensorMixin, pytree, tensor_str
+from spmd.base._torch import UninitializedTensorMixin, is_functorch_wrapped_tensor, pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
@@ -50,7 +50,9 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
     thread = get_ident()  # torch calls the hook for the optimizers of all threads
 
     def is_new(p: torch.Tensor) -> bool:
-        return p.device.type == "jax" and buffer_of(p) not in known and buffer_of(p) not in recorder.newborn
+        if p.device.type != "jax" or is_functorch_wrapped_tensor(p):  # an ensemble's, under `vmap`
+            return False
+        return buffer_of(p) not in known and buffer_of(p) not in recorder.newborn
 
     def ran(module: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
