@@ -18,8 +18,8 @@ from spmd.device._storage import recording
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """`base ** exponent` of Python numbers or 0-dim arrays; a root is XLA's root, which is a hundredth of its power. An int is a float here."""
-    if isinstance(base, jax.Array) and not jnp.issubdtype(base.dtype, jnp.inexact):
+    """`base ** exponent` of Python numbers or 0-dim arrays; a root is XLA's root, which is a hundredth of its power."""
+    if isinstance(base, jax.Array) and not jnp.issubdtype(base.dtype, jnp.inexact):  # as Python's int is made a float
         base = base.astype(jnp.float64)
     if isinstance(base, jax.Array) and isinstance(exponent, float) and exponent == 0.5:
         return jnp.sqrt(base)
