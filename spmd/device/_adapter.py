@@ -28,7 +28,7 @@ from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
-from spmd.device._numbers import carried, data_dependent, sample, with_known
+from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, meta_argument
@@ -265,6 +265,8 @@ class Adapter:
             elif name == "memory_format":  # no part of the value, but of what is refused
                 key.append(arg)
         key.extend(map(trace_setting, self.lowering.told))
+        if self.lowering.decides is not None:
+            key.append(decided(self.lowering.decides, self.accepts, args, kwargs))
         found = (*key, torch.get_default_dtype())  # what numbers and integers become
         plan = self.plans.get(found)
         if plan is None:
@@ -336,6 +338,8 @@ class Adapter:
             else:
                 named["dtype"] = to_numpy_dtype(results[0])
         named |= {name: trace_setting(name) for name in self.lowering.told}
+        if self.lowering.decides is not None:
+            named["decided"] = decided(self.lowering.decides, self.accepts, args, kwargs)
         cast = None if results is None else tuple(None if dtype is None else to_numpy_dtype(dtype) for dtype in results)
         return Plan(self.lowering, (positional, named), tuple(compute), cast, meta_check)
 

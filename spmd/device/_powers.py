@@ -38,16 +38,16 @@ def power_of_count(base: Any, count: Any) -> Any:
         base: float64[].
         count: float32[]. Where it is no whole number, or negative, the power of the rest is one of 32-bit floats.
     """
-    whole = jnp.clip(jnp.floor(count), 0, 2**24)
-    rest = jnp.power(base.astype(jnp.float32), count - whole)  # 1 where there is none
+    left = jnp.maximum(count.astype(jnp.int32), 0)
+    rest = jnp.power(base.astype(jnp.float32), count - left.astype(jnp.float32))  # 1 where there is none
 
     def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         found, square, left = state
-        is_odd = left % 2 == 1
+        is_odd = (left & 1) == 1
         product = jnp.where(is_odd, found, square) * square
-        return jnp.where(is_odd, product, found), jnp.where(is_odd, square, product), jnp.where(is_odd, left - 1, left // 2)
+        return jnp.where(is_odd, product, found), jnp.where(is_odd, square, product), jnp.where(is_odd, left ^ 1, left >> 1)
 
-    return lax.while_loop(lambda state: state[2] > 0, step, (rest.astype(jnp.float64), base, whole.astype(jnp.uint32)))[0]
+    return lax.while_loop(lambda state: state[2] > 0, step, (rest.astype(jnp.float64), base, left))[0]
 
 
 __all__ = ["power", "power_of_count"]

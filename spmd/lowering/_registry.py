@@ -60,6 +60,8 @@ class Lowering:
         told: what of the program being traced the rule is told, as keyword arguments that are None outside one: "platform", 'cpu', 'gpu' or
             'tpu'; "reduce_dtype", in which gradients of weights, sums over what devices share, are to be summed (None: their own).
         by_origin: in a trace the rule looks at what its operands were made from: what it recorded for others does not stand for them.
+        decides: name of a Scalar parameter, and a question about it with a yes or no. Where an optimizer's setting is given for it, the
+            rule is told the answer as keyword argument `decided` (the program then holds while the answer is the same); None elsewhere.
         check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
             does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
         sharding: which dims belong together, "b t, b -> b t" (see `_split`); empty: XLA's propagation decides by the rule's operations.
@@ -79,6 +81,7 @@ class Lowering:
     host: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
     by_origin: bool = False
+    decides: tuple[str, Callable[[Any], Any]] | None = None
     check: Callable[..., None] | None = None
     sharding: str = ""
     source: str = ""
@@ -117,6 +120,7 @@ def lower(
     host: tuple[str, ...] = (),
     told: tuple[str, ...] = (),
     by_origin: bool = False,
+    decides: tuple[str, Callable[[Any], Any]] | None = None,
     check: Callable[..., None] | None = None,
     sharding: str = "",
 ) -> Callable[[Rule], Rule]:
@@ -139,7 +143,10 @@ def lower(
         ops = [_overload_of(name) for name in names if not (isinstance(name, str) and is_of_other_torch(name))]
         flags = (pointwise, promoted, whole, random, frozenset(static), data_dependent)
         _add(
-            [Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, by_origin, check, sharding, source) for op in ops]
+            [
+                Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, by_origin, decides, check, sharding, source)
+                for op in ops
+            ]
         )
         return rule
 

@@ -217,10 +217,10 @@ def clamp_max(self: Any, max: Any) -> Any:
     return jnp.minimum(self, max)
 
 
-@lower("lerp.Scalar", "lerp.Tensor", pointwise=True)
-def lerp(self: Any, end: Any, weight: Any) -> Any:
-    """From the nearer end, so that weight 1 gives `end` exactly."""
-    is_near = abs(weight) < 0.5
+@lower("lerp.Scalar", "lerp.Tensor", pointwise=True, decides=("weight", lambda weight: abs(weight) < 0.5))
+def lerp(self: Any, end: Any, weight: Any, *, decided: bool | None = None) -> Any:
+    """From the nearer end, so that weight 1 gives `end` exactly; of an optimizer's setting the host says which that is."""
+    is_near = abs(weight) < 0.5 if decided is None else decided
     if isinstance(is_near, bool):
         near, step = (self, weight) if is_near else (end, weight - 1)
     else:

@@ -490,3 +490,24 @@ def test_powers_of_bias_corrections_are_computed_once_for_all_parameters(roll: b
 
     step(torch.ones(2, 8, device="jax"))
     assert step.hlo().count(" power(") == 2
+
+
+def test_which_end_a_moment_is_nearer_to_is_no_part_of_the_program() -> None:
+    """`lerp` goes from the nearer end: Adam's `1 - beta1` decides which, once for a program and not in each of its updates."""
+    weights = [nn.Parameter(torch.linspace(-1.0, 1.0, 8).to(device)) for device in ("cpu", "jax")]
+    optimizers = [torch.optim.Adam([weight], lr=1e-2) for weight in weights]
+
+    def step(index: int) -> None:
+        optimizers[index].zero_grad()
+        (weights[index].sin() * weights[index]).sum().backward()
+        optimizers[index].step()
+
+    compiled = spmd.compile(lambda: step(1))
+    for beta in (0.9, 0.8, 0.3, 0.4, 0.7):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["betas"] = (beta, 0.999)
+        step(0)
+        compiled()
+        torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=2.0**-22, atol=0)
+    assert compiled.num_traces == 2
+    assert " select(" not in compiled.hlo()
