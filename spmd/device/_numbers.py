@@ -240,7 +240,7 @@ _MAKE_INTEGERS = frozenset({"floor", "ceil"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
-    "mul": lambda a, b: -a if type(b) is np.float64 and b == -1 else a * b,  # of 64-bit floats on a TPU 45 instructions
+    "mul": lambda a, b: -a if isinstance(b, np.generic) and b == -1 else a * b,  # a product of 64-bit floats is 45 instructions of a TPU
     "truediv": lambda a, b: a / b,
     "float_truediv": lambda a, b: a / b,
     "floordiv": lambda a, b: a // b,

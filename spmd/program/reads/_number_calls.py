@@ -26,26 +26,11 @@ _OF_INTS = frozenset((range, slice, bytes, bytearray, itertools.islice))
 _OF_SIZES = frozenset(  # which C++ takes for no argument at all
     ("view", "reshape", "expand", "repeat", "tile", "ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty")
 )
-_TAKE_NUMBERS = frozenset(  # libraries that hand them on, compute with them as Python does, or ask them for what they refuse
-    (
-        *(
-            "torch",
-            "functorch",
-            "jax",
-            "spmd",
-            "mesh",
-            "builtins",
-            "math",
-            "functools",
-            "_functools",
-            "itertools",
-            "copy",
-            "logging",
-            "warnings",
-        ),
-        *("collections", "_collections", "dataclasses", "contextlib", "typing", "types", "abc", "_abc", "numbers", "pytest", "_pytest"),
-    )
-)
+# libraries that hand them on, compute with them as Python does, or ask them for what they refuse
+_ARRAY_LIBRARIES = ("torch", "functorch", "jax", "spmd", "mesh")
+_PYTHONS = ("builtins", "math", "functools", "_functools", "itertools", "copy", "logging", "warnings", "collections", "_collections")
+_PYTHONS_TYPES = ("dataclasses", "contextlib", "typing", "types", "abc", "_abc", "numbers")
+_TAKE_NUMBERS = frozenset((*_ARRAY_LIBRARIES, *_PYTHONS, *_PYTHONS_TYPES, "pytest", "_pytest"))
 
 
 def is_lifted(value: Any) -> bool:
