@@ -1,6 +1,7 @@
 """What `torch.amp.GradScaler` and optimizers with `fused=True` call: one ATen op that writes lists of tensors in place.
 
-They compute as torch's CPU kernels do, in float32 for 16-bit parameters. With `found_inf` set nothing is written.
+They compute as torch's CPU kernels do, in float32 for 16-bit parameters, and numbers of a whole step in float64. With `found_inf` set
+nothing is written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.autograd.graph import increment_version
 from spmd.base._convert import exact_dtypes
 from spmd.device._copy import like_placement
 from spmd.device._numbers import carried
-from spmd.device._storage import load, store
+from spmd.device._powers import power
+from spmd.device._storage import load, once, store
 from spmd.patches._table import current, replaced
 
 
@@ -64,8 +66,8 @@ def adam(decoupled: bool) -> Callable[..., None]:
                 p, g = (p - _as(p, lr * weight_decay) * p, g) if decoupled else (p, g + _as(p, weight_decay) * p)
                 m, v = m + _as(p, 1 - beta1) * (g - m), _as(p, beta2) * v + _as(p, 1 - beta2) * g * g
                 largest = None if largest is None else jnp.maximum(largest, v)
-                root = jnp.sqrt(v if largest is None else largest) / jnp.sqrt(1 - _as(p, beta2) ** step)
-                p = p - _as(p, lr) / (1 - _as(p, beta1) ** step) * m / (root + _as(p, eps))
+                root = jnp.sqrt(v if largest is None else largest) / _as(p, jnp.sqrt(_correction(beta2, step)))
+                p = p - _as(p, lr / _correction(beta1, step)) * m / (root + _as(p, eps))
                 _update(found_inf, tensors[:5], (p, None if grad_scale is None else new_grad, m, v, largest))
 
     return kernel
@@ -102,7 +104,8 @@ def adagrad(
             new_grad = g = g if grad_scale is None else g / load(grad_scale).reshape(())
             g = (-g if maximize else g) + _as(p, weight_decay) * p
             total = total + g * g
-            p = p - _as(p, lr) / (1 + (step - 1) * _as(p, lr_decay)) * g / (jnp.sqrt(total) + _as(p, eps))
+            rate = lr / (1 + (step.astype(jnp.float64) - 1) * lr_decay)
+            p = p - _as(p, rate) * g / (jnp.sqrt(total) + _as(p, eps))
             _update(found_inf, tensors[:3], (p, None if grad_scale is None else new_grad, total))
 
 
@@ -148,6 +151,11 @@ def _number(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return load(value).reshape(()) if value.device.type == "jax" else value.item()
+
+
+def _correction(beta: Any, step: Any) -> Any:
+    """`1 - beta ** step` (float64[]), which loses digits of 32-bit floats; computed once for parameters that share a counter."""
+    return once("bias correction", (beta, step), lambda: 1 - power(jnp.asarray(beta, jnp.float64), step.astype(jnp.float64)))
 
 
 def _as(like: Any, number: Any) -> Any:

@@ -22,6 +22,7 @@ from spmd.device._numbers import NumberNode, needs_value
 from spmd.device._storage import recording
 from spmd.patches._table import current, replace
 
+_CAN_OVERFLOW = frozenset({"exp", "expm1", "sinh", "cosh"})
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
@@ -45,6 +46,8 @@ def _operator(name: str, is_reversed: bool, of_torch: Callable[..., Any]) -> Cal
         if its is None:
             return of_torch(self, other)
         left, right = (its, node) if is_reversed else (node, its)
+        # Optimizers divide by what they know not to be 0 (a bias correction), many times a step: no check, whose flag the program carries.
+        # Who asks is known by the frame alone: Python hands an operator its operands, and patches of every optimizer would be more.
         is_checked = name in _CHECKED and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
         is_natural = name == "pow" and left.integral and right.integral and not _is_negative(right)
         made = getattr(left, "pow_by_natural" if is_natural else name)(right)
@@ -56,13 +59,33 @@ def _operator(name: str, is_reversed: bool, of_torch: Callable[..., Any]) -> Cal
     return method
 
 
+def of_math(fn: Callable[..., float], number: Any, *more: Any) -> Any:
+    """A function of `OF_MATH` of a number: one of the program, where C would take it for a constant. What Python raises, it raises too."""
+    node = number.node if isinstance(number, torch.SymFloat) else None
+    if more or not isinstance(node, NumberNode) or (node.key is None and node.evaluate is not None):
+        return fn(number, *more)
+    made: NumberNode = getattr(node, f"sym_{fn.__name__}")()
+    if made.evaluate is not None:
+        made.evaluate()  # its error comes at the user's line
+        return torch.SymFloat(made)
+    given, found = node.value, made.value
+    infinite, none = (lambda: jnp.isinf(found) & jnp.isfinite(given)), (lambda: jnp.isnan(found) & ~jnp.isnan(given))
+    outside = none
+    if fn.__name__ in _CAN_OVERFLOW:
+        _require_not(infinite, Check(OverflowError, "math range error", user_line()))
+    else:
+        outside = lambda: none() | infinite()  # noqa: E731
+    _require_not(outside, Check(ValueError, "math domain error", user_line()))
+    return torch.SymFloat(made)
+
+
 def _is_of_device(node: NumberNode) -> bool:
     return node.evaluate is None
 
 
 def _is_negative(node: NumberNode) -> bool:
     """Whether a number is negative of which the host knows the sign."""
-    return not _is_of_device(node) and node.evaluate is not None and node.evaluate() < 0
+    return node.evaluate is not None and node.evaluate() < 0
 
 
 def _require_not(flag: Callable[[], Any], check: Check) -> None:

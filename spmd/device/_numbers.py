@@ -29,6 +29,7 @@ from spmd.device._powers import power
 from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
+AsInput = Callable[[Any, Evaluate], Any]
 
 
 class NumberNode:
@@ -41,7 +42,9 @@ class NumberNode:
         boolean: the node is the outcome of a comparison (a `torch.SymBool`).
         integral: it stands for a Python int (an item of an integer tensor), which promotes as one; torch still sees a float.
         truth: it stands for a Python bool (an item of a bool tensor); arithmetic makes it an int, as it does in Python.
-        key: equal for two numbers that `evaluate` to the same always; None if that is not known.
+        key: equal for two numbers that `evaluate` to the same always, an expression that `of_settings` computes; None if there is none.
+        as_input: gives the array of a number that the host computes of settings alone, from its (key, evaluate), as an input of the
+            program; None where there is room for no more.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class NumberNode:
         integral: bool = False,
         key: Any = None,
         truth: bool = False,
+        as_input: AsInput | None = None,
     ) -> None:
         self._value = value
+        self.as_input = as_input
         self.key = key
         self.evaluate = evaluate
         self.on_branch = on_branch
@@ -111,7 +116,7 @@ class NumberNode:
     _graph_repr = str  # print and f-strings come here
 
     def wrap_float(self, number: float) -> NumberNode:
-        return NumberNode(np.float64(number), lambda: number, self.on_branch, key=("float", number))
+        return NumberNode(np.float64(number), lambda: number, self.on_branch, key=("float", float(number).hex()))
 
     def wrap_int(self, number: int) -> NumberNode:
         value = np.int64(number) if _holds(number) else np.float64(number)
@@ -203,17 +208,57 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
                 return once(name, operands, lambda: fn(*operands))
 
         integral = name in _MAKE_INTEGERS or (name in _KEEP_INTEGERS and all(node.integral for node in (self, *others)))
-        value = compute if name in _COMPARISONS else compute()
         parts = [node.evaluate for node in (self, *others)]
         known = [part for part in parts if part is not None]
         on_branch = next((node.on_branch for node in (self, *others) if node.on_branch is not None), None)
+        as_input = next((node.as_input for node in (self, *others) if node.as_input is not None), None)
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
         keys = (name, *(node.key for node in (self, *others)))
         key = None if None in keys else keys
-        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key)
+        value: Any = compute if name in _COMPARISONS else None
+        if value is None and evaluate is not None and key is not None and as_input is not None and _is_float(evaluate()):
+            value = partial(_input_or_computed, as_input, on_branch, key, evaluate, compute)
+        value = compute() if value is None else value
+        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key, as_input=as_input)
 
     method.__name__ = name
     setattr(NumberNode, name, method)
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, complex):
+        what = f"an optimizer computes {value} of its settings, and a program's numbers are real"
+        raise TraceError(message(what, *called_at(), fix="choose settings of which this number is real"))
+    return type(value) is float
+
+
+def _input_or_computed(as_input: AsInput, on_branch: Any, key: Any, evaluate: Evaluate, compute: Callable[[], Any]) -> Any:
+    found = as_input(key, evaluate)
+    if found is not None:
+        return found
+    on_branch(("computes", key), partial(_computes, evaluate), True)  # else Python's error comes when it is traced again
+    return compute()
+
+
+def _computes(evaluate: Evaluate) -> bool:
+    try:
+        evaluate()
+    except (ValueError, ArithmeticError):
+        return False
+    return True
+
+
+def of_settings(key: Any, settings: Any) -> Any:
+    """What a number's `key` says, computed of an array of the settings: by a program that gets these alone."""
+    name, *parts = key
+    if name == "slot":
+        return settings[parts[0]]
+    if name in _CONSTANTS:
+        return _CONSTANTS[name](parts[0])
+    return _OPERATORS[name](*(of_settings(part, settings) for part in parts))
+
+
+_CONSTANTS: dict[str, Callable[[Any], Any]] = {"float": lambda text: np.float64(float.fromhex(text)), "int": np.float64, "bool": np.float64}
 
 
 def _holds(number: int) -> bool:
@@ -231,7 +276,9 @@ def _integer(value: Any) -> Any:
 
 
 def _of_math(name: str, number: Any) -> Any:
-    return getattr(jnp, name)(number) if isinstance(number, jax.Array) else getattr(math, name)(number)
+    if not isinstance(number, jax.Array):
+        return getattr(math, name)(number)
+    return getattr(jnp, name)(number if jnp.issubdtype(number.dtype, jnp.inexact) else number.astype(jnp.float64))
 
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -262,19 +309,21 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "sym_min": lambda a, b: jnp.minimum(a, b),
     "sym_max": lambda a, b: jnp.maximum(a, b),
     "sqrt": lambda a: power(a, 0.5),
-    "sym_sqrt": lambda a: power(a, 0.5),
 }
-for _name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "log2"):  # math's, as Dynamo names them
+OF_MATH = (
+    *("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "asin", "acos", "atan"),
+    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+)
+"""Functions of `math` that a program computes, as `torch.sym_sqrt` and its kin."""
+for _name in OF_MATH:
     _OPERATORS[f"sym_{_name}"] = partial(_of_math, _name)
 for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
 
 
-def lifted(
-    value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, *, integral: bool = False, truth: bool = False, key: Any = None
-) -> torch.SymFloat:
-    """A `torch.SymFloat` that carries the 0-dim array `value`."""
-    return torch.SymFloat(NumberNode(value, evaluate, on_branch, integral=integral, truth=truth, key=key))
+def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, **kind: Any) -> torch.SymFloat:
+    """A `torch.SymFloat` that carries the 0-dim array `value`; `kind` is what else a `NumberNode` is told."""
+    return torch.SymFloat(NumberNode(value, evaluate, on_branch, **kind))
 
 
 def is_of_host(number: torch.SymFloat, *, asks: bool = False) -> bool:

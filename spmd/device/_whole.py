@@ -17,7 +17,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._jax import inputs_of_each_output
-from spmd.base._torch import AutoDispatchBelowAutograd, are_functorch_transforms_active
+from spmd.base._torch import AutoDispatchBelowAutograd, OpOverload, are_functorch_transforms_active
 from spmd.device._adapter import Adapter
 from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._inlined import Inlined
@@ -51,7 +51,7 @@ class WholeOp:
         if not self.decomposes and is_foreign:
             with AutoDispatchBelowAutograd():
                 return self.op(*args, **kwargs)
-        if self.decomposes and (are_functorch_transforms_active() or is_foreign):
+        if self.decomposes and (are_functorch_transforms_active() or is_foreign or _is_view(self.op, flat)):
             return self.op.decompose(*args, **kwargs)
         if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
             return self.op.decompose(*args, **kwargs)
@@ -71,6 +71,11 @@ class WholeOp:
         with exact_dtypes():
             self.adapter.update(updated, args, kwargs)
         return result
+
+
+def _is_view(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch's own gives a view: an einsum of one tensor (`"ii->i"`), through which a program may write."""
+    return op.name() == "aten::einsum" and len(tensors) == 1
 
 
 class Call:

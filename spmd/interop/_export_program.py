@@ -204,7 +204,7 @@ class _Part:
         self._require_no_python()
         self.written = {names[id(b)]: b for b in program.written}
         self.read = {names[id(b)]: b for b in program.read}
-        self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=True))
+        self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=False))
         self.arguments, self.constants = _paths(traced)
 
     def _require_no_python(self) -> None:
@@ -235,9 +235,8 @@ class _Part:
             state, read = list(flat[: len(self.written)]), list(flat[num_written : num_written + num_read])
             words = flat[num_written - 1] if draws else jnp.zeros(4, np.uint32)
             donated = state[: program.num_donated], []
-            new, _, _, outputs = inner(
-                donated, state[program.num_donated :], read, list(flat[num_written + num_read : -1]), [], flat[-1], words
-            )
+            given, numbers = list(flat[num_written + num_read : -1]), captured.numbers.completed(flat[-1])
+            new, _, _, outputs = inner(donated, state[program.num_donated :], read, given, [], numbers, words)
             return [*new, *([advanced(words, draws)] if draws else []), *outputs]
 
         run.__name__ = run.__qualname__ = self.name

@@ -62,11 +62,14 @@ class ExportedProgram:
     """
 
     def __init__(self, path: str, devices: Sequence[Any] | None) -> None:
+        self._path = path
         try:
             self._archive = zipfile.ZipFile(path)
             self.manifest: dict[str, Any] = json.loads(self._archive.read("manifest.json"))
-        except (zipfile.BadZipFile, KeyError) as error:
-            raise _error(f"{path} is no exported program", fix="write one: spmd.export(step, (x, y), path)") from error
+        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            raise
+        except Exception as error:
+            raise self._damaged("manifest.json", error) from error
         made_with = ", ".join(f"{name} {version}" for name, version in self.manifest["versions"].items())
         if self.manifest["format"] > FORMAT:
             raise _error(
@@ -77,13 +80,26 @@ class ExportedProgram:
         self._place(path, list(jax.devices()) if devices is None else list(devices))
         try:
             self._calls = [self._callable(f"program{i}.bin", part) for i, part in enumerate(self.manifest["programs"])]
+        except ExportedProgramError:
+            raise
         except Exception as error:
             what = f"{path} cannot be read by jax {jax.__version__}"
             raise _error(what, f"written with {made_with}: {error}", fix=f"pip install jax=={self.manifest['versions']['jax']}") from error
 
+    def _damaged(self, file: str, error: Exception) -> ExportedProgramError:
+        """zipfile, zlib and json raise a dozen classes for damaged bytes."""
+        what = f"{self._path} is no exported program, or it is damaged"
+        return _error(what, f"{file}: {type(error).__name__}: {error}", fix="write one: spmd.export(step, (x, y), path)")
+
+    def _read(self, file: str) -> bytes:
+        try:
+            return self._archive.read(file)
+        except Exception as error:
+            raise self._damaged(file, error) from error
+
     def _callable(self, file: str, part: dict[str, Any]) -> Any:
         call = part["call"]
-        exported = self._exported(self._archive.read(file), call, part["constraints"])
+        exported = self._exported(self._read(file), call, part["constraints"])
         with jax.enable_x64(True):
             jitted = jax.jit(exported.call, donate_argnums=range(len(part["written"])))
             jitted.lower(
@@ -192,7 +208,7 @@ class ExportedProgram:
         if value is None:
             if not item["file"]:
                 raise _error(f"the file has no value of {item['name']!r}", fix=f"program.state({{{item['name']!r}: array, ...}})")
-            value = np.load(io.BytesIO(self._archive.read(item["file"]))).view(_dtype(item)).reshape(item["stored"])
+            value = np.load(io.BytesIO(self._read(item["file"]))).view(_dtype(item)).reshape(item["stored"])
         return self._given(item, value, {})
 
     def _given(self, item: dict[str, Any], value: Any, sizes: Mapping[str, int]) -> jax.Array:

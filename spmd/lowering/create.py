@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy.special import i0
 
 from spmd.lowering._registry import lower
 
@@ -129,6 +130,15 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any
     if jnp.issubdtype(dtype, jnp.integer):
         start, end = jnp.trunc(jnp.asarray(start)), jnp.trunc(jnp.asarray(end))
     return jnp.power(jnp.asarray(base, wide), linspace(start, end, steps, dtype=wide)).astype(dtype)
+
+
+@lower("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta")
+def kaiser_window(window_length: int, periodic: bool = True, beta: float = 12.0, *, dtype: Any = None) -> Any:
+    if window_length <= 1:
+        return jnp.ones(window_length, dtype)
+    middle = (window_length if periodic else window_length - 1) / 2
+    places = (lax.iota(jnp.float64, window_length) - middle) / middle
+    return (i0(beta * jnp.sqrt(1 - places**2)) / i0(jnp.float64(beta))).astype(dtype)
 
 
 @lower("eye")

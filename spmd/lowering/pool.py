@@ -297,14 +297,14 @@ def adaptive_max_pool_backward(grad_output: Any, self: Any, indices: Any, *, ran
 
 
 def fractional_max_pool(self: Any, kernel_size: Any, output_size: Any, random_samples: Any, *, rank: int) -> Any:
-    """Windows at pseudo-random places, one sample per plane and dim (in 2-d the width's comes first)."""
+    """Windows at pseudo-random places, one sample per plane and dim (in 2-d the width's comes first); more samples than planes are left."""
     size = self.shape[self.ndim - rank :]
     batched = self.ndim == rank + 2
     x = self if batched else self[None]
     order = range(rank) if rank == 3 else reversed(range(rank))
     taken: list[Any] = []
     for n, k, count, sample in zip(size, kernel_size, output_size, order, strict=True):
-        start = _fractional_starts(random_samples[..., sample], n, k, count)
+        start = _fractional_starts(random_samples[: x.shape[0], :, sample], n, k, count)
         taken.append(start[..., None] + jnp.arange(k, dtype=start.dtype))
     pool = jax.vmap(jax.vmap(_largest_in_plane))
     out, indices = pool(x, *taken)

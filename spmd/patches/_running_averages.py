@@ -89,14 +89,15 @@ def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Ten
     buffers = norm._buffers
     running = {name: buffers[name] for name in ("running_mean", "running_var")}
     buffers.update({name: torch.zeros_like(value) for name, value in running.items()})
-    norm.momentum = 1.0
+    attributes = vars(norm)  # by the dict: a trace takes it for no write of the function, and guards what it reads
+    attributes["momentum"] = 1.0
     try:
         out = torchs(norm, input)
         with torch.no_grad():
             for name, value in running.items():
                 value.lerp_(buffers[name], (1.0 / count).to(value.dtype))
     finally:
-        norm.momentum = None
+        attributes["momentum"] = None
         buffers.update(running)
     return out
 

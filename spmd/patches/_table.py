@@ -139,6 +139,7 @@ PATCHES: tuple[Patch, ...] = (
         "spmd.program.optim._preparation.traceable",
     ),
     Patch("torch.optim._adafactor.max", "the same", _PREPARATION, _TRACEABLE),
+    Patch("torch.optim.radam.radam", "counts in 64 bits where it does not branch on them", _PREPARATION, _TRACEABLE),
     *(
         Patch(
             f"torch._fused_{name}_",

@@ -84,10 +84,10 @@ def load_executables(path: Path, name: str, client: Any) -> dict[str, KeptExecut
                 raise _foreign(path, f"its format is {manifest.get('format') if isinstance(manifest, dict) else None!r}")
             _require_fit(path, name, manifest, _facts(client))
             found = {item["digest"]: _checked(path, archive, item) for item in manifest["programs"]}
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, EOFError) as error:
-        if isinstance(error, SpmdError):
-            raise
-        raise _foreign(path, str(error)) from error
+    except (SpmdError, FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    except Exception as error:  # zipfile, zlib and json raise a dozen classes for damaged bytes
+        raise _foreign(path, f"{type(error).__name__}: {error}") from error
     for kept in found.values():
         kept.begin(client)
     return found

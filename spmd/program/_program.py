@@ -33,6 +33,7 @@ from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, wrap, wrap_stored
 from spmd.device._turn import memory_is_gone, was_taken
+from spmd.device._uploaded import note_sent
 from spmd.program._job_checks import compiling, require_sound, watched
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
@@ -321,6 +322,7 @@ class Program(Executable):
         inputs = self._inputs([b.value for b in arg_buffers], host_arrays)
         if self.is_paced and self.watched is not None:  # the processes of a job run one program at a time: gloo has no order for two
             jax.block_until_ready((state[:1], changed, donated[1], inputs))
+        followed = () if self.captured.known is None else self.captured.known.written(arg_buffers)
         try:
             new_state, new_args, grads, outputs = self.compiled(donated, state[self.num_donated :], read, *inputs)
         except (RuntimeError, ValueError) as error:
@@ -341,6 +343,8 @@ class Program(Executable):
             follower.host = None
         for i, value in zip(self.written_args, new_args, strict=True):
             arg_buffers[i].value = value
+        for buffer, value in followed:
+            note_sent(buffer.value, value)
         default_stream.draws += self.captured.draws * self.options.steps_per_call
         if self.slots:
             self._forget_gradients()

@@ -30,6 +30,19 @@ def test_fused_optimizer_equals_the_cpus(name: str) -> None:
     assert_same_model(device, host)
 
 
+@pytest.mark.parametrize("name", ["Adam, amsgrad", "AdamW", "Adagrad"])
+def test_numbers_of_a_step_have_pythons_digits(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    weights = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, 8, dtype=torch.float64).to(device)) for device in ("cpu", "jax")]
+    for weight in weights:
+        optimizer = make([weight], fused=True, **options)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (weight.sin() * weight).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradient_scaler_skips_the_step_that_overflows(fused: bool) -> None:
     host, device = twins(MLP)

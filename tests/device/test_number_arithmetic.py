@@ -1,5 +1,6 @@
 """Numbers that only the device knows are the ints, floats and bools that they stand for: in Python, as results, in tensors made of them."""
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 import spmd
+from spmd.device._numbers import OF_MATH
+from tests.sweeps import part_of
 
 
 def pattern_of(value: Any) -> str:
@@ -104,6 +107,40 @@ def test_what_python_raises_for_is_raised(name: str) -> None:
     with pytest.raises(spmd.CheckFailed) as raised:
         step(torch.tensor([0, 2]).to("jax") * 1)
     assert isinstance(raised.value, type(expected.value))
+
+
+# A number that the function takes, and one for which it raises; None: there is none.
+OF_MATHS: dict[str, tuple[float, float | None]] = {
+    **{name: (-3.0, 1000.0) for name in ("exp", "expm1", "sinh", "cosh")},
+    **{name: (0.3, float("inf")) for name in ("sin", "cos", "tan")},
+    **{name: (0.3, 0.0) for name in ("log", "log2", "log10")},
+    **{name: (0.3, 2.0) for name in ("asin", "acos")},
+    **{name: (0.3, None) for name in ("atan", "tanh", "asinh")},
+    **{"log1p": (0.3, -1.0), "sqrt": (0.3, -1.0), "acosh": (2.5, 0.5), "atanh": (0.3, 1.0)},
+}
+
+
+def test_all_functions_of_math_are_here() -> None:
+    assert set(OF_MATHS) == set(OF_MATH)
+
+
+@pytest.mark.parametrize("name", part_of([*OF_MATHS], lambda _, name: name in ("exp", "log", "sqrt", "sin", "acosh", "tanh")))
+def test_functions_of_math_are_of_the_program(name: str) -> None:
+    fine, wrong = OF_MATHS[name]
+    fn = getattr(math, name)
+    step = spmd.compile(lambda x: (fn(x.sum().item()), fn(x.sum().item()) * 2 + 1))
+    for value in (fine, fine / 2 if name != "acosh" else fine * 2):
+        x = torch.tensor([value, 0.0], dtype=torch.float64)
+        found = step(x.to("jax"))
+        assert [type(number) for number in found] == [float, float]
+        assert list(found) == pytest.approx([fn(value), fn(value) * 2 + 1], rel=1e-15)
+    assert step.num_traces == 1
+    if wrong is not None:
+        with pytest.raises((ValueError, OverflowError)) as expected:
+            fn(wrong)
+        with pytest.raises(spmd.CheckFailed, match="math (domain|range) error") as raised:
+            step(torch.tensor([wrong, 0.0], dtype=torch.float64).to("jax"))
+        assert isinstance(raised.value, type(expected.value))
 
 
 @pytest.mark.parametrize("compute", [lambda n: (n - 8) ** 0.5, lambda n: n**40, lambda n: n * 2**62, lambda n: 2 ** (n - 8)])

@@ -93,7 +93,7 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "repr": lambda x: repr(x),
     "tolist": lambda x: x.tolist(),
     "cpu_numpy": lambda x: x.cpu().numpy(),
-    "math": lambda x: math.sqrt(x.sum().item()),
+    "math": lambda x: math.gamma(x.sum().item()),
     "numpy_number": lambda x: np.float32(x.sum().item()),
     "range": lambda x: list(range(x.long().sum().item())),
     "index": lambda x: x[x.argmax().item()],

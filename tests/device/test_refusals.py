@@ -175,3 +175,30 @@ def test_the_cpu_is_asked_for_small_results(op: Any, args: tuple[Any, ...]) -> N
         check.check_dtypes([large], draws=False)
     assert sizes.seen
     assert max(sizes.seen) <= 8**5
+
+
+def test_a_position_in_a_large_tensor_is_not_refused_for_the_small_one_that_the_cpu_is_asked_with() -> None:
+    x = torch.ones(300, 300, device="jax", requires_grad=True)
+    (x[:, 250] + x[-20]).sum().backward()
+    assert x.grad is not None
+    expected = torch.zeros(300, 300)
+    expected[:, 250] += 1
+    expected[-20] += 1
+    torch.testing.assert_close(x.grad.cpu(), expected)
+    row = torch.select_scatter(x.detach(), torch.zeros(300, device="jax"), 0, 299)
+    assert row.sum().item() == 299 * 300
+    with pytest.raises(IndexError, match="index 300 out of range"):
+        torch.select_scatter(x, x[0], 0, 300)
+    with pytest.raises(IndexError, match="must be long, int, byte or bool"):
+        x[torch.zeros(2, device="jax")]
+
+
+def test_an_einsum_of_one_tensor_is_a_view() -> None:
+    ours, host = torch.arange(9.0).view(3, 3).to("jax"), torch.arange(9.0).view(3, 3)
+    for x in (ours, host):
+        torch.einsum("ii->i", x).zero_()
+        torch.einsum("ij->ji", x)[0] = 5.0
+    torch.testing.assert_close(ours.cpu(), host)
+    step = spmd.compile(lambda: torch.einsum("ii->i", ours).add_(1))
+    torch.testing.assert_close(step().cpu(), torch.einsum("ii->i", host).add_(1))
+    torch.testing.assert_close(ours.cpu(), host)

@@ -31,7 +31,7 @@ def marked_mlp() -> tuple[nn.Module, mesh.Mesh]:
 
 def test_a_sharded_training_step_goes_on_where_it_was_exported(tmp_path: Path, num_devices: int) -> None:
     model, m = marked_mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=10.0)
 
     @spmd.compile
     def step(x: torch.Tensor, *, y: torch.Tensor) -> dict[str, Any]:
@@ -144,9 +144,20 @@ def no_program(path: Path) -> Path:
     return path
 
 
+def damaged(path: Path, part: str) -> Path:
+    """The file with bytes of one part overwritten."""
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo(part).header_offset + 30 + len(part) + 10
+    whole = path.read_bytes()
+    path.write_bytes(whole[:start] + bytes(byte ^ 255 for byte in whole[start : start + 20]) + whole[start + 20 :])
+    return path
+
+
 VERSIONS = {"spmd": "9", "jax": "9.9"}
 NOT_LOADED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no file of ours": (lambda p: no_program(p), "is no exported program"),
+    "a damaged manifest": (lambda p: damaged(p, "manifest.json"), r"or it is damaged\n  manifest.json: "),
+    "a damaged program": (lambda p: damaged(p, "program0.bin"), r"or it is damaged\n  program0.bin: "),
     "format": (lambda p: changed(p, format=99), r"has format 99, this loader reads 2\n  written with spmd"),
     "platform": (lambda p: changed(p, platforms=["tpu"]), r"is a program for tpu, these devices are cpu(?s:.*)platforms=\(\"cpu\",\)"),
     "devices": (
@@ -164,6 +175,15 @@ NOT_LOADED: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_what_cannot_run_here_says_why(change: Callable[[Path], Path], text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=text):
         load(change(exported(tmp_path)))
+
+
+def test_a_weight_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        weight = next(name for name in archive.namelist() if name.endswith(".npy"))
+    program = load(damaged(path, weight))
+    with pytest.raises(ValueError, match=rf"or it is damaged\n  {weight}: "):
+        program.state()
 
 
 X = np.zeros((2, 8), np.float32)

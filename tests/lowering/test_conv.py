@@ -82,6 +82,7 @@ POOLS: dict[str, Any] = {
     "adaptive max": lambda x: F.adaptive_max_pool2d(x, (3, 4), return_indices=True),
     "adaptive max of uneven windows": lambda x: F.adaptive_max_pool2d(x, (4, 5), return_indices=True),
     "fractional": lambda x: F.fractional_max_pool2d(x, 2, (4, 3), return_indices=True, _random_samples=SAMPLES.to(x.device)),
+    "fractional with more samples than planes": lambda x: F.fractional_max_pool2d(x[1], 2, (4, 3), _random_samples=SAMPLES.to(x.device)),
     "unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape),
 }
 SAMPLES = torch.tensor([[[0.1, 0.7], [0.5, 0.3], [0.9, 0.2]]] * 2)

@@ -50,3 +50,8 @@ def test_random_numbers_drawn_into_a_tensor_are_the_devices(draw: Callable[..., 
     torch.manual_seed(3)
     assert torch.equal(draw(5, out=torch.empty(5, device="jax")).cpu(), want.cpu())
     assert torch.equal(torch.get_rng_state(), before)  # the host's stream did not move
+
+
+@pytest.mark.parametrize("args", [(0,), (1,), (6,), (5, False), (8, True, 3.0)], ids=str)
+def test_kaiser_window(args: tuple[Any, ...]) -> None:
+    torch.testing.assert_close(torch.kaiser_window(*args, device="jax").cpu(), torch.kaiser_window(*args))

@@ -188,12 +188,14 @@ def test_what_is_no_whole_file_is_refused_before_anything_of_it_is_read(tmp_path
     file = tmp_path / "step"
     step = saved(file)
     whole = file.read_bytes()
-    marker = whole.index(b"program0.bin") + 200
+    marker, first = whole.index(b"program0.bin") + 200, whole.index(b"PK\x01\x02")
     damages = {
         "cut": whole[: len(whole) // 2],
         "text": b"no archive",
         "empty": b"",
         "changed": whole[:marker] + bytes([whole[marker] ^ 1]) + whole[marker + 1 :],
+        "not deflated": whole[:marker] + b"\xff" * 100 + whole[marker + 100 :],
+        "another method": whole[: first + 10] + b"\x63" + whole[first + 11 :],
     }
     for damage, content in damages.items():
         file.write_bytes(content)

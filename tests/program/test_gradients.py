@@ -268,3 +268,34 @@ def test_a_result_that_is_a_kept_gradient_is_that_gradient(is_sharded: bool, mes
         return found
 
     assert results("jax", lambda fn: spmd.compile(fn, keep_grads=True)) == results("cpu", lambda fn: fn)
+
+
+def test_a_gradient_from_before_a_parameter_was_frozen_is_used_and_zeroed_by_every_call() -> None:
+    def run(device: str) -> list[Any]:
+        w, v = (nn.Parameter(torch.tensor([n], device=device)) for n in (1.0, 2.0))
+        optimizer = torch.optim.SGD([w, v], lr=0.1)
+
+        def loss(x: torch.Tensor) -> None:
+            (w * v * x).square().sum().backward()
+            optimizer.step()
+
+        def zeroed(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            loss(x)
+
+        def added(x: torch.Tensor) -> None:
+            v.grad = None
+            loss(x)
+
+        both = [spmd.compile(fn, keep_grads=True) if device == "jax" else fn for fn in (zeroed, added)]
+        seen: list[Any] = []
+        for k in range(8):
+            w.requires_grad_(k in (0, 2))
+            if k == 6:
+                w.grad = torch.tensor([1.0], device=device)
+            both[k > 3](torch.tensor([0.5], device=device))
+            seen.append([w.item(), v.item(), *(None if p.grad is None else p.grad.item() for p in (w, v))])
+        return seen
+
+    for ours, expected in zip(run("jax"), run("cpu"), strict=True):
+        assert ours == pytest.approx(expected)

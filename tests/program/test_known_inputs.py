@@ -134,17 +134,80 @@ def test_floats_are_data_and_not_known() -> None:
         spmd.compile(lambda x, y: x * y.tolist()[0])(*on_device((batch(2), batch(2))))
 
 
-def test_an_argument_that_the_program_writes_is_known_for_one_call() -> None:
+def test_an_argument_that_the_program_writes_is_known_where_that_follows() -> None:
     def advance(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         part = x[: n.tolist()]
-        n.add_(1)
+        n.add_(1) if part.shape[0] < 3 else n.copy_(x.argmax())
         return part
 
     step, n = spmd.compile(advance), torch.tensor(2).to("jax")
     assert_same(step(batch(4).to("jax"), n), batch(4)[:2])
-    assert n.item() == 3
+    assert_same(step(batch(4).to("jax"), n), batch(4)[:3])
+    assert n.item() == batch(4).argmax()
     with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
         step(batch(4).to("jax"), n)
+
+
+class Normed(torch.nn.Module):
+    """A layer that its first batch initialises."""
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1, 4))
+        self.register_buffer("flag", flag)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.flag.item():
+            self.scale.data.copy_(1 / x.std(0, keepdim=True))
+            self.flag.fill_(1)
+        return self.scale * x
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_a_layer_is_initialised_by_its_first_batch(is_argument: bool) -> None:
+    losses: dict[str, list[float]] = {}
+    for device in ("cpu", "jax"):
+        model = Normed(torch.tensor(0, dtype=torch.uint8)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train(x: torch.Tensor, layer: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step: Any = spmd.compile(train) if device == "jax" else train
+        given = (model,) if is_argument else ()
+        losses[device] = [step(batch(8, 4, seed=i).to(device), *given).item() for i in range(4)]
+        if device == "jax":
+            assert step.num_traces == 2
+            assert step.retraces[0].endswith("(uint8[]) changed from False to True")
+    assert losses["jax"] == pytest.approx(losses["cpu"], rel=1e-5)
+
+
+def test_flags_and_counters_in_buffers_go_on_from_call_to_call() -> None:
+    """As averages of parameters do: started by the first call, copied until some step, then moved at each second one."""
+
+    def average(x: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        step = state["step"].item()
+        state["step"] += 1
+        if not state["started"].item():
+            state["mean"].copy_(x)
+            state["started"].data.copy_(torch.tensor(True))
+        elif step % 2 == 0:
+            state["mean"].lerp_(x, 1.0 if step <= 2 else 0.25)
+        return state["mean"] * 1
+
+    fresh = {"step": torch.tensor(0), "started": torch.tensor(False), "mean": torch.zeros(3)}
+    held, expected = {name: value.to("jax") for name, value in fresh.items()}, fresh
+    step = spmd.compile(lambda x: average(x, held))
+    for i in range(9):
+        assert_same(step(batch(3, seed=i).to("jax")), average(batch(3, seed=i), expected))
+    assert step.num_traces == 4
+    held["step"].add_(torch.tensor(1, device="jax"))  # computed by the device alone
+    with pytest.raises(spmd.TraceError, match="a branch"):
+        step(batch(3).to("jax"))
 
 
 def test_a_buffer_of_a_module_is_known_until_the_device_changes_it() -> None:

@@ -3,6 +3,7 @@
 import array
 import collections
 import contextlib
+import copy
 import ctypes
 import functools
 import heapq
@@ -445,3 +446,48 @@ def test_a_write_that_nobody_saw_is_refused_and_undone() -> None:
     with pytest.raises(spmd.TraceError, match="written to by code that is not recorded"):
         spmd.compile(fn)(x)
     assert values.tolist() == [1.0, 1.0]
+
+
+def new_entries(d: dict[str, Any], n: int) -> None:
+    for key in list(d):
+        d[key] = [n, key]
+
+
+# What is done with a dict after an entry was replaced; and how many programs four calls with another number have, at most.
+AFTER_ENTRIES: dict[str, tuple[Callable[[dict[str, Any], int], Any], int]] = {
+    "gone through": (lambda d, n: [v for v in d.values()], 2),
+    "copied": (lambda d, n: dict(d), 2),
+    "unpacked": (lambda d, n: {**d}, 2),
+    "sorted": (lambda d, n: sorted(d), 2),
+    "searched": (lambda d, n: 3 in d.values(), 2),
+    "shown": (lambda d, n: str(d), 4),
+    "updated": (lambda d, n: (d.update(other=[n]), list(d.items())), 4),
+    "emptied": (lambda d, n: (list(d), d.clear(), d.update(entry=[n], other=1)), 4),
+    "without one": (lambda d, n: (d.pop("other"), list(d.items()), d.__setitem__("other", [n])), 4),
+    "all replaced": (lambda d, n: (new_entries(d, n), str(d)), 4),
+    "copied deep": (lambda d, n: d.__setitem__("other", copy.deepcopy(d)["entry"]), 4),
+}
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, vars])
+@pytest.mark.parametrize("name", AFTER_ENTRIES)
+def test_a_dict_that_is_read_whole_after_an_entry_was_replaced(name: str, kind: Any) -> None:
+    use, most = AFTER_ENTRIES[name]
+    seen: list[Any] = []
+    for device in ("cpu", "jax"):
+        content: dict[str, Any] = {"entry": [1], "other": [2]}
+        holder = types.SimpleNamespace(**content) if kind is vars else kind(content)
+        state = types.SimpleNamespace(n=3)
+
+        def call(x: torch.Tensor, holder: Any = holder, state: Any = state) -> torch.Tensor:
+            entries = vars(holder) if kind is vars else holder
+            entries["entry"] = [state.n % 7]
+            use(entries, state.n)
+            state.n += 5
+            return x
+
+        step: Any = spmd.compile(call, max_retraces=9) if device == "jax" else call
+        x = torch.ones(1, device=device)
+        seen.append([(step(x), repr(holder), state.n)[1:] for _ in range(4)])
+    assert seen[1] == seen[0]
+    assert step.num_traces <= (4 if kind is vars else most)  # `vars` hands out all that is there, before the entry is replaced

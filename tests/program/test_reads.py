@@ -340,3 +340,39 @@ def test_an_attribute_that_appears_later_is_seen() -> None:
     second = step(x).item()
     held.scale = 5.0
     assert (first, second, step(x).item(), step.num_traces) == (2.0, 2.0, 5.0, 2)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_double = False
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]
+        return self.double_ if self.is_double else self.triple_
+
+    def double_(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def triple_(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+def test_a_property_that_finds_forward_is_recorded() -> None:
+    model, x = Switched(), torch.ones(1).to("jax")
+    step = spmd.compile(lambda x: model(x))
+    for model.is_double in (False, True, False):
+        assert step(x).item() == (2.0 if model.is_double else 3.0)
+
+
+def test_a_hook_that_removes_itself_is_gone_in_the_next_call() -> None:
+    model, x = nn.Identity(), torch.ones(1).to("jax")
+
+    def once(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return out * 10
+
+    handle = model.register_forward_hook(once)
+    step = spmd.compile(lambda x: model(x))
+    assert [step(x).item() for _ in range(3)] == [10.0, 1.0, 1.0]
+    assert not model._forward_hooks

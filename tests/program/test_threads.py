@@ -1,8 +1,10 @@
 """Compiled functions and eager operations of several threads at once: every result is right, and nothing stays behind."""
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -136,3 +138,39 @@ def test_an_error_in_one_threads_trace_leaves_the_others_right() -> None:
         got = together(failing, lambda: spmd.compile(lambda x: device(x))(x.to("jax")), failing, lambda: device(x.to("jax")))
     assert got[0] == got[2] == "failed"
     assert_same([got[1], got[3]], [host(x)] * 2)
+
+
+def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(x * 2), daemon=True)
+    thread.start()
+    thread.join(20)
+    return results[0]
+
+
+def in_a_pool(x: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: x * 2).result(20)
+
+
+def of_a_process(x: torch.Tensor) -> torch.Tensor:
+    return x * float(subprocess.check_output([sys.executable, "-c", "print(2)"]))
+
+
+@pytest.mark.parametrize("fn", [in_a_thread, in_a_pool, of_a_process])
+def test_what_runs_in_another_thread_or_process_is_refused(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(spmd.TraceError, match="what runs in another thread, loop or process"):
+        spmd.compile(fn)(torch.ones(2).to("jax"))
+
+
+def test_an_event_is_read_and_set_by_every_call() -> None:
+    event = threading.Event()
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = x * (2 if event.is_set() else 3)
+        event.clear() if event.is_set() else event.set()
+        return y
+
+    step = spmd.compile(doubled)
+    x = torch.ones(1).to("jax")
+    assert [(step(x).item(), event.is_set()) for _ in range(4)] == [(3.0, True), (2.0, False)] * 2

@@ -2,6 +2,7 @@
 
 import bisect
 import collections
+import contextlib
 import datetime
 import heapq
 import math
@@ -106,6 +107,28 @@ def test_a_queue_pointer_is_an_input() -> None:
         assert step(k.to("jax")).item() == push(k).item()
     assert torch.equal(device.cpu(), host)
     assert step.num_traces == 2
+
+
+@pytest.mark.parametrize("make", [np.array, tuple])
+def test_a_schedule_of_numbers_read_at_a_counter_has_one_program(make: Callable[[list[float]], Any]) -> None:
+    rates, count = make([0.1 * 0.9**i for i in range(8)]), [0]
+
+    def average(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        at = count[0]
+        count[0] += 1
+        return mean.mul_(rates[at]).add_((1 - rates[at]) * x) * rates[-1 - at]
+
+    step, mean, expected = spmd.compile(average), torch.ones(3, device="jax"), torch.ones(3)
+    for i in range(8):
+        x = torch.full((3,), i + 1.0)
+        found = step(mean, x.to("jax"))
+        count[0] -= 1
+        torch.testing.assert_close(found.cpu(), average(expected, x))
+        if i == 5 and isinstance(rates, np.ndarray):
+            rates[6] = 0.5
+    assert step.num_traces == (3 if isinstance(rates, np.ndarray) else 2)
+    with pytest.raises(IndexError, match="out of (bounds|range)"):
+        step(mean, torch.ones(3, device="jax"))
 
 
 def test_a_write_to_what_was_read_at_a_varying_index_reaches_the_tensor() -> None:
@@ -296,3 +319,26 @@ def test_rows_at_an_index_that_varies_are_written_as_slices_are(write: Callable[
         step(x.to("jax"), i)
         write(expected, x, i)
         torch.testing.assert_close(ours.cpu(), expected)
+
+
+def suppressed(x: torch.Tensor, k: int) -> torch.Tensor:
+    with contextlib.suppress(ZeroDivisionError):
+        x = x * 2
+        1 / k
+        x = x * 3
+    return x
+
+
+def caught(x: torch.Tensor, k: int) -> torch.Tensor:
+    try:
+        return x * math.sqrt(k) * (7 % k)
+    except (ValueError, ZeroDivisionError) as error:
+        return x - len(type(error).__name__)
+
+
+@pytest.mark.parametrize("fn", [suppressed, caught])
+def test_an_error_of_a_number_that_is_caught_chooses_among_programs(fn: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    step, x = spmd.compile(fn), torch.ones(2)
+    for k in (1, 2, 0, 4, 0, 9, 3):
+        torch.testing.assert_close(step(x.to("jax"), k).cpu(), fn(x, k))
+    assert step.num_traces <= 3

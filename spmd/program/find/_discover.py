@@ -89,8 +89,10 @@ class Reachable:
         self._visit_named()
 
     def leaves(self) -> list[torch.Tensor]:
-        """Tensors that may get a gradient."""
-        return [t for t in self.device_tensors() if t.requires_grad and t.is_leaf]
+        """Tensors that may have a gradient; a frozen parameter's is from before it was frozen."""
+        return [
+            t for t in self.device_tensors() if t.is_leaf and (t.requires_grad or t.grad is not None or isinstance(t, torch.nn.Parameter))
+        ]
 
     def device_tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers and other tensors in reach that are on device 'jax'."""

@@ -9,9 +9,11 @@ from operator import getitem, is_
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
-from spmd.device._numbers import lifted
+from spmd.device._numbers import lifted, of_settings
+from spmd.device._storage import once
 from spmd.program.reads import INPUT, NumberPlace, Numbers, Varying, with_inputs
 
 _CAPACITY = 256  # varying numbers, and what is computed from them, that one program may use
@@ -19,6 +21,9 @@ _CAPACITY = 256  # varying numbers, and what is computed from them, that one pro
 
 class LiftedNumbers:
     """The floats of some optimizers' `param_groups`, and the numbers in their state, as one vector.
+
+    What optimizers compute of them alone (`1 - beta2`, `1 - lr * weight_decay`) follows, four for each at most: the host's 64-bit
+    floats are Python's, and are computed once for each setting, not in every step (on TPUs by 40 operations of 32-bit floats each).
 
     Attributes:
         slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
@@ -48,7 +53,9 @@ class LiftedNumbers:
         for place in self.varying:
             self._paths.setdefault((id(place.holder), place.key), []).append(place.path)
         self._capacity = _CAPACITY if varying or arguments else 0
-        self.size = len(self.slots) + self._capacity
+        self._computed: dict[Any, tuple[int, Callable[[], float]]] = {}
+        self._num_computed = 4 * len(self.slots)
+        self.size = len(self.slots) + self._capacity + self._num_computed
         self._arguments = dict(arguments)
         self._used = Numbers(self._capacity)
         self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
@@ -59,10 +66,11 @@ class LiftedNumbers:
 
     def _values(self) -> list[float]:
         values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
-        if self._capacity:
-            values += [float(evaluate()) for evaluate in self._used.inputs]
-            values += [0.0] * (self.size - len(values))
-        return values
+        self.today = values  # which the numbers that are computed of settings read
+        varying = [float(evaluate()) for evaluate in self._used.inputs]
+        computed = [float(evaluate()) for _, evaluate in self._computed.values()]
+        gap = [0.0] * (self._capacity - len(varying))
+        return [*values, *varying, *gap, *computed, *[0.0] * (self._num_computed - len(computed))]
 
     def refresh(self, arguments: Mapping[int, int | float]) -> None:
         """Read the numbers of the next call into `today`. It stays the same list while no number has changed.
@@ -88,8 +96,8 @@ class LiftedNumbers:
 
     @property
     def computed(self) -> list[Callable[[], Any]]:
-        """The functions that compute the inputs which are made of varying numbers."""
-        return self._used.inputs
+        """The functions that compute the inputs which are made of varying numbers and of settings."""
+        return [*self._used.inputs, *(evaluate for _, evaluate in self._computed.values())]
 
     @property
     def has_varying(self) -> bool:
@@ -100,6 +108,20 @@ class LiftedNumbers:
         """The number that stands for an argument in the trace."""
         return Varying(self._used, lambda: self._arguments[index])
 
+    def _as_input(self, vector: Any, key: Any, evaluate: Callable[[], float]) -> Any:
+        """The element of `vector` for a number that is computed of settings; None if there is no place left."""
+        if key not in self._computed and len(self._computed) == self._num_computed:
+            return None
+        position, _ = self._computed.setdefault(key, (len(self.slots) + self._capacity + len(self._computed), evaluate))
+        return once("setting", (vector, position), lambda: vector[position])
+
+    def completed(self, settings: Any) -> Any:
+        """The vector (float64[size]) of one with the settings alone (float64[len(slots)]), computed where no host does."""
+        if not self.slots:
+            return settings
+        computed = [of_settings(key, settings) for key in self._computed]
+        return jnp.concatenate([settings, jnp.asarray([*computed, *[0.0] * (self._num_computed - len(computed))], jnp.float64)])
+
     def have_same_types(self) -> bool:
         """Whether the varying numbers are ints or floats as when they were traced."""
         return all(type(place.read()) is place.kind for place in self.varying)
@@ -108,8 +130,10 @@ class LiftedNumbers:
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
         """While tracing: every slot holds a lifted number read from `vector` (float64[size])."""
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
+        self._computed.clear()
+        as_input = partial(self._as_input, vector)
         for index, (group, key, position) in enumerate(self.slots):
-            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index))
+            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index), as_input=as_input)
             if position is None:
                 group[key] = number
             else:

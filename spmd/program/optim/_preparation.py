@@ -8,13 +8,15 @@ from a trace of that step alone, with its parameter's sharding; so the loop has 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from torch.optim.radam import radam
 
 from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
@@ -36,18 +38,32 @@ Groups = list[dict[str, Any]]
 def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
     """While active, these optimizers take the paths that do not branch on the step counter's value.
 
-    RAdam and ASGD have one for graph capture; Adafactor only takes `min` and `max` of numbers.
+    RAdam and ASGD have one for graph capture; Adafactor only takes `min` and `max` of numbers. RAdam's computes with the counter itself,
+    in 32-bit floats, where its length of the average (1999 - 1994) has lost most digits: it gets the counter in 64, as Python has it.
     """
     groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
     kept = [group["capturable"] for group in groups]
     try:
         for group in groups:
             group["capturable"] = True
-        with replaced("torch.optim._adafactor.min", torch.sym_min), replaced("torch.optim._adafactor.max", torch.sym_max):
+        with (
+            replaced("torch.optim._adafactor.min", torch.sym_min),
+            replaced("torch.optim._adafactor.max", torch.sym_max),
+            replaced("torch.optim.radam.radam", partial(_with_exact_counts, radam)),
+        ):
             yield
     finally:
         for group, flag in zip(groups, kept, strict=True):
             group["capturable"] = flag
+
+
+def _with_exact_counts(
+    update: Callable[..., None], params: Any, grads: Any, averages: Any, squares: Any, steps: list[torch.Tensor], **options: Any
+) -> None:
+    """RAdam's `update` with 64-bit counters, parameter by parameter (`foreach` is in 32); those of its state count on beside them."""
+    update(params, grads, averages, squares, [step.double() for step in steps], **{**options, "foreach": False})
+    for step in steps:
+        step += 1
 
 
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd.base._torch import in_torchscript_trace
+from spmd.program.find._static import static_attribute
 from spmd.program.reads._calls import note_call
 from spmd.program.reads._hooks import unseen
 from spmd.program.reads._number_place import ABSENT
@@ -39,8 +40,10 @@ def _called(recording: Recording, own: Own, module: Any, /, *args: Any, **kwargs
 
 
 def _forward_of(recording: Recording, own: Own, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The module's `forward`, about to be called; None if there are hooks to call too."""
+    """The module's `forward`, about to be called; None if there are hooks to call too, or Python that finds it (a property)."""
     attributes, variables = _attributes_of(recording, module), own.__globals__
+    if type(static_attribute(type(module), "forward")) is not types.FunctionType and "forward" not in attributes:
+        return None
     registries = [*(attributes.get(name) for name in _HOOKS), *map(variables.get, _GLOBAL_HOOKS)]
     if in_torchscript_trace() or any(registries) or None in registries:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import array
 import builtins
 import collections
@@ -12,6 +13,7 @@ import itertools
 import math
 import os
 import random
+import threading
 import time
 import types
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
@@ -77,6 +80,14 @@ _CLOCKS = frozenset(
     id(time.localtime),
     id(time.gmtime),
     id(time.ctime),
+}
+_ELSEWHERE = {  # what runs in another thread or process: the trace waits for it, and it for the trace
+    "threading": ("start",),
+    "concurrent.futures": ("submit", "map"),
+    "multiprocessing": ("start", "apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"),
+    "asyncio": ("run", "to_thread", "run_in_executor", "run_until_complete"),
+    "subprocess": ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput"),
+    "os": ("popen",),
 }
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
 
@@ -231,6 +242,16 @@ def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...])
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ == "getenv":
         recording.look_into(fn.__globals__["environ"])
+    if any(fn.__name__ in names for module, names in _ELSEWHERE.items() if f"{fn.__module__}.".startswith(f"{module}.")):
+        raise refused(f"{fn.__module__}.{fn.__qualname__}(): what runs in another thread, loop or process")
+    if args and isinstance(args[0], threading.Event):
+        recording.load_attr(args[0], "_flag")
+        if fn.__name__ in ("set", "clear"):
+            recording.store_attr(args[0], "_flag")
+    if args and isinstance(args[0], RemovableHandle) and fn.__name__ in ("remove", "__exit__"):
+        for registry in (ref() for ref in (args[0].hooks_dict_ref, *args[0].extra_dict_ref)):
+            if registry is not None and args[0].id in registry:
+                recording.delete_item(registry, args[0].id)
     recording.ask(fn, question_of(fn, args))
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
@@ -251,6 +272,8 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
         or (isinstance(owner, type) and issubclass(owner, datetime.date) and fn.__name__ in ("now", "utcnow", "today"))
     ):
         raise refused(f"{fn.__qualname__}(): {'random numbers of the host' if fn is os.urandom else 'a clock'}")
+    if fn is _thread.start_new_thread or (fn.__name__ == "system" and fn.__module__ == os.name):
+        raise refused(f"{fn.__qualname__}(): what runs in another thread, loop or process")
     if owner is None or isinstance(owner, types.ModuleType):
         _function(recording, fn, args)
     elif isinstance(owner, type):

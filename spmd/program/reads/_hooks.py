@@ -88,7 +88,9 @@ def _caller(name: str) -> Callable[..., Any]:
 def _item(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     def tell(holder: Any, key: Any) -> tuple[Any, Any]:
         recording = _now.get(get_ident())
-        return (key, holder) if recording is None or recording.is_busy else unseen(recording, getattr(recording, name), holder, known(key))
+        if recording is None or recording.is_busy:
+            return key, holder
+        return unseen(recording, getattr(recording, name), holder, key if type(key) in (int, str) else known(key))
 
     return tell
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import itertools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,6 +66,7 @@ class Journal:
         """`is_ignored`: entries (holder, key) that something else puts back."""
         self._is_ignored = is_ignored
         self._first: dict[tuple[Any, ...], _Written] = {}
+        self._entries: dict[int, list[Any]] = {}  # by id of a dict the keys written
         self._appended: list[Effect] = []
         self._removed: dict[tuple[Any, ...], None] = {}
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
@@ -100,8 +102,20 @@ class Journal:
 
     def before(self, holder: Any) -> Any:
         """The content that a container had before the trace first changed it, or ABSENT."""
-        written = self._first.get((id(holder), _token(ABSENT)))
-        return ABSENT if written is None else written.before
+        whole = self._first.get((id(holder), _WHOLE))
+        found = ABSENT if whole is None else whole.before
+        if not isinstance(holder, dict) or id(holder) not in self._entries:
+            return found
+        content: dict[Any, Any] = dict(items_of(holder)) if whole is None else dict(found)
+        for written in itertools.takewhile(lambda written: written is not whole, self._first.values()):  # what came after is not in it
+            if written.holder is holder:
+                content[written.key] = written.before
+        order = self._orders.get(id(holder), (None, content))[1]
+        return {key: content[key] for key in (*order, *content) if content.get(key, ABSENT) is not ABSENT}
+
+    def entries_of(self, holder: Any) -> list[Any]:
+        """The keys of a dict's entries that the trace wrote, one by one."""
+        return self._entries.get(id(holder), [])
 
     def entry(self, holder: dict[Any, Any], key: Any, title: str, put: Put | None = None) -> None:
         """An entry of a dict is about to be written. `put`: how, if not in the dict itself (a class)."""
@@ -163,6 +177,8 @@ class Journal:
                 writes[token] = title, read(), read
         if token not in self._first and not self._is_ignored(holder, key):
             self._first[token] = _Written(holder, key, title, read(), read, put, is_content)
+            if key is not ABSENT:
+                self._entries.setdefault(id(holder), []).append(key)
 
     def effects(self, is_before: Callable[[Any], bool], is_read: Callable[[Any, Any], bool]) -> list[Effect]:
         """What each call repeats: the writes to objects that existed before the trace.

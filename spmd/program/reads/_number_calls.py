@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.device._numbers import NumberNode, needs_value, sample
+from spmd.device._number_arithmetic import of_math
+from spmd.device._numbers import OF_MATH, NumberNode, needs_value, sample
 from spmd.program.reads._library import is_recorded
 
 _MOST = 64  # numbers that are operations of their own
@@ -30,7 +31,7 @@ _OF_SIZES = frozenset(  # which C++ takes for no argument at all
 _ARRAY_LIBRARIES = ("torch", "functorch", "jax", "spmd", "mesh")
 _PYTHONS = ("builtins", "math", "functools", "_functools", "itertools", "copy", "logging", "warnings", "collections", "_collections")
 _PYTHONS_TYPES = ("dataclasses", "contextlib", "typing", "types", "abc", "_abc", "numbers")
-_TAKE_NUMBERS = frozenset((*_ARRAY_LIBRARIES, *_PYTHONS, *_PYTHONS_TYPES, "pytest", "_pytest"))
+_TAKE_NUMBERS = frozenset((*_ARRAY_LIBRARIES, *_PYTHONS, *_PYTHONS_TYPES))
 
 
 def is_lifted(value: Any) -> bool:
@@ -48,6 +49,8 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
     if fn is torch.where:
         return where
+    if getattr(fn, "__module__", None) == "math" and fn.__name__ in OF_MATH:
+        return partial(of_math, fn)
     if fn is torch.result_type:
         return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
     if any(fn is f for f in (torch.tensor, torch.as_tensor, torch.asarray)):

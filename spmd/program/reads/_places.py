@@ -201,9 +201,13 @@ class Place:
 
 
 class DictPlace(Place):
-    """A dict: the values of some keys, whether some keys are there, or all of it."""
+    """A dict: the values of some keys, whether some keys are there, or all of it.
 
-    __slots__ = ("entries", "present", "put", "whole")
+    Attributes:
+        replaced: keys to which the trace gave values before it read the whole: what they held was not read.
+    """
+
+    __slots__ = ("entries", "present", "put", "replaced", "whole")
 
     def __init__(self, holder: dict[Any, Any], title: str, put: Callable[[Any, Any], None] | None = None) -> None:
         """`put`: sets an entry, if the dict itself must not be written to (a class's)."""
@@ -212,6 +216,7 @@ class DictPlace(Place):
         self.entries: dict[Any, Any] = {}
         self.present: dict[Any, bool] = {}
         self.whole: tuple[list[Any], list[Any]] | None = None
+        self.replaced: list[Any] = []
 
     def values(self) -> list[Any]:
         return [*self.entries.values(), *(self.whole[1] if self.whole else ())]
@@ -223,7 +228,7 @@ class DictPlace(Place):
         self.present = {key: dict.__contains__(holder, key) for key in self.present}
         if self.whole is not None:
             now = items_of(holder)
-            self.whole = [key for key, _ in now], [expected(holder, key, value) for key, value in now]
+            self.whole = [key for key, _ in now], [INPUT if k in self.replaced else expected(holder, k, value) for k, value in now]
 
     def changed_numbers(self) -> list[NumberPlace]:
         holder, put = self.holder, self.put or (lambda key, value: dict.__setitem__(self.holder, key, value))
@@ -232,7 +237,9 @@ class DictPlace(Place):
         return [n for key, old in entries for n in _numbers(holder, key, partial(dict.get, holder, key, ABSENT), old, partial(put, key))]
 
     def has_read(self, key: Any) -> bool:
-        return self.whole is not None or (key is not ABSENT and key in self.entries)
+        if key is ABSENT or self.whole is None:
+            return self.whole is not None or (key is not ABSENT and key in self.entries)
+        return key not in self.replaced
 
     def expect(self, key: Any, value: Any) -> None:
         if key in self.entries:

@@ -138,8 +138,10 @@ class PlacesRead:
         if place.whole is None:
             content = self._content_before(holder, lambda: dict(items_of(holder)))
             place.whole = list(content), list(content.values())
+            place.replaced = [key for key in self.journal.entries_of(holder) if key in content and key not in place.entries]
             for key, value in content.items():
-                self._met(value, f"{self._title(holder)}[{shown_key(key)}]")
+                if key not in place.replaced:
+                    self._met(value, f"{self._title(holder)}[{shown_key(key)}]")
 
     def _list(self, holder: Any) -> ListPlace:
         place: Any = self.places.get(id(holder))

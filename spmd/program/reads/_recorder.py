@@ -146,6 +146,7 @@ class Recording(PlacesRead):
         """An item is about to be read; returns the key and the container to use."""
         if may_vary(holder, key):
             if not self.fixes_indices and (found := read_at(holder, key)) is not None:
+                self.look_into(holder)
                 return 0, (found,)
             key = fixed(key)
         elif not isinstance(holder, torch.Tensor):

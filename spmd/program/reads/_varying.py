@@ -112,7 +112,9 @@ class Varying:
         """`fn(*args)`, some of whose arguments are varying, computed by every call."""
         parts = [_evaluate(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
-        value = evaluate()  # an error comes now, at the user's line
+        if _may_raise(fn, args):  # at the user's line, who may catch it: the program is for numbers that raise it, or for others
+            self._numbers.on_branch(None, lambda: _raised_by(evaluate), _raised_by(evaluate))
+        value = evaluate()
         return Varying(self._numbers, evaluate) if type(value) in (int, float) else value
 
     def __bool__(self) -> bool:
@@ -138,6 +140,25 @@ class Varying:
         if name not in _METHODS:
             raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")  # torch asks any object
         return getattr(self.concrete(), name)
+
+
+_NEVER_RAISE = frozenset(
+    (operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.and_, operator.or_, operator.xor, operator.invert)
+) | {abs, min, max, bool, float}
+_DIVIDE = frozenset((operator.truediv, operator.floordiv, operator.mod, divmod))
+
+
+def _may_raise(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function of other numbers may raise an error."""
+    return fn not in _NEVER_RAISE and not (fn in _DIVIDE and type(args[1]) in (int, float) and args[1] != 0)
+
+
+def _raised_by(evaluate: Evaluate) -> type[Exception] | None:
+    try:
+        evaluate()
+    except Exception as error:
+        return type(error)
+    return None
 
 
 def _evaluate(number: Any) -> Evaluate:

@@ -1,8 +1,9 @@
-"""Places and slice bounds of tensors that vary from call to call: reading gathers rows, writing scatters them.
+"""Places and slice bounds that vary from call to call: of tensors, reading gathers rows, writing scatters them.
 
 `x[i]`, `x[:, lo:hi]` and assignments to them, where `i` is a Python number that varies or a 0-dim tensor (a position of which only the
 program knows the value), and `hi - lo` is the same in every call. What is read so is a copy. Where it must be a view (one of the two
-is written to in place, or it leaves the function), the function is traced again with the index as a value that is guarded.
+is written to in place, or it leaves the function), the function is traced again with the index as a value that is guarded. An item of
+an array or a tuple of numbers (`schedule[i]`) is a number that varies itself: its contents are guarded, as those of any array that is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from spmd.program.trace._way import Way
 
 _ALL = slice(None)
+_PYTHONS = (np.int64, np.float64)  # what arithmetic with Python's numbers gives is the same
 _AS_MASKS = (torch.bool, torch.uint8)
 
 
@@ -86,17 +89,30 @@ class _Rows:
         self._tensor[place] = value
 
 
-def read_at(tensor: Any, key: Any) -> torch.Tensor | None:
-    """`tensor[key]`, as a copy."""
-    taken = _taken(tensor, key)
+def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
+    """`holder[key]`, of a tensor as a copy; None: no program can take it."""
+    if type(key) is Varying and (numbers := _numbers_of(holder)) is not None:
+        return key.apply(_item, numbers, key)
+    taken = _taken(holder, key)
     if taken is None:
         return None
     base, place = taken.place()
     found = base[place] if taken.is_window else base[place][0].clone()
     recorder = recording.get()
     if recorder is not None:
-        recorder.is_copy_of(buffer_of(tensor), buffer_of(found), ViewNeeded)
+        recorder.is_copy_of(buffer_of(holder), buffer_of(found), ViewNeeded)
     return found
+
+
+def _numbers_of(holder: Any) -> Any:
+    """An array or a tuple that holds nothing but Python's ints or floats, as it is now."""
+    if type(holder) is np.ndarray and holder.ndim == 1 and holder.dtype.type in _PYTHONS:
+        return holder.copy()
+    return holder if type(holder) is tuple and {int, float}.issuperset(map(type, holder)) else None
+
+
+def _item(numbers: Any, index: int) -> int | float:
+    return numbers[index] if type(numbers) is tuple else numbers[index].item()
 
 
 def _is_position(part: Any) -> bool:

@@ -370,6 +370,8 @@ class _Trace:
             kept = [stored_like(p, g) for p, g in self.gradients.left if g is not None] if self.keep_grads else []
             kept.extend(stored_like(p, t) for p, t in self.optim.born)
             self.actions = [*self.optim.effects, *switches.effects]
+            if self.known is not None:
+                self.known.follow(recorder.written, recorder.reads, recorder.counts)
             return outputs, [b.value for b in recorder.written], kept
         except DroppedValueError as error:
             if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,9 @@ class Gradients:
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor], unmarked: frozenset[int]) -> None:
-        by_id = {id(p): p for p in leaves if p.requires_grad and p.is_leaf and p.device.type == "jax"}
-        self._leaves = list(by_id.values())
+        by_id = {id(p): p for p in leaves if p.is_leaf and p.device.type == "jax"}
+        self._leaves = [p for p in by_id.values() if p.requires_grad or p.grad is not None]
+        self._frozen = [p for p in by_id.values() if not p.requires_grad and p.grad is None]
         self._unmarked = unmarked
         self._kept = [p.grad for p in self._leaves]
         self._found: list[torch.Tensor | None] = []
@@ -81,7 +83,8 @@ class Gradients:
                     marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
                 buffer_of(marker).drop(STALE_GRADIENT)
                 p.grad = marker
-            self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
+            if p.requires_grad:
+                self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
         self._found = [p.grad for p in self._leaves]
         self._versions = [-1 if p.grad is None or p.grad.is_inference() else p.grad._version for p in self._leaves]
 
@@ -161,6 +164,17 @@ class Gradients:
 
         if relied or alike:
             guards.add(check)
+        frozen = [p for p in self._frozen if id(p) not in given]
+
+        def is_missing() -> str | None:
+            found = next((p for p in frozen if p.grad is not None), None)
+            return None if found is None else _changed(found, "was missing and is there, and the parameter is frozen")
+
+        if frozen:
+            guards.add(is_missing, values=[(_grad, frozen)])
+
+
+_grad = attrgetter("grad")
 
 
 def gradient_kind(grad: torch.Tensor) -> Any:

@@ -3,14 +3,16 @@
 Note [Known inputs]. Python asks for values that decide what a program is: into how many patches an image was cut, where it stands
 in a text, whether a mask hides anything. Where they follow from inputs that the host has sent to the devices (`device/_uploaded`), they are
 computed on the host, by the operations that the trace has recorded. The program then holds for calls in which the same answers come out:
-their inputs are compared first, and where one is another the answers are computed again. Nothing is read from a device. An input that a
-program has written is not known, and Python's question is refused as before. Arguments that are indices are looked at before
+their inputs are compared first, and where one is another the answers are computed again. Nothing is read from a device. What a
+program writes to a small integer or bool follows, where it follows from what Python was told of or from constants (`initialized.fill_(1)`,
+`step += 1`): each call computes it on the host too, so that the next one knows it. Any other input that a program has written is not
+known, and Python's question is refused as before. Arguments that are indices are looked at before
 each call, where they are known, and no program is made for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -23,6 +25,7 @@ from spmd.device._storage import Buffer
 from spmd.device._uploaded import host_values, sent, window
 from spmd.program.reuse._columns import Guards
 
+_FEW = 16  # elements of a state tensor that the host follows: flags and counters
 _value = attrgetter("value")
 _today = attrgetter("today")
 Values = tuple[np.ndarray[Any, Any] | None, ...]
@@ -71,10 +74,12 @@ class KnownInputs:
 
     Attributes:
         today: of each argument that has part in an answer its values in the call to come, or None.
+        followed: what a call writes (state, or an argument's position), what it is computed from, and a closed jaxpr of these.
     """
 
     def __init__(self, arguments: Sequence[Buffer]) -> None:
         self._hosts = list(map(host_values, arguments))
+        self._arguments = {id(argument): i for i, argument in enumerate(arguments)}
         self._tracers: Sequence[Any] = ()
         self._positions: dict[int, int] = {}  # of an argument, by id of its tracer
         self._sources: list[int | Buffer] = []  # by number: the position of an argument, or a buffer of the state
@@ -82,6 +87,7 @@ class KnownInputs:
         self._then: list[np.ndarray[Any, Any]] = []
         self._answers: dict[int, tuple[Any, _Answer | None]] = {}  # by id of the tracer, which is held
         self.today: Values = ()
+        self.followed: list[tuple[int | Buffer, list[int | Buffer], Any]] = []
         self._looks: list[_Look] = []
 
     def install(self, tracers: Sequence[Any]) -> None:
@@ -114,27 +120,65 @@ class KnownInputs:
         return None if answer is None else answer.value
 
     def _answer(self, value: Any, states: dict[int, Buffer]) -> _Answer | None:
-        def known(atom: Any) -> Any:
-            if not is_tracer(atom):
-                return sent(atom)
-            host = self._hosts[self._positions[id(atom)]] if id(atom) in self._positions else None
-            return None if host is None else _padded(host, atom.shape)
-
         with exact_dtypes():
-            found = derived(value, lambda atom: id(atom) in states, known)
+            found = derived(value, lambda atom: id(atom) in states, self._known)
             if found is None:
                 return None
             atoms, program = found
-            numbers = [self._number(self._positions[id(a)] if is_tracer(a) else states[id(a)], known(a)) for a in atoms]
+            numbers = [self._number(self._positions[id(a)] if is_tracer(a) else states[id(a)], self._known(a)) for a in atoms]
             return _Answer(tuple(numbers), program, _computed(program, [self._then[n] for n in numbers]))
 
+    def _known(self, atom: Any) -> Any:
+        """What the host knows of an input: the tracer of an argument, or an array."""
+        if not is_tracer(atom):
+            return sent(atom)
+        host = self._hosts[self._positions[id(atom)]] if id(atom) in self._positions else None
+        return None if host is None else _padded(host, atom.shape)
+
     def _number(self, source: int | Buffer, value: np.ndarray[Any, Any]) -> int:
-        key = source if isinstance(source, int) else ~id(source)
+        key = _key(source)
         if key not in self._numbers:
             self._numbers[key] = len(self._sources)
             self._sources.append(source)
             self._then.append(value)
         return self._numbers[key]
+
+    def follow(self, written: Iterable[Buffer], states: dict[int, Buffer], counts: Iterable[Any]) -> None:
+        """The trace ends: of the flags and counters that it has written, the host follows those that come of what was asked for.
+
+        Args:
+            written: state and arguments.
+            states: the buffers that the trace has read, by id of their arrays.
+            counts: integers that Python was given, whose values it has not asked for yet.
+        """
+        asked = set(self._numbers)
+
+        def source(atom: Any) -> int | Buffer:
+            return self._positions[id(atom)] if is_tracer(atom) else states[id(atom)]
+
+        def inputs_of(value: Any) -> tuple[list[int | Buffer], Any] | None:
+            found = derived(value, lambda atom: id(atom) in states, self._known)
+            return None if found is None else ([source(atom) for atom in found[0]], found[1])
+
+        with exact_dtypes():
+            for count in counts:
+                asked.update(map(_key, (inputs_of(count) or ((), None))[0]))
+            self.followed = [
+                (self._arguments.get(id(buffer), buffer), *found)
+                for buffer in written
+                if (value := buffer.value) is not None and value.dtype.kind in "biu" and value.size <= _FEW and value.shape == buffer.shape
+                if (found := inputs_of(value)) is not None and asked.issuperset(map(_key, found[0]))
+            ]
+
+    def written(self, arguments: Sequence[Buffer]) -> list[tuple[Buffer, np.ndarray[Any, Any]]]:
+        """What a call with these arguments leaves in the state that is followed."""
+        left: list[tuple[Buffer, np.ndarray[Any, Any]]] = []
+        for target, sources, program in self.followed:
+            given = [host_values(arguments[s] if isinstance(s, int) else s) for s in sources]
+            if all(host is not None for host in given):
+                with exact_dtypes():
+                    left.append((arguments[target] if isinstance(target, int) else target, _computed(program, given)))
+        return left
 
     def refresh(self, arguments: Sequence[Buffer]) -> None:
         """A call is to come, with these arguments."""
@@ -173,6 +217,10 @@ class KnownInputs:
                 return f"what Python reads of {what} changed from {_shown(answer.value)} to {_shown(value)}"
         self._then = now  # so that the next call with these need not compute
         return None
+
+
+def _key(source: int | Buffer) -> int:
+    return source if isinstance(source, int) else ~id(source)
 
 
 def _computed(program: Any, given: list[Any]) -> np.ndarray[Any, Any]:
