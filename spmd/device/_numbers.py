@@ -29,7 +29,7 @@ from spmd.device._powers import power
 from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
-AsInput = Callable[[Any, Evaluate], Any]
+AsInput = Callable[[Any], Any]
 
 
 class NumberNode:
@@ -43,8 +43,8 @@ class NumberNode:
         integral: it stands for a Python int (an item of an integer tensor), which promotes as one; torch still sees a float.
         truth: it stands for a Python bool (an item of a bool tensor); arithmetic makes it an int, as it does in Python.
         key: equal for two numbers that `evaluate` to the same always, an expression that `of_settings` computes; None if there is none.
-        as_input: gives the array of a number that the host computes of settings alone, from its (key, evaluate), as an input of the
-            program; None where there is room for no more.
+        as_input: gives, for a key, the array of a number that the host computes of settings alone, as an input of the program; None where
+            there is room for no more.
     """
 
     def __init__(
@@ -215,10 +215,12 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
         evaluate = (lambda: fn(*(float(part()) for part in known))) if len(known) == len(parts) else None
         keys = (name, *(node.key for node in (self, *others)))
         key = None if None in keys else keys
-        value: Any = compute if name in _COMPARISONS else None
-        if value is None and evaluate is not None and key is not None and as_input is not None and _is_float(evaluate()):
+        if name in _COMPARISONS:
+            value: Any = compute
+        elif as_input is not None and evaluate is not None and key is not None and _is_float(evaluate()):
             value = partial(_input_or_computed, as_input, on_branch, key, evaluate, compute)
-        value = compute() if value is None else value
+        else:
+            value = compute()
         return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key, as_input=as_input)
 
     method.__name__ = name
@@ -233,14 +235,14 @@ def _is_float(value: Any) -> bool:
 
 
 def _input_or_computed(as_input: AsInput, on_branch: Any, key: Any, evaluate: Evaluate, compute: Callable[[], Any]) -> Any:
-    found = as_input(key, evaluate)
+    found = as_input(key)
     if found is not None:
         return found
-    on_branch(("computes", key), partial(_computes, evaluate), True)  # else Python's error comes when it is traced again
+    on_branch(("computes", key), partial(_is_computable, evaluate), True)  # else Python's error comes when it is traced again
     return compute()
 
 
-def _computes(evaluate: Evaluate) -> bool:
+def _is_computable(evaluate: Evaluate) -> bool:
     try:
         evaluate()
     except (ValueError, ArithmeticError):
@@ -249,7 +251,7 @@ def _computes(evaluate: Evaluate) -> bool:
 
 
 def of_settings(key: Any, settings: Any) -> Any:
-    """What a number's `key` says, computed of an array of the settings: by a program that gets these alone."""
+    """What a number's `key` says, computed of the settings: Python's floats, or an array in a program that gets these alone."""
     name, *parts = key
     if name == "slot":
         return settings[parts[0]]
@@ -258,7 +260,7 @@ def of_settings(key: Any, settings: Any) -> Any:
     return _OPERATORS[name](*(of_settings(part, settings) for part in parts))
 
 
-_CONSTANTS: dict[str, Callable[[Any], Any]] = {"float": lambda text: np.float64(float.fromhex(text)), "int": np.float64, "bool": np.float64}
+_CONSTANTS: dict[str, Callable[[Any], float]] = {"float": float.fromhex, "int": float, "bool": float}
 
 
 def _holds(number: int) -> bool:
@@ -281,6 +283,10 @@ def _of_math(name: str, number: Any) -> Any:
     return getattr(jnp, name)(number if jnp.issubdtype(number.dtype, jnp.inexact) else number.astype(jnp.float64))
 
 
+def _of_device(*numbers: Any) -> bool:
+    return any(isinstance(number, jax.Array) for number in numbers)
+
+
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _KEEP_INTEGERS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "pow_by_natural"})
 _MAKE_INTEGERS = frozenset({"floor", "ceil"})
@@ -295,8 +301,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "pow": power,
     "float_pow": power,
     "pow_by_natural": lambda a, b: a**b,
-    "floor": lambda a: jnp.floor(a),
-    "ceil": lambda a: jnp.ceil(a),
+    "floor": partial(_of_math, "floor"),
+    "ceil": partial(_of_math, "ceil"),
     "neg": lambda a: -a,
     "pos": lambda a: a,
     "abs": abs,
@@ -306,8 +312,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
-    "sym_min": lambda a, b: jnp.minimum(a, b),
-    "sym_max": lambda a, b: jnp.maximum(a, b),
+    "sym_min": lambda a, b: jnp.minimum(a, b) if _of_device(a, b) else min(a, b),
+    "sym_max": lambda a, b: jnp.maximum(a, b) if _of_device(a, b) else max(a, b),
     "sqrt": lambda a: power(a, 0.5),
 }
 OF_MATH = (

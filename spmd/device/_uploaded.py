@@ -1,8 +1,8 @@
 """What the host still knows of arrays on the devices: the values of integers and bools that it sent.
 
 Sizes of images, grids, masks and tokens are such arrays. A traced function may have them (`Recorder.known_value`) without a wait for
-a device: an array never changes, so it holds what was sent. What a program computed is not known, but for
-the flags and counters that it leaves (`KnownInputs.follow`), and floats are data: no program is made for them.
+a device: an array never changes, so it holds what was sent. What a program computed is not known, but for the
+flags and counters that it leaves (`KnownInputs.follow`), and floats are data: no program is made for them.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.scipy.special import i0
 
 from spmd.lowering._registry import lower
+from spmd.lowering.bessel import i0
 
 
 @lower("zeros_like")

@@ -297,7 +297,7 @@ def adaptive_max_pool_backward(grad_output: Any, self: Any, indices: Any, *, ran
 
 
 def fractional_max_pool(self: Any, kernel_size: Any, output_size: Any, random_samples: Any, *, rank: int) -> Any:
-    """Windows at pseudo-random places, one sample per plane and dim (in 2-d the width's comes first); more samples than planes are left."""
+    """Windows at pseudo-random places, one sample per plane and dim (in 2-d the width's first); those of further images are ignored."""
     size = self.shape[self.ndim - rank :]
     batched = self.ndim == rank + 2
     x = self if batched else self[None]

@@ -59,13 +59,13 @@ def slice_backward(grad_output: Any, input_sizes: Any, dim: int, start: int, end
     return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), padding)
 
 
-def _has_position(sizes: Any, dim: int, index: int) -> None:
+def _require_position(sizes: Any, dim: int, index: int) -> None:
     size = sizes[dim]
     if not -size <= index < size:
         raise IndexError(f"select(): index {index} out of range for tensor of size {list(sizes)} at dimension {dim % len(sizes)}")
 
 
-@lower("select_backward", check=lambda grad_output, input_sizes, dim, index: _has_position(input_sizes, dim, index))
+@lower("select_backward", check=lambda grad_output, input_sizes, dim, index: _require_position(input_sizes, dim, index))
 def select_backward(grad_output: Any, input_sizes: Any, dim: int, index: int) -> Any:
     dim, index = dim % len(input_sizes), index % input_sizes[dim]
     padding = [(0, 0, 0)] * len(input_sizes)
@@ -86,7 +86,7 @@ def slice_scatter(self: Any, src: Any, dim: int = 0, start: int | None = None, e
     return self.at[(slice(None),) * (dim % self.ndim) + (slice(start, end, step),)].set(src)
 
 
-@lower("select_scatter", check=lambda self, src, dim, index: _has_position(self.shape, dim, index))
+@lower("select_scatter", check=lambda self, src, dim, index: _require_position(self.shape, dim, index))
 def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
     dim = dim % self.ndim
     return lax.dynamic_update_index_in_dim(self, jnp.expand_dims(src, dim), index % self.shape[dim], dim)

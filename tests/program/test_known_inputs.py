@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import spmd
+from spmd.base._jax import evaluated
+from spmd.program.trace import _known_inputs
 from tests.grids import line
 from tests.oracle import assert_same, batch, on_device
 
@@ -208,6 +210,25 @@ def test_flags_and_counters_in_buffers_go_on_from_call_to_call() -> None:
     held["step"].add_(torch.tensor(1, device="jax"))  # computed by the device alone
     with pytest.raises(spmd.TraceError, match="a branch"):
         step(batch(3).to("jax"))
+
+
+def test_flags_and_counters_of_layers_that_are_alike_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = [torch.tensor(0, device="jax") for _ in range(12)]
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for counter in counters:
+            counter.add_(1)
+            x = x + 1 if counter.item() % 100 == 0 else x * 2
+        return x
+
+    for _ in range(3):
+        step(batch(3).to("jax"))
+    asked: list[int] = []
+    monkeypatch.setattr(_known_inputs, "evaluated", lambda program, given: asked.append(1) or evaluated(program, given))
+    assert_same(step(batch(3).to("jax")), batch(3) * 2**12)
+    assert len(asked) == 2  # what Python is told, and what the counters hold afterwards
+    assert step.num_traces == 1
 
 
 def test_a_buffer_of_a_module_is_known_until_the_device_changes_it() -> None:

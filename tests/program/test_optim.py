@@ -12,7 +12,9 @@ from torch import nn
 
 import mesh
 import spmd
+from spmd.device._numbers import of_settings
 from spmd.device._storage import buffer_of
+from spmd.program.optim import _lifted_numbers
 from tests.oracle import MLP, assert_same, assert_same_model, batch, train, twins
 from tests.sweeps import part_of
 
@@ -328,6 +330,25 @@ def test_a_users_optimizer_with_a_counter_in_python_is_not_stale() -> None:
     assert "state has other entries" in step.retraces[0] and "now goes the other way" in step.retraces[1]
     assert [s["step"] for s in optimizer.state.values()] == [6] * 4
     assert all(type(s["step"]) is int for s in optimizer.state.values())
+
+
+def test_what_follows_from_equal_counters_of_many_parameters_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [nn.Parameter(torch.ones(2, device="jax")) for _ in range(12)]
+    optimizer = OwnAdam(weights)
+
+    @spmd.compile
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.stack(list(weights)).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    asked: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(_lifted_numbers, "of_settings", lambda key, settings: asked.append((key, *settings)) or of_settings(key, settings))
+    step()
+    assert len(asked) == len(set(asked)) > 0
+    assert len(optimizer.state) == 12
 
 
 def test_a_users_optimizer_that_replaces_its_state_is_refused_when_it_would_go_stale() -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from spmd.device._numbers import lifted, of_settings
@@ -53,9 +54,8 @@ class LiftedNumbers:
         for place in self.varying:
             self._paths.setdefault((id(place.holder), place.key), []).append(place.path)
         self._capacity = _CAPACITY if varying or arguments else 0
-        self._computed: dict[Any, tuple[int, Callable[[], float]]] = {}
-        self._num_computed = 4 * len(self.slots)
-        self.size = len(self.slots) + self._capacity + self._num_computed
+        self._settings = _OfSettings(4 * len(self.slots))
+        self.size = len(self.slots) + self._capacity + self._settings.capacity
         self._arguments = dict(arguments)
         self._used = Numbers(self._capacity)
         self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
@@ -66,11 +66,8 @@ class LiftedNumbers:
 
     def _values(self) -> list[float]:
         values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
-        self.today = values  # which the numbers that are computed of settings read
         varying = [float(evaluate()) for evaluate in self._used.inputs]
-        computed = [float(evaluate()) for _, evaluate in self._computed.values()]
-        gap = [0.0] * (self._capacity - len(varying))
-        return [*values, *varying, *gap, *computed, *[0.0] * (self._num_computed - len(computed))]
+        return [*values, *varying, *[0.0] * (self._capacity - len(varying)), *self._settings.computed(values)]
 
     def refresh(self, arguments: Mapping[int, int | float]) -> None:
         """Read the numbers of the next call into `today`. It stays the same list while no number has changed.
@@ -97,7 +94,10 @@ class LiftedNumbers:
     @property
     def computed(self) -> list[Callable[[], Any]]:
         """The functions that compute the inputs which are made of varying numbers and of settings."""
-        return [*self._used.inputs, *(evaluate for _, evaluate in self._computed.values())]
+        return [*self._used.inputs, *(partial(self._of_today, key) for key in self._settings.keys)]
+
+    def _of_today(self, key: Any) -> float:
+        return float(of_settings(key, self.today))
 
     @property
     def has_varying(self) -> bool:
@@ -108,19 +108,20 @@ class LiftedNumbers:
         """The number that stands for an argument in the trace."""
         return Varying(self._used, lambda: self._arguments[index])
 
-    def _as_input(self, vector: Any, key: Any, evaluate: Callable[[], float]) -> Any:
+    def _as_input(self, vector: Any, key: Any) -> Any:
         """The element of `vector` for a number that is computed of settings; None if there is no place left."""
-        if key not in self._computed and len(self._computed) == self._num_computed:
+        place = self._settings.place(key)
+        if place is None:
             return None
-        position, _ = self._computed.setdefault(key, (len(self.slots) + self._capacity + len(self._computed), evaluate))
+        position = len(self.slots) + self._capacity + place
         return once("setting", (vector, position), lambda: vector[position])
 
     def completed(self, settings: Any) -> Any:
         """The vector (float64[size]) of one with the settings alone (float64[len(slots)]), computed where no host does."""
         if not self.slots:
             return settings
-        computed = [of_settings(key, settings) for key in self._computed]
-        return jnp.concatenate([settings, jnp.asarray([*computed, *[0.0] * (self._num_computed - len(computed))], jnp.float64)])
+        computed = [of_settings(key, settings) for key in self._settings.keys]
+        return jnp.concatenate([settings, jnp.asarray([*computed, *[0.0] * (self._settings.capacity - len(computed))], jnp.float64)])
 
     def have_same_types(self) -> bool:
         """Whether the varying numbers are ints or floats as when they were traced."""
@@ -130,7 +131,7 @@ class LiftedNumbers:
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
         """While tracing: every slot holds a lifted number read from `vector` (float64[size])."""
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
-        self._computed.clear()
+        self._settings.start()
         as_input = partial(self._as_input, vector)
         for index, (group, key, position) in enumerate(self.slots):
             number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index), as_input=as_input)
@@ -153,6 +154,69 @@ class LiftedNumbers:
             for place, value in kept_varying:
                 place.place(value)
             self._used.stop()
+            self._may_change_unseen = True  # the trace computes other numbers of the settings
+
+
+class _OfSettings:
+    """The numbers that optimizers compute of their settings alone, by the key of each (see `NumberNode`).
+
+    Attributes:
+        capacity: of how many there is room.
+        keys: what they are, in the order of their places.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: dict[Any, int] = {}
+        self._alike: list[tuple[Any, Any, list[int]]] | None = None
+
+    def start(self) -> None:
+        """A trace begins."""
+        self.keys.clear()
+        self._alike = None
+
+    def place(self, key: Any) -> int | None:
+        """The place of a number, a new one if it has none; None if there is no room."""
+        if key not in self.keys and len(self.keys) == self.capacity:
+            return None
+        self._alike = None
+        return self.keys.setdefault(key, len(self.keys))
+
+    def computed(self, settings: list[float]) -> list[float]:
+        """All of them, and zeros for the room that is left.
+
+        Counters of many parameters are equal, and so is what is made of them: it is computed once.
+
+        Raises:
+            ArithmeticError, ValueError, TypeError: Python has no such number, or no real one.
+        """
+        if self._alike is None:
+            by_form: dict[Any, dict[int, list[int]]] = {}
+            for key, place in self.keys.items():
+                slots: list[int] = []
+                by_form.setdefault(_form(key, slots), {})[place] = slots
+            self._alike = [(form, np.asarray([*rows.values()], np.intp), [*rows]) for form, rows in by_form.items()]
+        found = [0.0] * self.capacity
+        array = np.asarray(settings)
+        for form, slots, places in self._alike:
+            given = array[slots]
+            known: dict[bytes, float] = {}
+            width = given.itemsize * given.shape[1]
+            for i, (place, bits) in enumerate(zip(places, given.view(f"V{width}").ravel().tolist(), strict=True)):
+                if bits not in known:
+                    known[bits] = float(of_settings(form, given[i].tolist()))
+                found[place] = known[bits]
+        return found
+
+
+def _form(key: Any, slots: list[int]) -> Any:
+    """A key with its settings numbered in the order of their first use, in which they are added to `slots`."""
+    name, *parts = key
+    if name == "slot":
+        if parts[0] not in slots:
+            slots.append(parts[0])
+        return (name, slots.index(parts[0]))
+    return (name, *(_form(part, slots) if isinstance(part, tuple) else part for part in parts))
 
 
 class _Today:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import array
 import builtins
 import collections
@@ -81,13 +80,15 @@ _CLOCKS = frozenset(
     id(time.gmtime),
     id(time.ctime),
 }
-_ELSEWHERE = {  # what runs in another thread or process: the trace waits for it, and it for the trace
+_ELSEWHERE = {  # by package; what runs in another thread or process: the trace waits for it, and it for the trace
     "threading": ("start",),
-    "concurrent.futures": ("submit", "map"),
+    "_thread": ("start_new_thread",),
+    "concurrent": ("submit", "map"),
     "multiprocessing": ("start", "apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"),
     "asyncio": ("run", "to_thread", "run_in_executor", "run_until_complete"),
     "subprocess": ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput"),
     "os": ("popen",),
+    os.name: ("system",),
 }
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
 
@@ -242,21 +243,31 @@ def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...])
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ == "getenv":
         recording.look_into(fn.__globals__["environ"])
-    if any(fn.__name__ in names for module, names in _ELSEWHERE.items() if f"{fn.__module__}.".startswith(f"{module}.")):
-        raise refused(f"{fn.__module__}.{fn.__qualname__}(): what runs in another thread, loop or process")
-    if args and isinstance(args[0], threading.Event):
-        recording.load_attr(args[0], "_flag")
-        if fn.__name__ in ("set", "clear"):
-            recording.store_attr(args[0], "_flag")
-    if args and isinstance(args[0], RemovableHandle) and fn.__name__ in ("remove", "__exit__"):
-        for registry in (ref() for ref in (args[0].hooks_dict_ref, *args[0].extra_dict_ref)):
-            if registry is not None and args[0].id in registry:
-                recording.delete_item(registry, args[0].id)
+    _require_here(fn)
+    if args:
+        _note_method(recording, fn.__name__, args[0])
     recording.ask(fn, question_of(fn, args))
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
         if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # looks at its tensors alone
             recording.hand(arg)
+
+
+def _require_here(fn: Any) -> None:
+    if fn.__name__ in _ELSEWHERE.get((fn.__module__ or "").partition(".")[0], ()):
+        raise refused(f"{fn.__module__}.{fn.__qualname__}(): what runs in another thread, loop or process")
+
+
+def _note_method(recording: Recording, name: str, owner: Any) -> None:
+    """What a method of a library's class does to what other code reads of its object."""
+    if isinstance(owner, threading.Event):
+        recording.load_attr(owner, "_flag")
+        if name in ("set", "clear"):
+            recording.store_attr(owner, "_flag")
+    elif isinstance(owner, RemovableHandle) and name in ("remove", "__exit__"):
+        for registry in (ref() for ref in (owner.hooks_dict_ref, *owner.extra_dict_ref)):
+            if registry is not None and owner.id in registry:
+                recording.delete_item(registry, owner.id)
 
 
 def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
@@ -272,9 +283,8 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
         or (isinstance(owner, type) and issubclass(owner, datetime.date) and fn.__name__ in ("now", "utcnow", "today"))
     ):
         raise refused(f"{fn.__qualname__}(): {'random numbers of the host' if fn is os.urandom else 'a clock'}")
-    if fn is _thread.start_new_thread or (fn.__name__ == "system" and fn.__module__ == os.name):
-        raise refused(f"{fn.__qualname__}(): what runs in another thread, loop or process")
     if owner is None or isinstance(owner, types.ModuleType):
+        _require_here(fn)
         _function(recording, fn, args)
     elif isinstance(owner, type):
         if owner is object and fn.__name__ == "__new__":

@@ -237,9 +237,9 @@ class DictPlace(Place):
         return [n for key, old in entries for n in _numbers(holder, key, partial(dict.get, holder, key, ABSENT), old, partial(put, key))]
 
     def has_read(self, key: Any) -> bool:
-        if key is ABSENT or self.whole is None:
-            return self.whole is not None or (key is not ABSENT and key in self.entries)
-        return key not in self.replaced
+        if key is ABSENT:
+            return self.whole is not None
+        return key in self.entries if self.whole is None else key not in self.replaced
 
     def expect(self, key: Any, value: Any) -> None:
         if key in self.entries:

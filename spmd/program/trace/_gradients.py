@@ -166,12 +166,12 @@ class Gradients:
             guards.add(check)
         frozen = [p for p in self._frozen if id(p) not in given]
 
-        def is_missing() -> str | None:
+        def check_frozen() -> str | None:
             found = next((p for p in frozen if p.grad is not None), None)
             return None if found is None else _changed(found, "was missing and is there, and the parameter is frozen")
 
         if frozen:
-            guards.add(is_missing, values=[(_grad, frozen)])
+            guards.add(check_frozen, values=[(_grad, frozen)])
 
 
 _grad = attrgetter("grad")

@@ -31,17 +31,32 @@ _today = attrgetter("today")
 Values = tuple[np.ndarray[Any, Any] | None, ...]
 
 
+class _OnHost:
+    """A closed jaxpr that the host evaluates. Layers that are alike ask alike, of the same values: it keeps its last result."""
+
+    def __init__(self, closed: Any) -> None:
+        self._closed = closed
+        self._given: list[np.ndarray[Any, Any]] = []
+        self._result: Any = None
+
+    def __call__(self, given: list[Any]) -> np.ndarray[Any, Any]:
+        if self._result is None or not all(map(_is_same, given, self._given)):
+            with exact_dtypes():
+                self._given, self._result = given, np.asarray(evaluated(self._closed, given))
+        return self._result
+
+
 @dataclass(frozen=True)
 class _Answer:
     """What Python was told.
 
     Attributes:
         inputs: what it was computed from, by number.
-        program: a closed jaxpr of these.
+        program: computes it of these.
     """
 
     inputs: tuple[int, ...]
-    program: Any
+    program: _OnHost
     value: np.ndarray[Any, Any]
 
 
@@ -74,7 +89,7 @@ class KnownInputs:
 
     Attributes:
         today: of each argument that has part in an answer its values in the call to come, or None.
-        followed: what a call writes (state, or an argument's position), what it is computed from, and a closed jaxpr of these.
+        followed: what a call writes (state, or an argument's position), what it is computed from, and what computes it.
     """
 
     def __init__(self, arguments: Sequence[Buffer]) -> None:
@@ -89,6 +104,7 @@ class KnownInputs:
         self.today: Values = ()
         self.followed: list[tuple[int | Buffer, list[int | Buffer], Any]] = []
         self._looks: list[_Look] = []
+        self._programs: dict[Any, _OnHost] = {}  # by text and constants
 
     def install(self, tracers: Sequence[Any]) -> None:
         """The trace begins: these stand for the arguments."""
@@ -124,9 +140,13 @@ class KnownInputs:
             found = derived(value, lambda atom: id(atom) in states, self._known)
             if found is None:
                 return None
-            atoms, program = found
+            atoms, program = found[0], self._on_host(found[1])
             numbers = [self._number(self._positions[id(a)] if is_tracer(a) else states[id(a)], self._known(a)) for a in atoms]
-            return _Answer(tuple(numbers), program, _computed(program, [self._then[n] for n in numbers]))
+            return _Answer(tuple(numbers), program, program([self._then[n] for n in numbers]))
+
+    def _on_host(self, closed: Any) -> _OnHost:
+        constants = map(np.asarray, closed.consts)
+        return self._programs.setdefault((str(closed.jaxpr), *((c.dtype, c.shape, c.tobytes()) for c in constants)), _OnHost(closed))
 
     def _known(self, atom: Any) -> Any:
         """What the host knows of an input: the tracer of an argument, or an array."""
@@ -158,7 +178,7 @@ class KnownInputs:
 
         def inputs_of(value: Any) -> tuple[list[int | Buffer], Any] | None:
             found = derived(value, lambda atom: id(atom) in states, self._known)
-            return None if found is None else ([source(atom) for atom in found[0]], found[1])
+            return None if found is None else ([source(atom) for atom in found[0]], self._on_host(found[1]))
 
         with exact_dtypes():
             for count in counts:
@@ -176,8 +196,7 @@ class KnownInputs:
         for target, sources, program in self.followed:
             given = [host_values(arguments[s] if isinstance(s, int) else s) for s in sources]
             if all(host is not None for host in given):
-                with exact_dtypes():
-                    left.append((arguments[target] if isinstance(target, int) else target, _computed(program, given)))
+                left.append((arguments[target] if isinstance(target, int) else target, program(given)))
         return left
 
     def refresh(self, arguments: Sequence[Buffer]) -> None:
@@ -192,6 +211,7 @@ class KnownInputs:
         answers = [answer for _, answer in self._answers.values() if answer is not None]
         self._answers.clear()
         self._tracers, self._hosts = (), []
+        self._programs.clear()
         if answers:
             states = [s for s in self._sources if isinstance(s, Buffer)]
             guards.add(lambda: self._reason(answers), values=[(_today, [self]), (_value, states)])
@@ -209,8 +229,7 @@ class KnownInputs:
         for answer in answers if differing else ():
             if differing.isdisjoint(answer.inputs):
                 continue
-            with exact_dtypes():
-                value = _computed(answer.program, [now[n] for n in answer.inputs])
+            value = answer.program([now[n] for n in answer.inputs])
             if not _is_same(answer.value, value):
                 number = next(n for n in answer.inputs if n in differing)
                 what = _title(self._sources[number], self._then[number])
@@ -221,10 +240,6 @@ class KnownInputs:
 
 def _key(source: int | Buffer) -> int:
     return source if isinstance(source, int) else ~id(source)
-
-
-def _computed(program: Any, given: list[Any]) -> np.ndarray[Any, Any]:
-    return np.asarray(evaluated(program, given))
 
 
 def _padded(host: np.ndarray[Any, Any], stored: tuple[int, ...]) -> np.ndarray[Any, Any]:
