@@ -299,3 +299,42 @@ def test_a_gradient_from_before_a_parameter_was_frozen_is_used_and_zeroed_by_eve
 
     for ours, expected in zip(run("jax"), run("cpu"), strict=True):
         assert ours == pytest.approx(expected)
+
+
+def test_whether_there_is_a_gradient_is_what_python_sees() -> None:
+    def run(device: str) -> list[Any]:
+        w, v = (nn.Parameter(torch.tensor([n], device=device)) for n in (1.0, 2.0))
+
+        def ask(x: torch.Tensor) -> list[bool]:
+            before = [p.grad is None for p in (w, v)]
+            for p in (w, v):
+                p.grad = None
+            (w * v * x).sum().backward(inputs=[w])
+            return [*before, w.grad is None, getattr(v, "grad", None) is None]
+
+        step = spmd.compile(ask) if device == "jax" else ask
+        seen: list[Any] = []
+        for k in range(6):
+            if k == 3:
+                w.grad = None
+            if k == 4:
+                v.grad = torch.ones(1, device=device)
+            seen.append(step(torch.tensor([0.5], device=device)))
+        return seen
+
+    assert run("jax") == run("cpu")
+
+
+def test_torchs_own_zero_grad_has_one_program_with_and_without_gradients() -> None:
+    model = nn.Linear(2, 2).to("jax")
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        step(torch.ones(3, 2, device="jax"))
+    assert step.num_traces == 1

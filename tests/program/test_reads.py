@@ -376,3 +376,20 @@ def test_a_hook_that_removes_itself_is_gone_in_the_next_call() -> None:
     step = spmd.compile(lambda x: model(x))
     assert [step(x).item() for _ in range(3)] == [10.0, 1.0, 1.0]
     assert not model._forward_hooks
+
+
+def test_a_hook_of_several_gradients_is_removed_by_every_call() -> None:
+    weights, seen = [nn.Parameter(torch.ones(1, device="jax")) for _ in range(2)], []
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        handle = torch.autograd.graph.register_multi_grad_hook(weights, lambda grads: seen.append(len(grads)))
+        (weights[0] * weights[1] * x).sum().backward()
+        handle.remove()
+        for weight in weights:
+            weight.grad = None
+
+    for _ in range(3):
+        step(torch.ones(1).to("jax"))
+    assert seen == [2, 2, 2]
+    assert not any(weight._backward_hooks for weight in weights)

@@ -38,6 +38,19 @@ class Point:
     y: int = 0
 
 
+class Key(Box):
+    """Equal by value: a dict looks at it while it is filled."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return f"Key({self.value})"
+
+
 class State:
     def __init__(self) -> None:
         self.n, self.log, self.items = 0, list[Any](), [1]
@@ -152,6 +165,16 @@ def numbers_as_keys(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
     s.log.append(({s.n % 2}, {s.n: s.n * 3}, {i * s.n for i in range(2)}, {s.n + i: i for i in range(2)}, set([s.n]), dict([(s.n, 1)])))
     s.n += 1
     return x * s.n
+
+
+@row
+def objects_as_keys(s: State, x: torch.Tensor, batch: dict[str, Any]) -> Any:
+    table: Any = s.table
+    table[Key(1)] = table.get(Key(1), 0) + 1
+    table.setdefault(Key((2, Key(3))), []).append(1)
+    key = Key(4)
+    s.log.append((key, {key: x}, {key, Key(5)}, frozenset([key]), Box({frozenset([key, Key(6)]): key}), collections.Counter([key])))
+    return collections.defaultdict(list, {(key, 1): [x * table[Key(1)]]}), {Key(7)}
 
 
 @row

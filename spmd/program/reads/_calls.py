@@ -265,9 +265,10 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
         if name in ("set", "clear"):
             recording.store_attr(owner, "_flag")
     elif isinstance(owner, RemovableHandle) and name in ("remove", "__exit__"):
-        for registry in (ref() for ref in (owner.hooks_dict_ref, *owner.extra_dict_ref)):
-            if registry is not None and owner.id in registry:
-                recording.delete_item(registry, owner.id)
+        for handle in getattr(owner, "handles", (owner,)):  # a handle of several hooks has others
+            for registry in (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
+                if registry is not None and handle.id in registry:
+                    recording.delete_item(registry, handle.id)
 
 
 def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:

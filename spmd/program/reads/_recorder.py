@@ -57,6 +57,7 @@ class Recording(PlacesRead):
     Attributes:
         has_own_context: whether context variables are set in a copy, so that none has to be unset.
         run_module: calls what it is given, the run of a module.
+        note_gradient: is told of each tensor whose `grad` is read.
         fixes_indices: what is read of a tensor at an index that varies is a view, and the index is guarded by its value.
     """
 
@@ -67,6 +68,7 @@ class Recording(PlacesRead):
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.choice: Choice | None = None
         self.run_module: RunModule = lambda module, run: run()
+        self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
         self.fixes_indices = self.has_own_context = self.is_busy = False
         self.seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
@@ -96,6 +98,9 @@ class Recording(PlacesRead):
         if cls in QUIET:
             return
         key = (id(instance), name)
+        if name == "grad" and isinstance(instance, torch.Tensor):
+            self.note_gradient(instance)
+            return
         if key in self.seen or name in _MEMOS:
             return
         self.seen[key] = instance
@@ -295,7 +300,7 @@ class Recording(PlacesRead):
         elif isinstance(instance, types.ModuleType):
             self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
-            found = _static(cls.__mro__, name)
+            found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
             if isinstance(found, types.MemberDescriptorType) or (
                 isinstance(found, types.GetSetDescriptorType) and (cls in _WITH_PARTS or name == "__class__")
             ):
@@ -402,9 +407,7 @@ class Recording(PlacesRead):
             if not isinstance(array, np.ndarray) or not isinstance(place, ContentPlace) or self.journal.is_written(array, ABSENT):
                 continue
             if self.is_before(array) and place.difference() is not None:
-                shape, dtype, values = place.content
-                if (array.shape, array.dtype.str) == (shape, dtype):
-                    array[...] = np.frombuffer(values, dtype).reshape(shape)
+                place.put_back()
                 raise _calls.refused(f"{place.title} was written to by code that is not recorded")
 
     def is_before(self, holder: Any) -> bool:
@@ -474,10 +477,6 @@ def _with_those_in_tuples(values: Iterable[Any]) -> Iterator[Any]:
         yield value
         if isinstance(value, tuple):
             yield from _with_those_in_tuples(value)
-
-
-def _static(mro: tuple[type, ...], name: str) -> Any:
-    return next((cls.__dict__[name] for cls in mro if name in cls.__dict__), ABSENT)
 
 
 @contextmanager

@@ -352,7 +352,7 @@ class _Trace:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
-                reads.run_module = run_module
+                reads.run_module, reads.note_gradient = run_module, self.gradients.note_read
                 reads.fixes_indices, reads.has_own_context = self.way.fixes_indices, self.way.has_own_context
                 args, kwargs = self.call
                 with nothing_swallowed(), Switches() as switches:
@@ -460,7 +460,7 @@ class _Trace:
         for content in contents:
             taken.take(content.get(ITEMS), is_new=True)
         refs += [taken.take(content, is_new=True) for content in contents]
-        self.nodes, self.refs = taken.nodes, refs
+        self.nodes, self.refs = taken.ordered(refs)
         return taken.leaves
 
     def slots(self, recorder: TraceRecorder) -> dict[Buffer, torch.Tensor]:

@@ -8,6 +8,8 @@ while there is none.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -62,6 +64,9 @@ class Gradients:
         self._found: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._accumulated: set[int] = set()
+        self._at_start: dict[int, torch.Tensor | None] = {}  # by id of a leaf
+        self._missing: dict[int, torch.Tensor] = {}  # markers by id of a leaf that has no gradient
+        self._read: dict[int, torch.Tensor] = {}  # leaves that Python saw to have one
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -82,14 +87,30 @@ class Gradients:
                 with torch.inference_mode(False):  # a tensor of inference mode has no version
                     marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
                 buffer_of(marker).drop(STALE_GRADIENT)
+                if p.grad is None:
+                    self._missing[id(p)] = marker
                 p.grad = marker
             if p.requires_grad:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
         self._found = [p.grad for p in self._leaves]
+        self._at_start = dict(zip(map(id, self._leaves), self._found, strict=True))
         self._versions = [-1 if p.grad is None or p.grad.is_inference() else p.grad._version for p in self._leaves]
 
     def _note_accumulated(self, leaf: torch.Tensor) -> None:
         self._accumulated.add(id(leaf))
+
+    def note_read(self, leaf: torch.Tensor) -> None:
+        """Python reads `leaf.grad`, and may ask whether there is one. torch's own code lets go of a marker, or computes with it.
+
+        Raises:
+            StaleGradients: it is a marker, and there is no gradient: the function is traced again without.
+        """
+        grad = leaf.grad
+        if grad is None or grad is not self._at_start.get(id(leaf)) or _is_read_by_torch():
+            return
+        if grad is self._missing.get(id(leaf)):
+            raise StaleGradients(frozenset(id(p) for p in self._leaves if p.grad is not None and p.grad is self._missing.get(id(p))))
+        self._read[id(leaf)] = leaf
 
     def stale(self) -> StaleGradients:
         """After a marker was read: the error that says which leaves still had one."""
@@ -147,6 +168,8 @@ class Gradients:
             elif (kept is None and id(p) in self._unmarked) or (kept is not None and is_touched(buffer_of(kept))):
                 relied.append((p, kept))
 
+        read = [p for p in self._read.values() if id(p) not in given]
+
         def check() -> str | None:
             for p, kept in relied:
                 if p.grad is not kept:
@@ -158,11 +181,14 @@ class Gradients:
                     return _changed(p, "was there and is missing")
                 if gradient_kind(now) != kind:
                     return _changed(p, "has another shape, dtype or layout")
+            gone = next((p for p in read if p.grad is None), None)
+            if gone is not None:
+                return _changed(gone, "was there and is missing")
             if len({id(buffer_of(p.grad)) for p, _ in alike if p.grad is not None}) != len(alike):
                 return "two parameters share one gradient"
             return None
 
-        if relied or alike:
+        if relied or alike or read:
             guards.add(check)
         frozen = [p for p in self._frozen if id(p) not in given]
 
@@ -175,6 +201,17 @@ class Gradients:
 
 
 _grad = attrgetter("grad")
+
+
+def _is_read_by_torch() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and _module_of(frame).startswith("spmd."):
+        frame = frame.f_back
+    return frame is not None and _module_of(frame).startswith("torch.")
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def gradient_kind(grad: torch.Tensor) -> Any:

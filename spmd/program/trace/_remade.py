@@ -43,7 +43,7 @@ class Remade:
 
     Attributes:
         leaves: what is no container, or existed before.
-        nodes: the containers.
+        nodes: the containers, in the order in which they were met.
     """
 
     def __init__(self, is_before: Callable[[Any], bool]) -> None:
@@ -52,6 +52,7 @@ class Remade:
         self._is_before = is_before
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
+        self._whole: list[int] = []  # the nodes again, each after its parts
 
     def take(self, value: Any, is_new: bool = False) -> int:
         """The number of a value. `is_new`: it is a container that was made to hold its parts."""
@@ -69,7 +70,18 @@ class Remade:
         self._refs[id(value)] = ~number
         self.nodes.append(Node(blank, fill, ()))
         self.nodes[number] = Node(blank, fill, tuple(map(self.take, parts)))
+        self._whole.append(number)
         return ~number
+
+    def ordered(self, refs: Sequence[int]) -> tuple[list[Node], list[int]]:
+        """The nodes, each after its parts (a dict hashes its keys when it is filled), and the numbers that values have among these."""
+        place = {number: i for i, number in enumerate(self._whole)}
+
+        def moved(ref: int) -> int:
+            return ref if ref >= 0 else ~place[~ref]
+
+        nodes = (self.nodes[number] for number in self._whole)
+        return [node._replace(parts=tuple(map(moved, node.parts))) for node in nodes], list(map(moved, refs))
 
     def _leaf(self, value: Any) -> int:
         self.leaves.append(value)
@@ -77,7 +89,7 @@ class Remade:
 
 
 def remade(nodes: Sequence[Node], refs: Sequence[int], flat: Sequence[Any]) -> list[Any]:
-    """The values with these numbers. `flat`: this call's leaves."""
+    """The values with these numbers. `nodes`: each after its parts; `flat`: this call's leaves."""
     if not nodes:
         return [flat[ref] for ref in refs]
     made: list[Any] = [ABSENT if node.blank is None else node.blank() for node in nodes]
