@@ -14,7 +14,7 @@ import builtins
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,18 @@ from spmd.device._storage import once
 
 Evaluate = Callable[[], float]
 AsInput = Callable[[Any], Any]
+
+
+class _Whole(NamedTuple):
+    """The node of a `torch.SymInt` that stands for an int, on its way to C code which asks for one (`"%d" % n`)."""
+
+    value: int
+
+    def is_int(self) -> bool:
+        return True
+
+    def int_(self) -> int:
+        return self.value
 
 
 class NumberNode:
@@ -98,8 +110,8 @@ class NumberNode:
     def str(self) -> builtins.str:
         return builtins.str(self._concrete("string"))
 
-    def trunc(self) -> NumberNode:
-        raise needs_value("int")
+    def trunc(self) -> _Whole:
+        return _Whole(int(self._concrete("int")))
 
     def round(self, digits: Any = None) -> NumberNode:
         raise needs_value("rounded number")
@@ -287,7 +299,7 @@ def _of_device(*numbers: Any) -> bool:
     return any(isinstance(number, jax.Array) for number in numbers)
 
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_integer"})
 _KEEP_INTEGERS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "pow_by_natural"})
 _MAKE_INTEGERS = frozenset({"floor", "ceil"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -312,6 +324,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
+    "is_integer": lambda a: a % 1 == 0,
     "sym_min": lambda a, b: jnp.minimum(a, b) if _of_device(a, b) else min(a, b),
     "sym_max": lambda a, b: jnp.maximum(a, b) if _of_device(a, b) else max(a, b),
     "sqrt": lambda a: power(a, 0.5),

@@ -17,6 +17,7 @@ REPLACING = {
     "call_ex": lambda fn, *rest: fn,
     "match_class": lambda value, *rest: value,
     "as_key": lambda key: key,
+    "shown": lambda value: value,
     "operate": lambda left, right: left,
     "operate_in_place": lambda left, right: left,
     "choice": lambda condition, enters_if: bool(condition) is enters_if,

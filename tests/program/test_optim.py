@@ -596,3 +596,31 @@ def test_what_python_raises_for_settings_is_raised_before_the_step() -> None:
     step()
     assert not torch.equal(weight, before)
     assert step.num_traces == 1
+
+
+TEXTS: dict[str, Callable[[float], Any]] = {
+    "spec": lambda lr: f"{lr:.3f} {lr!r:>9} {lr:{5}.2f} {lr=:.2e}",
+    "percent": lambda lr: "%d %s %5.2f" % (lr * 100, lr, lr),  # noqa: UP031
+    "format": lambda lr: "{a:.2f}{0}".format(lr, a=lr),  # noqa: UP032
+    "format_map": lambda lr: "{a:.2f}".format_map({"a": lr}),
+    "divmod": lambda lr: divmod(lr, 0.03),
+    "is_integer": lambda lr: ((lr * 10).is_integer(), 1 if (lr * 20).is_integer() else 2),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_setting_is_shown_and_asked_as_the_float_that_it_is(name: str) -> None:
+    weight = nn.Parameter(torch.ones(2, device="jax"))
+    optimizer = optim.SGD([weight], lr=0.1)
+
+    @spmd.compile
+    def step() -> Any:
+        shown = TEXTS[name](optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        return shown
+
+    for lr in (0.1, 0.05, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        assert step() == TEXTS[name](lr)

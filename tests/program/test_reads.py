@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -393,3 +394,16 @@ def test_a_hook_of_several_gradients_is_removed_by_every_call() -> None:
         step(torch.ones(1).to("jax"))
     assert seen == [2, 2, 2]
     assert not any(weight._backward_hooks for weight in weights)
+
+
+def test_what_a_text_shows_of_an_array_is_read() -> None:
+    array, seen = np.array(1.5), []
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seen.append(f"{array:.2f} {array!s} {array}")
+        return x * 2
+
+    for array[...] in (1.5, 2.5):
+        step(torch.ones(1).to("jax"))
+    assert seen == ["1.50 1.5 1.5", "2.50 2.5 2.5"]

@@ -15,7 +15,7 @@ import torch
 
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 from spmd.program.reads._journal import Writes
-from spmd.program.reads._number_calls import identified, known, require_known_name
+from spmd.program.reads._number_calls import identified, is_scalar, known, require_known_name
 from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
@@ -120,6 +120,17 @@ def _look_into(value: Any) -> None:
             unseen(recording, recording.look_into, value)
 
 
+def _shown(value: Any) -> Any:
+    """A value is about to be made text; returns what to show: a number of the program has no format of its own."""
+    if type(value) in QUIET:
+        return value
+    recording = _now.get(get_ident())
+    if recording is None or recording.is_busy:
+        return value
+    unseen(recording, recording.look_into, value)
+    return known(value) if is_scalar(value) else value
+
+
 def _load_cell(cell: Any, name: str) -> None:
     recording = _now.get(get_ident())
     if recording is not None and not recording.is_busy and id(cell) not in recording.seen:
@@ -157,6 +168,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "load_attr": _load_attr,
     "identify": _identify,
     "look_into": _look_into,
+    "shown": _shown,
     "load_cell": _load_cell,
     "load_global": _load_global,
     "store_global": _store_global,

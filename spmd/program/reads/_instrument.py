@@ -33,11 +33,11 @@ _TRUTH = frozenset(
 ) | {"UNARY_NOT"}
 # instruction -> how deep below the top the value lies that it looks into
 _LOOKS_INTO = {
-    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "FORMAT_VALUE", "FORMAT_SIMPLE", "LIST_EXTEND", "SET_UPDATE"), 1),
-    **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "CONVERT_VALUE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
-    "FORMAT_WITH_SPEC": 2,
+    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"), 1),
+    **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
     "MATCH_KEYS": 2,
 }
+_SHOW = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 _HOOK_DEPTH = 16  # a hook's own operands, and what a call has under it
 
 
@@ -186,7 +186,7 @@ class Instrumenter:
             yield from (instr, *self._tell("made_with_keys", copies(1), at))
             return
         elif op in ("MAP_ADD", "SET_ADD"):
-            yield from self._key(2 + (op == "MAP_ADD"), at)
+            yield from self._replaced("as_key", 1 + (op == "MAP_ADD"), at)
         elif op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             yield from self._item("delete_item" if op == "DELETE_SUBSCR" else "store_item", op == "STORE_SLICE", at)
             instr = Instr("STORE_SUBSCR" if op == "STORE_SLICE" else op, location=at)
@@ -201,6 +201,8 @@ class Instrumenter:
             yield from self._operation("operate", at)
         elif op in _TRUTH:
             yield from self._tell("look_into", copies(1), at)
+        elif op in _SHOW:  # the format lies on top of the value
+            yield from self._replaced("shown", 1 + (op == "FORMAT_WITH_SPEC" or (op == "FORMAT_VALUE" and bool(arg & 4))), at)
         elif op in _LOOKS_INTO:
             yield from self._tell("look_into", copies(1, _LOOKS_INTO[op] - 1), at)
         elif op in ("PRECALL" if _VERSION < (3, 12) else "CALL", "CALL_KW"):
@@ -249,10 +251,10 @@ class Instrumenter:
         yield from self._hook("call_ex", [*below, *rest], at)
         yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at))
 
-    def _key(self, depth: int, at: Any) -> Iterator[Any]:
-        """The hook is handed the key that lies so deep, and returns what takes its place."""
-        yield from self._hook("as_key", [Instr("COPY", depth + 1, location=at)], at)
-        yield from (Instr("SWAP", depth, location=at), Instr("POP_TOP", location=at))
+    def _replaced(self, name: str, depth: int, at: Any) -> Iterator[Any]:
+        """The hook is handed the value that lies so deep, and returns what takes its place."""
+        yield from self._hook(name, [Instr("COPY", depth + 2, location=at)], at)
+        yield from (Instr("SWAP", depth + 1, location=at), Instr("POP_TOP", location=at))
 
     def _pattern(self, num_positional: int, at: Any) -> Iterator[Any]:
         """The hook is handed the value, the class and the names of its attributes, and returns what takes the value's place."""

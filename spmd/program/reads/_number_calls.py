@@ -49,6 +49,8 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
     if fn is torch.where:
         return where
+    if fn is builtins.divmod:
+        return lambda left, right: (left // right, left % right)
     if getattr(fn, "__module__", None) == "math" and fn.__name__ in OF_MATH:
         return partial(of_math, fn)
     if fn is torch.result_type:
@@ -70,6 +72,8 @@ def needs_known(fn: Any) -> bool:
     if isinstance(fn, type) and fn in _OF_INTS:
         return True
     owner = getattr(fn, "__self__", None)
+    if isinstance(owner, str):
+        return fn.__name__ in ("format", "format_map")
     name = (getattr(type(owner), "__module__", None) if isinstance(owner, _OF_NUMPY) else getattr(fn, "__module__", None)) or ""
     if name == "_operator":
         return fn in (operator.is_, operator.is_not, operator.index)
