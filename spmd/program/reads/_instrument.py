@@ -194,15 +194,13 @@ class Instrumenter:
             yield from self._tell("iterate", copies(1), at)
         elif op == "CONTAINS_OP":
             yield from self._tell("contains", copies(2), at)
-        elif op == "BINARY_OP":
+        elif op in ("BINARY_OP", "COMPARE_OP"):
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
             yield from self._operation("operate_in_place" if is_in_place else "operate", at)
-        elif op == "COMPARE_OP":
-            yield from self._operation("operate", at)
         elif op in _TRUTH:
             yield from self._tell("look_into", copies(1), at)
         elif op in _SHOW:  # the format lies on top of the value
-            yield from self._replaced("shown", 1 + (op == "FORMAT_WITH_SPEC" or (op == "FORMAT_VALUE" and bool(arg & 4))), at)
+            yield from self._replaced("shown", 1 + (op == "FORMAT_WITH_SPEC" or (op == "FORMAT_VALUE" and bool(instr.arg & 4))), at)
         elif op in _LOOKS_INTO:
             yield from self._tell("look_into", copies(1, _LOOKS_INTO[op] - 1), at)
         elif op in ("PRECALL" if _VERSION < (3, 12) else "CALL", "CALL_KW"):
