@@ -158,7 +158,7 @@ class Adapter:
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
         self.known = lowering.static - MAY_BE_LIFTED
         self.is_plain = not (lowering.random or lowering.data_dependent or lowering.updates)
-        self.bounds = _indices.BOUNDS.get(self.name)
+        self.bounds = _indices.bounds_of(self.op)
         self.plans: dict[Any, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,10 @@ from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import message, user_line
 from spmd.base._jax import is_tracing
 from spmd.base._settings import in_force
+from spmd.base._torch import OpOverload
 from spmd.device import _checks
 from spmd.device._checks import Check
+from spmd.device._refused_values import REFUSED, Refused
 from spmd.device._storage import buffer_of, load, recording
 from spmd.device._uploaded import host_values, window
 
@@ -45,6 +47,20 @@ class Bound:
     kind: type[Exception] = IndexError
     takes_negative: bool = False
     ignored: int | None = None
+    fix: str = "clamp the index, or mask what it stands for, before this line"
+
+    def found(self, lib: Any, index: Any) -> Any:
+        """An index that is out of bounds, or 0; as 0 itself may be, the largest number stands for it."""
+        index = lib.asarray(index, np.int64)
+        if self.ignored is not None:
+            index = lib.where(index == self.ignored, 0, index)
+        largest, smallest = index.max(), index.min()
+        lowest = -self.size if self.takes_negative else 0
+        found = lib.where(largest >= self.size, largest, lib.where(smallest < lowest, smallest, 0))
+        return lib.where((found == 0) & (largest >= self.size), _checks.ZERO, found)
+
+
+Bounds = Callable[[dict[str, Any]], Iterator[Bound]] | Callable[[dict[str, Any]], Iterator[Refused]]
 
 
 def are_checked() -> bool:
@@ -63,7 +79,7 @@ def checked(is_asked: bool | None) -> Generator[None]:
         _is_asked.reset(token)
 
 
-def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: dict[str, Any], *, of_host: bool = False) -> None:
+def check(bounds: Bounds, op: str, named: dict[str, Any], *, of_host: bool = False) -> None:
     """Check the indices of a call of an op with the arguments `named`; `of_host`: only those that the host knows.
 
     Raises:
@@ -71,7 +87,12 @@ def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: d
     """
     for bound in bounds(named):
         index = bound.index
-        if not index.numel() or index.dtype in (torch.bool, torch.uint8):
+        if not index.numel():
+            continue
+        if isinstance(bound, Refused):
+            _check_values(bound, op, of_host=of_host)
+            continue
+        if index.dtype in (torch.bool, torch.uint8):
             continue
         values = _known(index)
         if values is not None:
@@ -80,6 +101,14 @@ def check(bounds: Callable[[dict[str, Any]], Iterator[Bound]], op: str, named: d
         _check_each_call(bound)
         if not of_host and are_checked():
             _check_on_device(bound, op)
+
+
+def _check_values(refused: Refused, op: str, *, of_host: bool) -> None:
+    values = _known(refused.index)
+    if values is not None:
+        refused.require(values)
+    elif not of_host:
+        _check_on_device(refused, op)
 
 
 def _known(index: torch.Tensor) -> Any:
@@ -97,7 +126,7 @@ def _known(index: torch.Tensor) -> Any:
 def _require_inside(bound: Bound, values: np.ndarray[Any, Any], *details: str) -> None:
     if values.max() < bound.size and values.min() >= (-bound.size if bound.takes_negative else 0):
         return
-    outside = _outside(np, values, bound)
+    outside = bound.found(np, values)
     if outside:
         said = bound.text.format(_shown(outside))
         fix = "compare the index with the size before the call"
@@ -120,28 +149,17 @@ def _host_view(tensor: torch.Tensor, host: Any) -> Any:
     return np.lib.stride_tricks.as_strided(host.reshape(-1)[tensor.storage_offset() :], tuple(tensor.shape), strides)
 
 
-def _check_on_device(bound: Bound, op: str) -> None:
-    made = Check(bound.kind, f"{op}: {bound.text}", user_line(), fix="clamp the index, or mask what it stands for, before this line")
+def _check_on_device(bound: Bound | Refused, op: str) -> None:
+    made = Check(bound.kind, f"{op}: {bound.text}", user_line(), fix=bound.fix)
     recorder = recording.get()
     if recorder is None and is_tracing():
         return
     with exact_dtypes():
-        outside = _outside(jnp, load(bound.index), bound)
+        outside = bound.found(jnp, load(bound.index))
     if recorder is not None:
         recorder.expect(outside, made)
     else:
         _checks.note(outside, [made])
-
-
-def _outside(lib: Any, index: Any, bound: Bound) -> Any:
-    """An index that is out of bounds, or 0; as 0 itself may be, the largest number stands for it."""
-    index = lib.asarray(index, np.int64)
-    if bound.ignored is not None:
-        index = lib.where(index == bound.ignored, 0, index)
-    largest, smallest = index.max(), index.min()
-    lowest = -bound.size if bound.takes_negative else 0
-    found = lib.where(largest >= bound.size, largest, lib.where(smallest < lowest, smallest, 0))
-    return lib.where((found == 0) & (largest >= bound.size), _checks.ZERO, found)
 
 
 def _shown(outside: Any) -> int:
@@ -203,4 +221,11 @@ BOUNDS: dict[str, Callable[[dict[str, Any]], Iterator[Bound]]] = {
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"), _of_classes),
 }
 
-__all__ = ["BOUNDS", "Bound", "are_checked", "check", "checked"]
+
+def bounds_of(op: OpOverload) -> Bounds | None:
+    """What an op requires of the values that it is given; None: nothing."""
+    name = op.name().partition("::")[2]
+    return REFUSED.get(name) or BOUNDS.get(name.partition(".")[0])
+
+
+__all__ = ["BOUNDS", "Bound", "are_checked", "bounds_of", "check", "checked"]

@@ -1,0 +1,125 @@
+"""Values that CPU torch refuses in operations other than indices: integers divided by 0, probabilities outside [0, 1], negative rates.
+
+Of values that the host knows the error comes at once; of others the program, or the eager operation, makes a check (`_checks`), which is
+raised when something is read. A body of a branch or a loop, which no flag can leave, checks what the host knows alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What the elements of a tensor must not be.
+
+    Attributes:
+        index: the tensor.
+        is_wrong: whether an array of numpy or jax, the library given first, holds what is refused.
+        text: CPU torch's message.
+        fix: what to do about it.
+    """
+
+    index: torch.Tensor
+    is_wrong: Callable[[Any, Any], Any]
+    text: str
+    kind: type[Exception] = RuntimeError
+    fix: str = "look at the values before this line, and mask those that are refused"
+
+    def found(self, lib: Any, values: Any) -> Any:
+        """1 where the values are refused, else 0."""
+        return lib.asarray(self.is_wrong(lib, values), np.int64) if lib is np else _on_device(self.is_wrong, values)
+
+    def require(self, values: np.ndarray[Any, Any]) -> None:
+        """Raise as CPU torch does for values that the host knows."""
+        if self.found(np, values):
+            raise self.kind(self.text)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _on_device(is_wrong: Callable[[Any, Any], Any], values: Any) -> Any:
+    return jnp.asarray(is_wrong(jnp, values), jnp.int64)
+
+
+def _has_zero(lib: Any, values: Any) -> Any:
+    return (values == 0).any()
+
+
+def _not_in_unit(lib: Any, values: Any) -> Any:
+    return ~((values >= 0) & (values <= 1)).all()
+
+
+def _has_negative(lib: Any, values: Any) -> Any:
+    return ~(values >= 0).all()
+
+
+def _no_probabilities(lib: Any, values: Any) -> Any:
+    return ~((values >= 0) & lib.isfinite(values)).all()
+
+
+def _adds_to_zero(lib: Any, values: Any) -> Any:
+    return (values.sum(-1) <= 0).any()
+
+
+_Named = dict[str, Any]
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64})
+_DIVISOR = "mask the divisor before this line: torch.where(n == 0, 1, n)"
+
+
+def _divisor(named: _Named) -> Iterator[Refused]:
+    """Integers alone: floats have infinities, and bools are not divided."""
+    self, other = named["self"], named["other"]
+    if torch.result_type(self, other) not in _INTEGERS or (isinstance(self, torch.Tensor) and not self.numel()):
+        return
+    if isinstance(other, torch.Tensor):
+        yield Refused(other, _has_zero, "ZeroDivisionError", fix=_DIVISOR)
+    elif other == 0:
+        raise RuntimeError("ZeroDivisionError")
+
+
+def _rounded_divisor(named: _Named) -> Iterator[Refused]:
+    if named.get("rounding_mode") is not None:
+        yield from _divisor(named)
+
+
+def _each(name: str, is_wrong: Callable[[Any, Any], Any], text: str) -> Callable[[_Named], Iterator[Refused]]:
+    def refused(named: _Named) -> Iterator[Refused]:
+        yield Refused(named[name], is_wrong, text)
+
+    return refused
+
+
+def _weights(named: _Named) -> Iterator[Refused]:
+    yield Refused(named["self"], _no_probabilities, "probability tensor contains either `inf`, `nan` or element < 0")
+    yield Refused(named["self"], _adds_to_zero, "invalid multinomial distribution (sum of probabilities <= 0)")
+
+
+def _probabilities(named: _Named) -> Iterator[Refused]:
+    for name in ("input", "target"):
+        tensor = named["self" if name == "input" else name]
+        yield Refused(tensor, _not_in_unit, f"all elements of {name} should be between 0 and 1")
+
+
+_CHANCE = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
+_DEVIATION = "normal expects all elements of std >= 0.0"
+_REMAINDERS = ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar")
+REFUSED: dict[str, Callable[[_Named], Iterator[Refused]]] = {
+    **dict.fromkeys(_REMAINDERS, _divisor),
+    **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _rounded_divisor),
+    "multinomial": _weights,
+    "bernoulli": _each("self", _not_in_unit, _CHANCE),
+    "bernoulli.Tensor": _each("p", _not_in_unit, _CHANCE),
+    **dict.fromkeys(("normal.float_Tensor", "normal.Tensor_Tensor"), _each("std", _has_negative, _DEVIATION)),
+    "poisson": _each("self", _has_negative, "invalid Poisson rate, expected rate to be non-negative"),
+    "binary_cross_entropy": _probabilities,
+}
+
+__all__ = ["REFUSED", "Refused"]
