@@ -8,6 +8,7 @@ It knows no op by name except the handful that move values or make views.
 from __future__ import annotations
 
 import math
+import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -271,13 +272,16 @@ def _dtype_is_left_to_out(functional: OpOverload, op: OpOverload) -> bool:
     return "dtype" in {a.name for a in functional._schema.arguments} - {a.name for a in op._schema.arguments}
 
 
+_SUMMED_IN_OUT = frozenset({"cumprod", "cumsum", "mean", "nansum", "prod", "sum"})  # computed in the dtype of their `out`
+
+
 def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any:
     """`takes_dtype`: numbers are made in the dtype of the tensor that they are written to."""
 
     def out(*args: Any, **kwargs: Any) -> Any:
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(names) + i] for i, name in enumerate(names)]
         check_out(adapter.name, targets, (*args, *kwargs.values()))
-        if takes_dtype:
+        if takes_dtype or (adapter.name in _SUMMED_IN_OUT and kwargs.get("dtype") is None):
             kwargs["dtype"] = targets[0].dtype
         with exact_dtypes():
             values = adapter.arrays(args, kwargs)
@@ -286,13 +290,28 @@ def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any
                 check_out_dtype(adapter.name, to_torch_dtype(value.dtype), target)
             if any(tuple(target.shape) != value.shape for value, target in zip(values, targets, strict=True)):
                 for value, target in zip(values, targets, strict=True):
-                    target.resize_(value.shape)
+                    _resize_out(target, value.shape)
                 check_out(adapter.name, targets, (*args, *kwargs.values()))  # it may have grown into what is read
             for value, target in zip(values, targets, strict=True):
                 store(target, value)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return out
+
+
+def _resize_out(target: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Give a tensor that is written the shape of the result; torch warns where that drops elements."""
+    if tuple(target.shape) == tuple(shape):
+        return
+    if target.numel():
+        warnings.warn(
+            f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not match the required "
+            f"output shape {list(shape)}. This behavior is deprecated, and in a future PyTorch release outputs will not be resized "
+            "unless they have zero elements. You can explicitly reuse an out tensor t by resizing it, inplace, to zero elements with "
+            "t.resize_(0).",
+            stacklevel=3,
+        )
+    target.resize_(shape)
 
 
 def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
@@ -368,8 +387,7 @@ def _through_functional(op: OpOverload, functional: OpOverload, args: tuple[Any,
         for target, result in zip(targets, results, strict=True):
             check_out_dtype(name, result.dtype, target)
         for target, result in zip(targets, results, strict=True):
-            if target.shape != result.shape:
-                target.resize_(result.shape)
+            _resize_out(target, result.shape)
             target.copy_(result)
         return targets[0] if len(targets) == 1 else tuple(targets)
     args[0].copy_(functional(*args, **kwargs))

@@ -215,11 +215,12 @@ _READS_ALL_ALONG = frozenset({"cat", "gather", "index_select", "kthvalue", "lina
 WRITES_APART = frozenset({"index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce"})
 # Ops whose `out=` has the result's dtype exactly; others cast.
 _EXACT_OUT = frozenset({
-    "addmm", "addmv", "aminmax", "baddbmm", "bmm", "ceil", "complex", "cummax", "cummin", "diag", "floor", "frac", "gather", "heaviside",
-    "index_copy", "index_reduce", "index_select", "kthvalue", "lerp", "linalg_cholesky_ex", "linalg_cross", "linalg_inv_ex",
-    "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_qr", "logcumsumexp",
-    "lu_unpack", "masked_select", "mm", "mode", "multinomial", "neg", "polar", "renorm", "round", "scatter", "scatter_add",
-    "scatter_reduce", "sgn", "sign", "sort", "take", "topk", "triangular_solve", "tril", "triu", "trunc",
+    "addmm", "addmv", "aminmax", "argmax", "argmin", "baddbmm", "bmm", "bucketize", "ceil", "complex", "cummax", "cummin", "diag",
+    "floor", "frac", "gather", "heaviside", "index_copy", "index_reduce", "index_select", "kthvalue", "lerp", "linalg_cholesky_ex",
+    "linalg_cross", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",
+    "linalg_qr", "logcumsumexp", "lu_unpack", "masked_select", "max", "median", "min", "mm", "mode", "multinomial", "nanmedian", "neg",
+    "nonzero", "polar", "renorm", "round", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sgn", "sign", "sort", "take",
+    "topk", "triangular_solve", "tril", "triu", "trunc",
 })
 # fmt: on
 _SHARED = (

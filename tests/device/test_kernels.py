@@ -1,5 +1,7 @@
 """Kernels that follow from a lowering: in-place and out= forms are read off the schemas, and what has none says so."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,6 +45,43 @@ def test_out_form_fills_and_resizes_what_it_is_given() -> None:
     a, out = torch.ones(3).to("jax"), torch.empty(0, device="jax")
     assert torch.add(a, a, out=out) is out
     assert out.tolist() == [2, 2, 2]
+
+
+def test_out_form_warns_where_it_drops_elements() -> None:
+    for device in ("cpu", "jax"):
+        a, out, columns = torch.ones(3, device=device), torch.empty(2, device=device), torch.ones(2, 3, device=device)
+        with pytest.warns(UserWarning, match=r"resized since it had shape \[2\], which does not match the required output shape \[3\]"):
+            torch.add(a, a, out=out)
+        with pytest.warns(UserWarning, match=r"resized since it had shape \[3\], which does not match the required output shape \[2\]"):
+            torch.sum(columns, 1, out=out)
+        assert out.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_out_form_of_positions_is_int64(device: str) -> None:
+    x, narrow = torch.ones(2, 3, device=device), torch.empty(2, dtype=torch.int32, device=device)
+    outs = (torch.empty(2, device=device), narrow)
+    for op in (
+        lambda: torch.argmax(x, 1, out=narrow),
+        lambda: torch.argmin(x, 1, out=narrow),
+        lambda: torch.max(x, 1, out=outs),
+        lambda: torch.min(x, 1, out=outs),
+        lambda: torch.median(x, 1, out=outs),
+        lambda: torch.nonzero(x, out=narrow),
+        lambda: torch.searchsorted(x, x, out=narrow.float()),
+    ):
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+            op()
+
+
+@pytest.mark.parametrize("op", [torch.sum, torch.prod, torch.cumsum, torch.cumprod, torch.mean, torch.nansum])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_out_form_is_computed_in_the_dtype_of_out(op: Any, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.1, 1.3, 0.7], [0.3, 1e-9, 1.1]])
+    expected = op(x, 1, out=torch.empty(0, dtype=dtype))
+    found = op(x.to("jax"), 1, out=torch.empty(0, dtype=dtype, device="jax"))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_out_form_casts_as_torch_does_and_refuses_what_torch_refuses() -> None:

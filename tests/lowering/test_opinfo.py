@@ -36,7 +36,6 @@ def test_op_and_its_gradient_equal_cpu(name: str) -> None:
 # Ops of whose error inputs some are refused for their values alone, which nobody knows here before the device computed them.
 REFUSED_BY_VALUE = {
     "masked_fill": "a complex number with an imaginary part for integers",
-    "multinomial": "weights that are negative, infinite, or all zero",
 }
 WITH_ERRORS = [name for name in opinfo.names() if opinfo.has_error_inputs(opinfo.by_name(name))]
 
@@ -49,7 +48,7 @@ def test_op_refuses_what_cpu_refuses(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED_BY_VALUE))
 def test_op_refuses_what_cpu_refuses_without_its_values(name: str) -> None:
     found = opinfo.check(opinfo.by_name(name), torch.float32, "error")
-    assert isinstance(found, str) and any(text in found for text in ("out of bounds", "overflow", "probability"))
+    assert isinstance(found, str) and "overflow" in found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
