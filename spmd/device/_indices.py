@@ -207,11 +207,31 @@ def _of_classes(named: dict[str, Any]) -> Iterator[Bound]:
         yield Bound(target, self.shape[1 if self.dim() > 1 else 0], "Target {} is out of bounds.", ignored=named.get("ignore_index", -100))
 
 
+def _of_bags(named: dict[str, Any]) -> Iterator[Bound]:
+    rows, offsets, count = named["weight"].shape[0], named["offsets"], named["indices"].numel()
+    yield Bound(named["indices"], rows, f"an index of input takes value {{}} which is not in the valid range [0, {rows})", RuntimeError)
+    first = "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. However, got {}"
+    last = f"offsets[-1] can not be greater than input's length {count} but got offsets[-1] of {{}}"
+    yield Bound(offsets[:1], 1, first, RuntimeError)
+    yield Bound(offsets[-1:], count + 1, last, RuntimeError)
+
+
+def _of_margins(text: str, ignored: int | None = None) -> Callable[[dict[str, Any]], Iterator[Bound]]:
+    def bounds(named: dict[str, Any]) -> Iterator[Bound]:
+        self = named["self"]
+        yield Bound(named["target"], self.shape[-1] if self.dim() else 1, text, RuntimeError, ignored=ignored)
+
+    return bounds
+
+
 _GATHERED = "index {} is out of bounds for dimension {dim} with size {size}"
 _SELECTED = "index out of range in self: {}"
 BOUNDS: dict[str, Callable[[dict[str, Any]], Iterator[Bound]]] = {
     **dict.fromkeys(("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl"), _by_list),
-    **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _of_rows),
+    "embedding": _of_rows,
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _of_bags),
+    "multi_margin_loss": _of_margins("target out of range: {}"),
+    "multilabel_margin_loss_forward": _of_margins("argument #2 'target' is out of range: {}", ignored=-1),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _along(_GATHERED, RuntimeError)),
     "index_select": _along(_SELECTED, IndexError),
     "index_fill": _along(_SELECTED, IndexError, takes_negative=True),

@@ -223,7 +223,7 @@ def _inside(x: Any, size: int, padding_mode: int, align_corners: bool) -> Any:
         return x
     if padding_mode != _BORDER:
         x = _reflected(x, 0, 2 * (size - 1)) if align_corners else _reflected(x, -1, 2 * size - 1)
-    return jnp.clip(x, 0, size - 1)
+    return jnp.clip(jnp.where(jnp.isnan(x), 0, x), 0, size - 1)  # torch clips NaN to 0
 
 
 def _pick(image: Any, positions: list[Any]) -> Any:
@@ -265,10 +265,11 @@ def _weighted(
 ) -> Any:
     """Sum over the taps around each position of weight times value."""
     lows = [jnp.floor(lax.stop_gradient(x)) for x in positions]
+    beyond = [x - low for x, low in zip(positions, lows, strict=True)]  # far out, low + tap is rounded
     total: Any = 0
     for offsets in np.ndindex(*(len(taps),) * len(positions)):
         corner = [low + taps[o] for low, o in zip(lows, offsets, strict=True)]
-        weight = functools.reduce(operator.mul, [weight_of(x - c) for x, c in zip(positions, corner, strict=True)])
+        weight = functools.reduce(operator.mul, [weight_of(part - taps[o]) for part, o in zip(beyond, offsets, strict=True)])
         value = _pick(image, [moved(c, n) for c, n in zip(corner, image.shape[2:], strict=True)])
         total = total + value * weight[:, None]
     return total

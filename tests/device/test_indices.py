@@ -37,6 +37,8 @@ OPS: dict[str, Op] = {
     "take": lambda w, i: w[:, 0].take(i),
     "cross_entropy": lambda w, i: F.cross_entropy(w.mT[:2], i),
     "nll_loss": lambda w, i: F.nll_loss(w.mT[:2], i),
+    "embedding_bag": lambda w, i: F.embedding_bag(i, w, torch.tensor([0, 1], device=i.device)),
+    "multi_margin_loss": lambda w, i: F.multi_margin_loss(w.mT[:2], i),
     "take_along_dim": lambda w, i: torch.take_along_dim(w, i[:, None], 0),
 }
 PLACES = {"inside": [1, 3], "behind": [1, 7], "before": [-9, 0], "negative": [-1, 0]}
@@ -77,6 +79,29 @@ def test_eager_operations_check_where_they_are_asked_to() -> None:
     assert w[index].tolist() == [1.0, 3.0]
     with checked(True), pytest.raises(IndexError, match="index 5 is out of bounds for dimension 0 with size 4"):
         w[index].tolist()
+
+
+@pytest.mark.parametrize(("offsets", "wrong"), [([0, 3], ""), ([1, 2], "has to be 0"), ([0, 4], "greater than input's length 3")])
+def test_bags_begin_where_their_input_has_elements(offsets: list[int], wrong: str) -> None:
+    w, ids, at = torch.arange(8.0).reshape(4, 2), torch.tensor([1, 0, 3]), torch.tensor(offsets)
+    compiled = spmd.compile(lambda i, w, o: F.embedding_bag(i, w, o), check_indices=True)
+    for run, given in ((F.embedding_bag, at.to("jax")), (compiled, at.to("jax")), (compiled, of_device(offsets))):
+        if wrong:
+            with pytest.raises(RuntimeError, match=wrong):
+                F.embedding_bag(ids, w, at)
+            with pytest.raises(RuntimeError, match=wrong):
+                run(ids.to("jax"), w.to("jax"), given).cpu()
+        else:
+            assert_equal(run(ids.to("jax"), w.to("jax"), given), F.embedding_bag(ids, w, at))
+
+
+def test_labels_of_several_classes_are_indices_or_end_a_row() -> None:
+    scores = torch.randn(1, 3)
+    assert F.multilabel_margin_loss(scores.to("jax"), torch.tensor([[1, -1, 0]]).to("jax")).isfinite().item()
+    for labels in ([[1, -2, 0]], [[1, -1, 3]]):
+        for device in ("cpu", "jax"):
+            with pytest.raises(RuntimeError, match="argument #2 'target' is out of range"):
+                F.multilabel_margin_loss(scores.to(device), torch.tensor(labels).to(device))
 
 
 def test_what_is_ignored_is_no_index() -> None:

@@ -129,3 +129,14 @@ def test_resampling_equals_cpu(name: str) -> None:
 def test_grid_sample_equals_cpu(mode: str, padding_mode: str) -> None:
     grid = normal(2, 4, 5, 2, seed=1)
     check(F.grid_sample, normal(2, 3, 6, 7), grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_grid_sample_at_positions_that_are_no_numbers_equals_cpu(mode: str, padding_mode: str) -> None:
+    nan, infinite = float("nan"), float("inf")
+    grid = torch.tensor([[[[nan, 0.0], [0.1, nan], [nan, nan], [infinite, 0], [0, -infinite], [1e9, -1e9]]]])
+    x = normal(1, 2, 4, 5)
+    found = F.grid_sample(x.to("jax"), grid.to("jax"), mode=mode, padding_mode=padding_mode, align_corners=False)
+    expected = F.grid_sample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+    torch.testing.assert_close(found.cpu(), expected, equal_nan=True)
