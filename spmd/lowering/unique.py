@@ -77,5 +77,7 @@ def _without_output_size(repeats: Any, *, output_size: int | None = None) -> boo
 
 @lower("repeat_interleave.Tensor", data_dependent=_without_output_size)
 def repeat_interleave(repeats: Any, *, output_size: int | None = None) -> Any:
+    if output_size is None and (repeats < 0).any():
+        raise RuntimeError("repeats can not be negative")
     total = int(repeats.sum()) if output_size is None else output_size
     return jnp.repeat(jnp.arange(repeats.shape[0], dtype=repeats.dtype), repeats, total_repeat_length=total)

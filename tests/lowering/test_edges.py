@@ -138,6 +138,13 @@ def test_bincount_takes_one_dim_of_counts(value: torch.Tensor, device: str) -> N
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_nothing_is_repeated_less_than_no_times(device: str) -> None:
+    with pytest.raises(RuntimeError, match="repeats can not be negative"):
+        torch.arange(3, device=device).repeat_interleave(torch.tensor([1, -1, 2], device=device))
+    assert torch.arange(3, device=device).repeat_interleave(torch.tensor([1, 0, 2], device=device)).tolist() == [0, 2, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
 def test_index_reduce_takes_an_index_for_each_slice(device: str) -> None:
     x, none = torch.ones(3, 4, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     with pytest.raises(RuntimeError, match=r"Number of indices \(0\) should be equal to source.size\(dim\): \(4\), for dim: 1"):
