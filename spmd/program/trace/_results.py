@@ -239,8 +239,8 @@ def _running(what: str) -> TraceError:
 def _elsewhere(tensor: torch.Tensor) -> TraceError:
     return TraceError(
         message(
-            f"the compiled function returns a tensor on {tensor.device}, of shape {tuple(tensor.shape)}",
+            f"the compiled function returns a tensor on {tensor.device}, of shape {tuple(tensor.shape)}, or leaves it on an object",
             "its value would stay what it was in the trace",
-            fix="return a tensor on device 'jax'",
+            fix="make it on device 'jax'; a random state for the backward pass belongs on `ctx`, not on a module",
         )
     )
