@@ -156,14 +156,22 @@ def _stacked(family: tuple[Any, ...], values: Stacks, is_reversed: bool) -> Any:
 
 
 def _body(passes: Passes, values: Stacks) -> Callable[[Any, Any], Any]:
-    """One pass: (carry, each) -> (carry, left)."""
+    """One pass: (carry, each) -> (carry, left).
 
+    Note [Layers are gathered after they are cut out]
+        A loop reads a layer's parameter as a slice [1, ...] of a stack, and FSDP gathers it. Left alone, the partitioner gathers the slice
+        while it still has that first dim. XLA then gives the whole stack the memory layout that such a gather wants: a copy of
+        all layers' parameters, 40 % more temporaries for a Llama of 24 layers on CPU devices. So the slice is constrained, without its
+        first dim, to the layout that the parameter was marked with, and the gather comes after that.
+    """
+    layouts = [None if passes.is_batch else values.layout(family[0]) for family in passes.each]
     made = {v for eqn in passes.equations for v in eqn.outvars}
     atoms = (o for operands in passes.operands for o in operands if not isinstance(o, Each | Carried) and not is_literal(o))
     outside = {v: values.get(v) for v in atoms if v not in made}  # cut out of their stacks here, not in the loop
 
     def body(carry: Any, each: Any) -> Any:
         local = dict(outside)
+        each = [v if layout is None else lax.with_sharding_constraint(v, layout) for v, layout in zip(each, layouts, strict=True)]
 
         def value(operand: Any) -> Any:
             if isinstance(operand, Each):

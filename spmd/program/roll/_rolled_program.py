@@ -65,7 +65,9 @@ class RolledProgram:
                     values.put(variable, const)
             for buffer, value in (*zip(written, (*donated_state, *scalars), strict=True), *zip(read, read_values, strict=True)):
                 if buffer in self._stack_at:
-                    values.put_stack([self._variables[b] for b in self._stack_at[buffer].members], value)
+                    members = self._stack_at[buffer].members
+                    spec = members[0].annotation
+                    values.put_stack([self._variables[b] for b in members], value, None if spec is None else spec.to_jax())
                 elif buffer in self._variables:  # else it is written and never read
                     values.put(self._variables[buffer], value)
             args: list[Any] = [None] * len(captured.arg_buffers)

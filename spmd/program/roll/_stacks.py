@@ -18,16 +18,22 @@ class Stacks:
     def __init__(self) -> None:
         self._single: dict[Any, Any] = {}
         self._arrays: list[Any] = []
+        self._layouts: list[Any] = []
         self._places: dict[Any, tuple[int, int]] = {}  # stack and index
 
     def put(self, variable: Any, array: Any) -> None:
         self._single[variable] = array
 
-    def put_stack(self, variables: Sequence[Any], array: Any) -> None:
-        """`array[i]` is the value of `variables[i]`."""
+    def put_stack(self, variables: Sequence[Any], array: Any, layout: Any = None) -> None:
+        """`array[i]` is the value of `variables[i]`; `layout` is the sharding of each, if they were marked."""
         for i, variable in enumerate(variables):
             self._places[variable] = len(self._arrays), i
         self._arrays.append(array)
+        self._layouts.append(layout)
+
+    def layout(self, variable: Any) -> Any:
+        """The sharding of a value that lies in a stack of marked tensors; None for others."""
+        return None if is_literal(variable) or variable not in self._places else self._layouts[self._places[variable][0]]
 
     def get(self, atom: Any) -> Any:
         """The value of a variable or literal."""
