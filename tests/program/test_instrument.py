@@ -18,6 +18,7 @@ REPLACING = {
     "match_class": lambda value, *rest: value,
     "as_key": lambda key: key,
     "shown": lambda value: value,
+    "contains": lambda item, holder: item,
     "operate": lambda left, right: left,
     "operate_in_place": lambda left, right: left,
     "choice": lambda condition, enters_if: bool(condition) is enters_if,

@@ -131,6 +131,67 @@ def test_a_schedule_of_numbers_read_at_a_counter_has_one_program(make: Callable[
         step(mean, torch.ones(3, device="jax"))
 
 
+def by_milestones(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6])
+
+
+def one_after_the_other(optimizer: Any) -> Any:
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 3)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], [4])
+
+
+MILESTONES, TABLE, SET = [3, 6], {3: 0.5, 6: 0.25}, {3, 6}
+ASKED = {  # of few answers, not of the number
+    "list": lambda x, i: x * 2 if i in MILESTONES else x * i,
+    "set": lambda x, i: x * 2 if i not in SET else x * i,
+    "dict": lambda x, i: x * TABLE[i] if i in TABLE else x * i,
+    "keys": lambda x, i: x * 2 if i in TABLE else x * i,
+    "get": lambda x, i: x * TABLE.get(i, 1.0) + i,
+    "range": lambda x, i: x * 2 if i in range(3, 100, 3) else x * i,
+    "floats and texts": lambda x, i: x * 2 if i / 2 in (1.5, "a", None) else x * i,
+    "bisect": lambda x, i: x * 0.5 ** bisect.bisect(MILESTONES, i),
+    "bisect, an item": lambda x, i: x * ("a", "bb", "ccc")[bisect.bisect_left(MILESTONES, i, lo=1)].count("c") + i,
+}
+
+
+@pytest.mark.parametrize("name", list(ASKED))
+def test_a_number_asked_for_in_a_container_has_a_program_for_each_answer(name: str) -> None:
+    fn = ASKED[name]
+    step, x = spmd.compile(fn, max_retraces=20), torch.ones(2)
+    assert [step(x.to("jax"), i).tolist() for i in range(9)] == [fn(x, i).tolist() for i in range(9)]
+    assert step.num_traces <= 5
+
+
+def test_a_container_that_changes_is_asked_anew() -> None:
+    asked = {3}
+    step = spmd.compile(lambda x, i: x * 2 if i in asked else x * i)
+    x = torch.ones(1, device="jax")
+    found = [step(x, i).item() for i in (1, 2, 3, 4)]
+    asked.add(4)
+    assert [*found, step(x, 4).item()] == [1, 2, 2, 4, 2]
+
+
+@pytest.mark.parametrize("make", [by_milestones, one_after_the_other])
+def test_a_scheduler_with_milestones_that_steps_inside_has_a_program_for_each_stretch(make: Callable[[Any], Any]) -> None:
+    rates = []
+    for device in ("cpu", "jax"):
+        weight = torch.ones(2, device=device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        schedule = make(optimizer)
+
+        def step(optimizer: Any = optimizer, schedule: Any = schedule, weight: torch.Tensor = weight) -> None:
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+            schedule.step()
+
+        run = spmd.compile(step, max_retraces=20) if device == "jax" else step
+        rates.append([(run(), optimizer.param_groups[0]["lr"], weight.tolist()) for _ in range(10)])
+    assert [rate for _, rate, _ in rates[0]] == pytest.approx([rate for _, rate, _ in rates[1]], rel=1e-12)
+    assert [w for _, _, w in rates[0]] == [pytest.approx(w) for _, _, w in rates[1]]
+    assert run.num_traces <= 7
+
+
 def test_a_write_to_what_was_read_at_a_varying_index_reaches_the_tensor() -> None:
     keys, state = torch.zeros(4).to("jax"), types.SimpleNamespace(pointer=0)
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._membership import got
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
 from spmd.program.reads._outside import question_of
@@ -155,11 +156,13 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
         note_call(recording, fn, (fixed(args[0]), *args[1:]))
         return lambda key, *rest: fn(fixed(key), *rest)
+    if args and type(args[0]) is Varying and (instead := got(recording, fn, args[0])) is not None:
+        return instead
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
         chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
         return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
     if any(map(_holds_varying, args)) and not _takes_varying(fn):
-        if getattr(fn, "__module__", None) in _KEEP_NUMBERS:
+        if getattr(fn, "__module__", None) in _KEEP_NUMBERS and not fn.__name__.startswith("bisect"):
             raise NumbersNeeded
         given = substitute(fn, args)
         if given is not None:
@@ -229,7 +232,7 @@ def _takes_varying(fn: Any) -> bool:
     return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
 
 
-_KEEP_NUMBERS = ("_heapq", "_bisect", "heapq", "bisect")  # C code that puts them in the caller's lists
+_KEEP_NUMBERS = ("_heapq", "_bisect", "heapq", "bisect")  # C code that puts them in the caller's lists, but for searches
 _KEYED = frozenset(("setdefault", "__setitem__", "insert"))
 _STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))
 

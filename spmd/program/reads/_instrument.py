@@ -193,7 +193,7 @@ class Instrumenter:
         elif op == "GET_ITER":
             yield from self._tell("iterate", copies(1), at)
         elif op == "CONTAINS_OP":
-            yield from self._tell("contains", copies(2), at)
+            yield from self._operation("contains", at)
         elif op in ("BINARY_OP", "COMPARE_OP"):
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
             yield from self._operation("operate_in_place" if is_in_place else "operate", at)

@@ -34,6 +34,7 @@ from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._membership import asked
 from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
@@ -179,12 +180,9 @@ class Recording(PlacesRead):
         else:
             self.look_into(holder)
 
-    def contains(self, item: Any, holder: Any) -> None:
-        if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
-            if not self.journal.is_written(holder, item):
-                self._dict(holder, f"{self._title(holder)}[{{!r}}]").present.setdefault(item, dict.__contains__(holder, item))
-        else:
-            self.look_into(holder)
+    def contains(self, item: Any, holder: Any) -> Any:
+        """`item in holder` is about to be asked; returns the item to ask for."""
+        return asked(self, item, holder)
 
     def operate(self, left: Any, right: Any) -> Any:
         """Both are about to be operands; returns the first one to use."""

@@ -8,12 +8,14 @@ its outcome. So is whatever needs the number itself (a size, a key, a text), by 
 
 from __future__ import annotations
 
+import bisect
 import builtins
 import collections
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,8 +99,12 @@ class Varying:
     def concrete(self) -> Any:
         """Today's value; the program holds for this value only."""
         value = self.evaluate()
-        self._numbers.on_branch(None, self.evaluate, value)
+        self.guard(self.evaluate, value)
         return value
+
+    def guard(self, evaluate: Evaluate, outcome: Any) -> None:
+        """The program holds while `evaluate()` gives this outcome."""
+        self._numbers.on_branch(None, evaluate, outcome)
 
     def traced(self) -> Any:
         """The number as torch takes it: an input of the program. Taken anew in every part of the trace (a branch, a round), which
@@ -113,14 +119,14 @@ class Varying:
         parts = [_evaluate(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
         if _may_raise(fn, args):  # at the user's line, who may catch it: the program is for numbers that raise it, or for others
-            self._numbers.on_branch(None, lambda: _raised_by(evaluate), _raised_by(evaluate))
+            self.guard(lambda: _raised_by(evaluate), _raised_by(evaluate))
         value = evaluate()
         return Varying(self._numbers, evaluate) if type(value) in (int, float) else value
 
     def __bool__(self) -> bool:
         evaluate = self.evaluate
         outcome = bool(evaluate())
-        self._numbers.on_branch(None, lambda: bool(evaluate()), outcome)
+        self.guard(lambda: bool(evaluate()), outcome)
         return outcome
 
     def __copy__(self) -> Varying:
@@ -192,7 +198,7 @@ def _comparison(name: str, fn: Callable[[Any, Any], Any]) -> None:
             return fn(self.traced(), other) if isinstance(other, torch.Tensor) else fn(self.concrete(), other)
         evaluate, its = self.evaluate, _evaluate(other)
         outcome = fn(evaluate(), its())
-        self._numbers.on_branch(None, lambda: fn(evaluate(), its()), outcome)
+        self.guard(lambda: fn(evaluate(), its()), outcome)
         return outcome
 
     setattr(Varying, f"__{name}__", compare)
@@ -211,6 +217,8 @@ for _name, _fn in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert
     _unary(_name, _fn)
 for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.items():
     _unary(_name, _fn)
+
+_SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is the second
 
 _PURE = frozenset(map(id, (v for v in vars(math).values() if callable(v)))) | frozenset(
     map(id, (builtins.abs, builtins.round, builtins.int, builtins.float, builtins.min, builtins.max, builtins.pow, builtins.bool))
@@ -279,6 +287,8 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     if id(fn) in _PURE and all(isinstance(a, (int, float, Varying)) for a in args):
         first = next(a for a in args if isinstance(a, Varying))
         return lambda *given, **options: first.apply(lambda *a: fn(*a, **options), *given)
+    if fn in _SEARCHES and len(args) > 1 and type(args[1]) is Varying and _is_searchable(args):
+        return lambda numbers, number, *bounds, **options: number.apply(partial(_found, fn, tuple(numbers), bounds, options), number)
     is_torchs, is_numpys = _is_of("torch", fn), _is_of("numpy", fn)
     if not (is_torchs or is_numpys) and not any(isinstance(a, Varying) for a in args):
         return None  # a list of them is one of any objects to others
@@ -295,6 +305,16 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     called = of_numbers(fn)
     take_item = Varying.concrete if called is fn else Varying.traced
     return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+
+
+def _is_searchable(args: tuple[Any, ...]) -> bool:
+    """Whether a bisection is one of plain numbers, between plain bounds."""
+    numbers, _, *bounds = args
+    return type(numbers) in (list, tuple) and {int, float}.issuperset(map(type, numbers)) and all(type(b) is int for b in bounds)
+
+
+def _found(fn: Any, numbers: tuple[float, ...], bounds: tuple[int, ...], options: dict[str, int], number: float) -> int:
+    return fn(numbers, number, *bounds, **options)
 
 
 def is_sequence(value: Any) -> bool:

@@ -1,0 +1,67 @@
+"""`number in container` and `table.get(number)`, where the number varies: a program for each answer, not for each number.
+
+if step in milestones: ...           # torch's MultiStepLR asks a Counter; the container is guarded, as any that is read
+weight = schedule.get(step, 1.0)
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from spmd.program.reads._places_read import is_simple
+from spmd.program.reads._varying import Varying
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+_CONTAINERS = (dict, set, frozenset, list, tuple, collections.deque, range, type({}.keys()))
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+def asked(recording: Recording, item: Any, holder: Any) -> Any:
+    """Note that `item in holder` is about to be asked; returns the item to ask for."""
+    if type(item) is Varying:
+        recording.look_into(holder)
+        return _as_member(item, holder)
+    if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
+        if not recording.journal.is_written(holder, item):
+            title = f"{recording._title(holder)}[{{!r}}]"
+            recording._dict(holder, title).present.setdefault(item, dict.__contains__(holder, item))
+    else:
+        recording.look_into(holder)
+    return item
+
+
+def got(recording: Recording, fn: Any, number: Varying) -> Callable[..., Any] | None:
+    """What to call instead of `fn(number)`, if that is the `get` of a dict of plain keys; else None."""
+    table = getattr(fn, "__self__", None)
+    if not (isinstance(table, dict) and type(fn) is types.BuiltinFunctionType and fn.__name__ == "get"):
+        return None
+    key = asked(recording, number, table)
+    if key is number:
+        return None
+    if key in table:
+        number.concrete()
+    return lambda _, *default: fn(key, *default)
+
+
+def _as_member(number: Varying, holder: Any) -> Any:
+    """Today's value of the number, where the program holds for all numbers of which `number in holder` is as true.
+
+    The number itself where the container compares in a way of its own, or holds something else than plain values.
+    """
+    kind = next((cls for cls in _CONTAINERS if isinstance(holder, cls)), None)
+    if kind is None or type(holder).__contains__ is not kind.__contains__:
+        return number
+    if kind is not range and not all(type(member) in _PLAIN for member in holder):
+        return number
+    evaluate, members = number.evaluate, holder if kind is range else frozenset(holder)
+    value = evaluate()
+    number.guard(lambda: evaluate() in members, value in members)
+    return value
+
+
+__all__ = ["asked", "got"]
