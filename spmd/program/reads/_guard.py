@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Iterable
 from contextvars import ContextVar
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, call, itemgetter, methodcaller
 from typing import Any
 
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace
@@ -26,6 +26,7 @@ from spmd.program.reuse._columns import Guards
 _CONTENTS = attrgetter("cell_contents")
 _SET = methodcaller("get", ABSENT)
 _DEFINITION = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
+_CALL: Any = call
 
 
 def guard_places(guards: Guards, places: Iterable[Place]) -> None:
@@ -51,11 +52,15 @@ def _looks(place: Place) -> dict[str, Any]:
     if isinstance(place, SlotPlace) and _is_fixed(place.content):
         return {"values": [(place.descriptor.__get__, [holder])]}
     if isinstance(place, FunctionPlace) and holder.__kwdefaults__ is None:
+        if holder.__defaults__ is None:
+            return {"numbers": [(read, [holder]) for read in _DEFINITION]}
         return {"values": [(read, [holder]) for read in _DEFINITION]}
     if type(place) is ContentPlace and isinstance(holder, (set, frozenset)):
         return {"parts": [(iter, holder)]}
     if type(place) is ContentPlace and isinstance(holder, ContextVar):
         return {"values": [(_SET, [holder])]}
+    if type(place) is ContentPlace and isinstance(place.content, (bool, type(None))):  # one object each: a setting, whether a file is there
+        return {"values": [(_CALL, [place.read])]}
     if isinstance(place, ListPlace) and type(holder) in (list, collections.deque):
         if place.whole is not None and all(map(_is_fixed, place.whole)):
             return {"parts": [(iter, holder)]}

@@ -23,36 +23,49 @@ Read = Callable[[Any], Any]
 
 _call: Any = call
 _version: Any = dict_version
+_FEW = 4  # objects of which a column is read one by one
 _EMPTIABLE = (dict, collections.OrderedDict, collections.defaultdict)
 _GONE = (AttributeError, ValueError, LookupError)  # an unset slot, an empty cell, a list that got shorter
 
 
 class _Columns:
-    """What is read of objects, each column in one way, and which guard looks at it, by its place in their order."""
+    """What is read of objects, each column in one way, and which guard looks at it, by its place in their order.
+
+    A column of few objects costs more to begin than to read: those are read one by one, each object in its own way.
+    """
 
     def __init__(self) -> None:
-        self.readers: list[Read] = []
-        self.objects: list[list[Any]] = []
-        self.ranks: list[list[int]] = []
-        self._index: dict[Read, int] = {}
+        self._columns: dict[Read, tuple[list[Any], list[int]]] = {}
+        self._readers: list[Read] = []
+        self._objects: list[list[Any]] = []
+        self._alone: tuple[list[Read], list[Any]] = [], []
+        self._ranks: list[int] = []
 
     def add(self, read: Read, objects: Sequence[Any], rank: int) -> None:
         """Read these objects too."""
-        index = self._index.setdefault(read, len(self.readers))
-        if index == len(self.readers):
-            self.readers.append(read)
-            self.objects.append([])
-            self.ranks.append([])
-        self.objects[index].extend(objects)
-        self.ranks[index].extend([rank] * len(objects))
+        column = self._columns.setdefault(read, ([], []))
+        column[0].extend(objects)
+        column[1].extend([rank] * len(objects))
+
+    def arrange(self) -> None:
+        """All are there: put them in the order in which they are read."""
+        alone = [(read, *column) for read, column in self._columns.items() if len(column[0]) < _FEW]
+        wide = [(read, *column) for read, column in self._columns.items() if len(column[0]) >= _FEW]
+        self._alone = [read for read, objects, _ in alone for _ in objects], [o for _, objects, _ in alone for o in objects]
+        self._readers, self._objects = [read for read, _, _ in wide], [objects for _, objects, _ in wide]
+        self._ranks = [rank for _, _, ranks in (*alone, *wide) for rank in ranks]
 
     def now(self) -> Iterable[Any]:
-        """What is read, column by column."""
-        return chain.from_iterable(map(map, self.readers, self.objects))
+        """What is read."""
+        return chain(map(_call, *self._alone), chain.from_iterable(map(map, self._readers, self._objects)))
 
     def differing(self, differs: Callable[[Any, Any], bool], now: list[Any], known: list[Any]) -> Iterable[int]:
         """The guards that look at something that differs."""
-        return compress(chain.from_iterable(self.ranks), map(differs, now, known))
+        return compress(self._ranks, map(differs, now, known))
+
+    def filled(self) -> Iterable[int]:
+        """The guards that look at something that is neither None nor empty."""
+        return compress(self._ranks, self.now())
 
 
 class _Dicts:
@@ -90,6 +103,7 @@ class Guards:
         self._dicts, self._empty = _Dicts(), _Dicts()
         self._numbers, self._values, self._blank = _Columns(), _Columns(), _Columns()
         self._part_readers, self._part_holders, self._part_ranks = list[Read](), list[Any](), list[int]()
+        self._is_arranged = False
         self._known: _Seen | None = None
         self._known_items: list[Any] = []  # its values and parts, one after the other
 
@@ -108,12 +122,13 @@ class Guards:
         Args:
             dicts: any write to one of them counts.
             values: (read, objects): of each object `read(object)`, by identity.
-            numbers: the same, by value.
+            numbers: the same, by value, where `==` tells apart all that differs: ints, flags, code, None.
             parts: (read, object): all that `read(object)` gives, by identity.
             blank: (read, objects): whether `read(object)` is still empty or None; the guard holds only if it is.
         """
         rank = len(self._guards)
         self._guards.append(guard)
+        self._known, self._is_arranged = None, False
         values, numbers, parts, blank = list(values), list(numbers), list(parts), list(blank)
         if not (dicts or values or numbers or parts or blank):
             self._always.append(rank)
@@ -147,6 +162,7 @@ class Guards:
                 if reason is not None:
                     return reason
             return None
+        self._arrange()
         seen = self._seen()
         ranks = range(len(self._guards)) if seen is None else sorted({*self._always, *self._differing(seen)})
         for rank in ranks:
@@ -160,26 +176,23 @@ class Guards:
         self._known_items = [] if seen is None else [*seen.values, *chain.from_iterable(seen.parts)]
         return None
 
+    def _arrange(self) -> None:
+        if not self._is_arranged:
+            for columns in (self._numbers, self._values, self._blank):
+                columns.arrange()
+            self._is_arranged = True
+
     def _is_as_known(self) -> bool:
         known = self._known
         if known is None or any(self._empty.dicts):
             return False
-        blank, numbers, values = self._blank, self._numbers, self._values
+        parts = chain.from_iterable(map(_call, self._part_readers, self._part_holders))
         try:
             return (
                 list(map(_version, self._dicts.dicts)) == known.versions
-                and not any(chain.from_iterable(map(map, blank.readers, blank.objects)))
-                and list(chain.from_iterable(map(map, numbers.readers, numbers.objects))) == known.numbers
-                and all(
-                    map(
-                        is_,
-                        chain(
-                            chain.from_iterable(map(map, values.readers, values.objects)),
-                            chain.from_iterable(map(_call, self._part_readers, self._part_holders)),
-                        ),
-                        self._known_items,
-                    )
-                )
+                and not any(self._blank.now())
+                and list(self._numbers.now()) == known.numbers
+                and all(map(is_, chain(self._values.now(), parts), self._known_items))
             )
         except _GONE:
             return False
@@ -200,7 +213,7 @@ class Guards:
         return chain(
             chain.from_iterable(compress(self._empty.ranks, self._empty.dicts)),
             chain.from_iterable(compress(self._dicts.ranks, map(ne, now.versions, known.versions))),
-            compress(chain.from_iterable(self._blank.ranks), self._blank.now()),
+            self._blank.filled(),
             self._numbers.differing(ne, now.numbers, known.numbers),
             self._values.differing(is_not, now.values, known.values),
             compress(self._part_ranks, map(_differ, now.parts, known.parts)),

@@ -56,7 +56,7 @@ def _guard_leaves(guards: Guards, named: list[tuple[str, torch.Tensor]], have_ho
     if have_hooks and leaves:
         guards.add(check)
     elif leaves:
-        guards.add(check, values=[(_requires_grad, leaves)], blank=[(read, leaves) for read in _LEAF_HOOKS])
+        guards.add(check, numbers=[(_requires_grad, leaves)], blank=[(read, leaves) for read in _LEAF_HOOKS])
 
 
 def _guard_registries(guards: Guards, hooks: list[tuple[str, dict[Any, Any]]]) -> None:

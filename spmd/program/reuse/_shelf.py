@@ -31,8 +31,10 @@ class Shelf:
         self.limit = limit
         self.state: Mapping[int, Buffer] = {}
         self._programs: dict[Any, list[Program]] = {}
+        self._asked: tuple[Any, tuple[Program, ...]] = (None, ())  # for which signature programs were asked for last
         self._used: dict[int, int] = {}  # by the program's id: when it was used last
         self._clock = count()
+        self._newest: Program | None = None  # which was used last
         self._num_dropped = 0
 
     def __iter__(self) -> Iterator[Program]:
@@ -44,7 +46,12 @@ class Shelf:
 
     def of(self, key: Any) -> tuple[Program, ...]:
         """The programs of one signature, newest first."""
-        return tuple(self._programs.get(key, ()))
+        if key == self._asked[0]:  # mostly it is that of the last call, and need not be hashed
+            return self._asked[1]
+        found = tuple(self._programs.get(key, ()))
+        if found:
+            self._asked = key, found
+        return found
 
     def note_state(self, buffers: list[Buffer]) -> None:
         """Buffers that a new program has as its state."""
@@ -53,17 +60,20 @@ class Shelf:
     def put(self, key: Any, program: Program) -> None:
         """Keep a program; where that is one too many, the one that has not been used for longest goes."""
         self._programs.setdefault(key, []).insert(0, program)
-        self._used[id(program)] = next(self._clock)
+        self._asked = None, ()
+        self.note_use(program)
         while len(self._used) > self.limit:
             self.drop(min(self, key=lambda p: self._used[id(p)]))
 
     def note_use(self, program: Program) -> None:
         """The program runs."""
-        self._used[id(program)] = next(self._clock)
+        if program is not self._newest:
+            self._used[id(program)], self._newest = next(self._clock), program
 
     def clear(self) -> None:
         """Keep none."""
         self._programs, self._used, self.state = {}, {}, {}
+        self._asked, self._newest = (None, ()), None
 
     def drop(self, program: Program) -> None:
         """Keep it no longer."""
@@ -71,6 +81,9 @@ class Shelf:
         if self._num_dropped % FORGET_EVERY == 0:
             forget_traces()
         del self._used[id(program)]
+        self._asked = None, ()
+        if program is self._newest:
+            self._newest = None
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in self._programs.items() if programs}
         named = {id(b) for p in self for b in (*p.captured.shared, *p.captured.const_buffers) if b is not None}

@@ -66,10 +66,11 @@ def signature(
     shared = () if isinstance(tree, int) else shared_containers(args, kwargs)
     shape = (tree, shared) if shared else tree
     key: list[Any] = [shape, *modes()]
-    buffers: dict[int, tuple[int, Buffer]] = {}
+    buffers: list[Buffer] = []
+    positions: dict[int, int] = {}
     hosts: list[torch.Tensor] = []
     copied: list[tuple[Buffer, int]] = []
-    inputs, numbers = varying.get(shape, ()), dict[int, int | float]()
+    inputs, numbers = varying.get(shape, ()) if varying else (), dict[int, int | float]()
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             if index in inputs and type(value) in (int, float):
@@ -78,24 +79,38 @@ def signature(
             else:
                 key.append(_static(value))
             continue
-        if value.device.type != "jax":
+        buffer = _device_buffer(value)
+        if buffer is None:
             hosts.append(value)
             key.append((str(value.device), tuple(value.shape), value.dtype, _attributes(value, attributes)))
             continue
-        own, buffer = value, buffer_of(value)
+        own = value
         if buffer.value is None or not is_whole(value, buffer):
             own = own_storage(value)
             buffer = buffer_of(own)
-        position, _ = buffers.setdefault(id(buffer), (len(buffers), buffer))
-        place: Any = ("state", id(buffer)) if id(buffer) in state else position
+        identity = id(buffer)
+        position = positions.setdefault(identity, len(buffers))
+        if position == len(buffers):
+            buffers.append(buffer)
+        place: Any = ("state", identity) if identity in state else position
         if own is not value:
             flat[index], place = own, ("view", position)
             copied.append((buffer_of(value), position))
         gradient = value.requires_grad and _gradient(value)
-        key.append((place, tuple(own.shape), own.dtype, gradient, buffer.annotation, type(value), _attributes(value, attributes)))
+        named = _attributes(value, attributes) if attributes else ()
+        key.append((place, buffer.shape, own.dtype, gradient, buffer.annotation, type(value), named))
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
-    return Signature(tuple(key), [b for _, b in buffers.values()], hosts, args, kwargs, copied, numbers)
+    return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)
+
+
+def _device_buffer(tensor: torch.Tensor) -> Buffer | None:
+    """The buffer under a tensor on device 'jax'; None for a tensor elsewhere. Few looks: a tensor's device is a new object each time."""
+    try:
+        buffer = getattr(tensor.untyped_storage(), "spmd_buffer", None)
+    except (NotImplementedError, RuntimeError):  # no storage: a sparse tensor
+        buffer = None
+    return buffer_of(tensor) if buffer is None and tensor.device.type == "jax" else buffer
 
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
