@@ -95,7 +95,7 @@ def export(
     calls: list[Any] = [_on_device((these, kwargs or {})) for these in (args, *also)]
     writer = _Writer(name, source, calls[0], [traced for given in calls for traced in traces.of_call(*given)])
     first = writer.parts[0].program
-    chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.platform,))
+    chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.devices.platform,))
     programs = [part.exported(chosen) for part in writer.parts]  # before there is a file: it may raise
     with zipfile.ZipFile(path, "w") as archive:
         manifest: dict[str, Any] = {**writer.manifest(weights and not first.is_ahead), "platforms": chosen}
@@ -202,8 +202,8 @@ class _Part:
             program.captured = traced.trace.captured
         self.name, self.traced, self.program, self.captured = name, traced, program, program.captured
         self._require_no_python()
-        self.written = {names[id(b)]: b for b in program.written}
-        self.read = {names[id(b)]: b for b in program.read}
+        self.written = {names[id(b)]: b for b in program.written.buffers}
+        self.read = {names[id(b)]: b for b in program.read.buffers}
         self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=False))
         self.arguments, self.constants = _paths(traced)
 
@@ -214,7 +214,7 @@ class _Part:
             raise _refused(self.name, f"writes to {changed[0]} in every call", "keep what changes in tensors")
         if captured.actions:
             raise _refused(self.name, "counts in Python in an optimizer's state, or leaves a mode of torch changed", "count in a tensor")
-        if self.program.written_args:
+        if self.program.arguments.written:
             raise _refused(self.name, "writes in place to an argument", "let the function reach the tensor by itself: then it is state")
         if captured.held:
             raise _refused(self.name, "reads a tensor under a name to which it gives another", "write to the tensor in place: t.copy_(new)")
@@ -247,7 +247,7 @@ class _Part:
             count = len(jax.eval_shape(run, *flat, self._whole((len(self.numbers),), np.float64))) - len(state)
             pinned = None if program.mesh is None else [*(shape.sharding for shape in state), *[None] * count]
             jitted = jax.jit(run, donate_argnums=range(num_written), out_shardings=pinned)
-            amend = (lambda lowered: None) if program.mesh is None else (lambda lowered: avoid_faults(lowered, program.platform))
+            amend = (lambda lowered: None) if program.mesh is None else (lambda lowered: avoid_faults(lowered, program.devices.platform))
             try:
                 return exported_by(jitted, (*flat, self._whole((len(self.numbers),), np.float64)), platforms, amend)
             except NotImplementedError as error:  # JAX has an operation for numbers alone
@@ -268,11 +268,11 @@ class _Part:
         return [self._shape(buffer) for buffer in buffers]
 
     def _shape(self, buffer: Buffer) -> Any:
-        sharding = self.program.replicated if buffer.annotation is None else buffer.annotation.to_jax()
+        sharding = self.program.devices.replicated if buffer.annotation is None else buffer.annotation.to_jax()
         return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.program.replicated)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.program.devices.replicated)
 
     def manifest(self) -> dict[str, Any]:
         """What the loader needs to know to call it."""

@@ -33,9 +33,9 @@ def program_digest(program: Program, name: str, args: Sequence[Any], pinned: Any
 
     kinds = [leaf.kind for leaf in captured.leaves]
     layout = [
-        *(name, program.platform, options.debug_nans, options.steps_per_call, options.keep_grads, rolled is not None),
-        *map(places, (captured.const_buffers, captured.written, captured.arg_buffers, program.written, program.read)),
-        *(program.num_donated, program.written_args, program.kept_args, kinds, len(captured.finite), bool(captured.checks)),
+        *(name, program.devices.platform, options.debug_nans, options.steps_per_call, options.keep_grads, rolled is not None),
+        *map(places, (captured.const_buffers, captured.written, captured.arg_buffers, program.written.buffers, program.read.buffers)),
+        *(program.num_donated, program.arguments.written, program.arguments.kept, kinds, len(captured.finite), bool(captured.checks)),
         *(captured.draws, captured.host_tensors, len(captured.kept_gradients), len(captured.born)),
         [_described(value) for value in jax.tree.leaves(args)],
         jax.tree.flatten(pinned, is_leaf=lambda value: value is None)[0],

@@ -362,7 +362,7 @@ class Step(Compiled, Generic[P, R]):
         """What repeats in the latest program, and why it is no loop where it is none; empty with `roll=False`."""
         program = self._program
         if program.rolled is None:
-            return repeats_left(program.captured, program.platform) if self._options.roll == "auto" else []
+            return repeats_left(program.captured, program.devices.platform) if self._options.roll == "auto" else []
         return program.rolled.loops
 
     def collectives(self) -> _hlo.CollectiveReport:

@@ -14,10 +14,10 @@ from spmd.base._convert import exact_dtypes
 from spmd.device._arrays import fetched
 from spmd.device._storage import Buffer
 from spmd.program._program import Options, Program
+from spmd.program.run._program_call import ProgramCall
 from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact
 from spmd.program.xla._compilation import Making
-from spmd.program.xla._executable import on_all_devices
 
 
 class SizedProgram(Program):
@@ -68,8 +68,8 @@ class SizedProgram(Program):
         real = tuple(int(self._room.points.integer(self._room.product(dim))(self.family.today)) for dim in dims)
         if real == tuple(value.shape):
             return value
-        if self.is_on_cpu:
-            return on_all_devices(np.ascontiguousarray(fetched(value)[tuple(slice(0, n) for n in real)]), self.replicated)
+        if self.devices.is_on_cpu:
+            return self.devices.array_of(np.ascontiguousarray(fetched(value)[tuple(slice(0, n) for n in real)]))
         with exact_dtypes():
             return jnp.asarray(lax.slice(value, (0,) * len(real), real))
 
@@ -77,8 +77,9 @@ class SizedProgram(Program):
         self.captured.leaves = self.family.leaves()
         return super()._result(self._cut(outputs, self._of_outputs), given, held)
 
-    def _leave_gradients(self, grads: list[Any], given: Any) -> None:
-        super()._leave_gradients(self._cut(grads, self._of_gradients), given)
+    def _leave_gradients(self, call: ProgramCall) -> None:
+        call.gradients = self._cut(call.gradients, self._of_gradients)
+        super()._leave_gradients(call)
 
 
 __all__ = ["SizedProgram"]

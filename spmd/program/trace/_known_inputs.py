@@ -119,6 +119,11 @@ class KnownInputs:
             self._looks.append(_Look(position, buffer.shape, place, look))
             self._looks[-1](self._hosts[position])
 
+    @property
+    def has_looks(self) -> bool:
+        """Whether arguments are looked at before each call."""
+        return bool(self._looks)
+
     def look(self, arguments: Sequence[Buffer]) -> None:
         """A call begins, with these arguments."""
         for look in self._looks:

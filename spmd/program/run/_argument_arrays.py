@@ -1,0 +1,42 @@
+"""The arrays of a call's tensor arguments: those that the program updates, which it is given, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from spmd.device._storage import Buffer
+
+_value = attrgetter("value")
+
+
+class ArgumentArrays:
+    """Attributes:
+    written, kept: positions of the arguments that the program updates, and of the others.
+    shardings: how the program takes each; known when it is compiled.
+    """
+
+    def __init__(self, number: int, written: Iterable[int], is_on_mesh: bool) -> None:
+        self.written = list(written)
+        self.kept = [i for i in range(number) if i not in set(self.written)]
+        self.shardings: list[Any] = []
+        self._is_on_mesh = is_on_mesh
+
+    def today(self, buffers: Sequence[Buffer]) -> list[Any]:
+        """The arrays of all arguments, laid out as the program expects."""
+        for buffer, sharding in zip(buffers, self.shardings, strict=True):
+            value = buffer.value
+            if value is None:
+                buffer.place(sharding if self._is_on_mesh else None)
+            elif value.sharding is not sharding and value.sharding != sharding:
+                buffer.place(sharding)
+        return list(map(_value, buffers))
+
+    def leave(self, buffers: Sequence[Buffer], values: Sequence[Any]) -> None:
+        """Write back what a call left."""
+        for i, value in zip(self.written, values, strict=True):
+            buffers[i].value = value
+
+
+__all__ = ["ArgumentArrays"]
