@@ -9,7 +9,6 @@ lent for as long as it lives; no one can tell whether only the buffer still hold
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from spmd.device._arrays import copied
@@ -29,9 +28,9 @@ def is_lent(array: Any) -> bool:
     return found is not None and found() is array
 
 
-def donatable(values: Sequence[Any]) -> list[Any]:
+def donatable(values: list[Any]) -> list[Any]:
     """Arrays that a program may take: those that are lent are replaced by copies."""
-    return [copied(value) if is_lent(value) else value for value in values] if _lent else list(values)
+    return [copied(value) if is_lent(value) else value for value in values] if _lent else values
 
 
 __all__ = ["is_lent", "note_lent", "donatable"]

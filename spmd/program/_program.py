@@ -137,6 +137,7 @@ class Program(Executable):
             (known is not None and known.has_looks, self._look),
             (captured.held, self._held.find),
             (grads.takes, grads.take),
+            (grads.leaves, grads.look),
             (self.rolled, self._gather),
         ]
         gathered: list[tuple[object, Callable[[ProgramCall], None]]] = [
@@ -154,7 +155,7 @@ class Program(Executable):
             (known is not None and known.followed, self._note_followed),
             (captured.draws, self._advance),
             (grads.takes, grads.forget),
-            (grads.leaves, self._leave_gradients),
+            (grads.leaves, grads.leave),
             (self.watched, self._end_watched),
         ]
         return tuple(tuple(step for needed, step in steps if needed) for steps in (before, gathered, dispatched, after))
@@ -273,29 +274,31 @@ class Program(Executable):
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
         """Why it does not hold for a call with these numbers and tensors among its arguments; None if it does."""
-        self.captured.refresh(numbers, buffers)
+        captured = self.captured
+        captured.numbers.refresh(numbers)
+        if captured.known is not None:
+            captured.known.refresh(buffers)
         if self.mesh is None:
             state = self.written if self.written.buffers else self.read
             over = mesh_of(state.buffers[0].value) if state.first_is_new() else None
             if over is not None:
                 return f"its state lies over {over} now, and was on one device"
-        return self.captured.guards.reason()
+        return captured.guards.reason()
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
         call = ProgramCall(arg_buffers, given)
         for step in self._before:
             step(call)
-        arguments, num_donated = self.arguments, self.num_donated
         state, read = self.written.today(call.changed), self.read.today(call.changed)
         self.read.keep(read)
-        args = arguments.today(arg_buffers)
-        donated = donatable(state[:num_donated]), donatable([args[i] for i in arguments.written])
+        written_args, kept_args = self.arguments.today(arg_buffers)
+        donated = donatable(state[: self.num_donated]), donatable(written_args)
         if call.changed:
             _refuse_shared(donated[0])
         call.hosts = [host_array(t) for t in hosts] if hosts else []
-        kept, on_devices = [args[i] for i in arguments.kept], [*map(self.devices.array_of, call.hosts)]
-        call.inputs = donated, state[num_donated:], read, kept, on_devices, *self.inputs.today()
+        host_args, (numbers, words) = [*map(self.devices.array_of, call.hosts)], self.inputs.today()
+        call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
         for step in self._gathered:
             step(call)
         try:
@@ -349,9 +352,6 @@ class Program(Executable):
 
     def _advance(self, call: ProgramCall) -> None:
         default_stream.draws += self.captured.draws * self.options.steps_per_call
-
-    def _leave_gradients(self, call: ProgramCall) -> None:
-        self._gradients.leave(call)
 
     def _end_watched(self, call: ProgramCall) -> None:
         assert self.watched is not None

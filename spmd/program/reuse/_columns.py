@@ -23,6 +23,7 @@ Read = Callable[[Any], Any]
 
 _call: Any = call
 _version: Any = dict_version
+_joined: Any = chain.from_iterable
 _FEW = 4  # objects of which a column is read one by one
 _EMPTIABLE = (dict, collections.OrderedDict, collections.defaultdict)
 _GONE = (AttributeError, ValueError, LookupError)  # an unset slot, an empty cell, a list that got shorter
@@ -36,10 +37,9 @@ class _Columns:
 
     def __init__(self) -> None:
         self._columns: dict[Read, tuple[list[Any], list[int]]] = {}
-        self._readers: list[Read] = []
-        self._objects: list[list[Any]] = []
-        self._alone: tuple[list[Read], list[Any]] = [], []
         self._ranks: list[int] = []
+        self.alone: tuple[list[Read], list[Any]] = [], []
+        self.columns: tuple[list[Read], list[list[Any]]] = [], []
 
     def add(self, read: Read, objects: Sequence[Any], rank: int) -> None:
         """Read these objects too."""
@@ -51,13 +51,13 @@ class _Columns:
         """All are there: put them in the order in which they are read."""
         alone = [(read, *column) for read, column in self._columns.items() if len(column[0]) < _FEW]
         wide = [(read, *column) for read, column in self._columns.items() if len(column[0]) >= _FEW]
-        self._alone = [read for read, objects, _ in alone for _ in objects], [o for _, objects, _ in alone for o in objects]
-        self._readers, self._objects = [read for read, _, _ in wide], [objects for _, objects, _ in wide]
+        self.alone = [read for read, objects, _ in alone for _ in objects], [o for _, objects, _ in alone for o in objects]
+        self.columns = [read for read, _, _ in wide], [objects for _, objects, _ in wide]
         self._ranks = [rank for _, _, ranks in (*alone, *wide) for rank in ranks]
 
     def now(self) -> Iterable[Any]:
         """What is read."""
-        return chain(map(_call, *self._alone), chain.from_iterable(map(map, self._readers, self._objects)))
+        return chain(map(_call, *self.alone), _joined(map(map, *self.columns)))
 
     def differing(self, differs: Callable[[Any, Any], bool], now: list[Any], known: list[Any]) -> Iterable[int]:
         """The guards that look at something that differs."""
@@ -173,7 +173,7 @@ class Guards:
             self._expect_filled()
             seen = None if seen is None else self._seen()
         self._known = seen
-        self._known_items = [] if seen is None else [*seen.values, *chain.from_iterable(seen.parts)]
+        self._known_items = [] if seen is None else [*seen.values, *_joined(seen.parts)]
         return None
 
     def _arrange(self) -> None:
@@ -186,13 +186,14 @@ class Guards:
         known = self._known
         if known is None or any(self._empty.dicts):
             return False
-        parts = chain.from_iterable(map(_call, self._part_readers, self._part_holders))
-        try:
+        blank, numbers, values = self._blank, self._numbers, self._values
+        parts = _joined(map(_call, self._part_readers, self._part_holders))
+        try:  # each as in `now`, without its call
             return (
                 list(map(_version, self._dicts.dicts)) == known.versions
-                and not any(self._blank.now())
-                and list(self._numbers.now()) == known.numbers
-                and all(map(is_, chain(self._values.now(), parts), self._known_items))
+                and not any(chain(map(_call, *blank.alone), _joined(map(map, *blank.columns))))
+                and list(chain(map(_call, *numbers.alone), _joined(map(map, *numbers.columns)))) == known.numbers
+                and all(map(is_, chain(map(_call, *values.alone), _joined(map(map, *values.columns)), parts), self._known_items))
             )
         except _GONE:
             return False
@@ -211,8 +212,8 @@ class Guards:
         if known is None:
             return range(len(self._guards))
         return chain(
-            chain.from_iterable(compress(self._empty.ranks, self._empty.dicts)),
-            chain.from_iterable(compress(self._dicts.ranks, map(ne, now.versions, known.versions))),
+            _joined(compress(self._empty.ranks, self._empty.dicts)),
+            _joined(compress(self._dicts.ranks, map(ne, now.versions, known.versions))),
             self._blank.filled(),
             self._numbers.differing(ne, now.numbers, known.numbers),
             self._values.differing(is_not, now.values, known.values),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from enum import Enum
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from spmd.program.reads import PLAIN
 from spmd.program.trace._arguments import own_storage, shared_containers, with_shared
 from spmd.program.trace._gradients import gradient_kind
 
+_TENSOR = repeat(torch.Tensor)
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class", "attributes")
@@ -62,7 +64,12 @@ def signature(
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat, tree = _flattened(args, kwargs, holders)
+    flat: list[Any]
+    tree: Any
+    if kwargs or not all(map(isinstance, args, _TENSOR)):
+        flat, tree = flatten((args, kwargs), classes=holders)[:2]
+    else:  # the usual arguments of a step: their number stands for their tree
+        flat, tree = list(args), len(args)
     shared = () if isinstance(tree, int) else shared_containers(args, kwargs)
     shape = (tree, shared) if shared else tree
     key: list[Any] = [shape, *modes()]
@@ -70,7 +77,8 @@ def signature(
     positions: dict[int, int] = {}
     hosts: list[torch.Tensor] = []
     copied: list[tuple[Buffer, int]] = []
-    inputs, numbers = varying.get(shape, ()) if varying else (), dict[int, int | float]()
+    inputs = varying.get(shape, ()) if varying else ()
+    numbers: dict[int, int | float] = {}
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             if index in inputs and type(value) in (int, float):
@@ -79,7 +87,12 @@ def signature(
             else:
                 key.append(_static(value))
             continue
-        buffer = _device_buffer(value)
+        try:  # few looks: a tensor's device is a new object each time
+            buffer: Buffer | None = getattr(value.untyped_storage(), "spmd_buffer", None)
+        except (NotImplementedError, RuntimeError):  # no storage: a sparse tensor
+            buffer = None
+        if buffer is None and value.device.type == "jax":
+            buffer = buffer_of(value)  # raises
         if buffer is None:
             hosts.append(value)
             key.append((str(value.device), tuple(value.shape), value.dtype, _attributes(value, attributes)))
@@ -102,26 +115,6 @@ def signature(
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)
-
-
-def _device_buffer(tensor: torch.Tensor) -> Buffer | None:
-    """The buffer under a tensor on device 'jax'; None for a tensor elsewhere. Few looks: a tensor's device is a new object each time."""
-    try:
-        buffer = getattr(tensor.untyped_storage(), "spmd_buffer", None)
-    except (NotImplementedError, RuntimeError):  # no storage: a sparse tensor
-        buffer = None
-    return buffer_of(tensor) if buffer is None and tensor.device.type == "jax" else buffer
-
-
-def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments and what stands for their tree: of a few tensors, the usual arguments of a step, their number."""
-    if not kwargs:
-        for value in args:
-            if not isinstance(value, torch.Tensor):
-                break
-        else:
-            return list(args), len(args)
-    return flatten((args, kwargs), classes=holders)[:2]
 
 
 def changed_positions(old: Any, new: Any) -> set[int]:

@@ -23,15 +23,16 @@ class ArgumentArrays:
         self.shardings: list[Any] = []
         self._is_on_mesh = is_on_mesh
 
-    def today(self, buffers: Sequence[Buffer]) -> list[Any]:
-        """The arrays of all arguments, laid out as the program expects."""
+    def today(self, buffers: Sequence[Buffer]) -> tuple[list[Any], list[Any]]:
+        """The arrays of those that it updates, and of the others, laid out as the program expects."""
         for buffer, sharding in zip(buffers, self.shardings, strict=True):
             value = buffer.value
             if value is None:
                 buffer.place(sharding if self._is_on_mesh else None)
             elif value.sharding is not sharding and value.sharding != sharding:
                 buffer.place(sharding)
-        return list(map(_value, buffers))
+        values = list(map(_value, buffers))
+        return ([values[i] for i in self.written], [values[i] for i in self.kept]) if self.written else ([], values)
 
     def leave(self, buffers: Sequence[Buffer], values: Sequence[Any]) -> None:
         """Write back what a call left."""

@@ -30,6 +30,7 @@ class CallGradients:
         self._slots = [(slots[b], state, i) for state in (written, read) for i, b in enumerate(state.buffers) if b in slots]
         found = captured.gradients
         self._is_dropped = not keep and all(isinstance(owner, torch.Tensor) for owner, _ in found)  # each call leaves the same empty ones
+        self._are_there = False
         self._parameters, self._left = [p for p, _ in found], [grad for _, grad in found]
         self.takes, self.leaves = bool(self._slots), bool(found or captured.born)
 
@@ -46,10 +47,16 @@ class CallGradients:
         for _owner, state, i in self._slots:
             state.let_go(i)
 
+    def look(self, _: ProgramCall) -> None:
+        """See whether the leaves have what a call leaves there: then none has to be put. Now, since guards have just looked at them."""
+        self._are_there = self._is_dropped and all(map(is_, map(_grad, self._parameters), self._left))
+
     def leave(self, call: ProgramCall) -> None:
         """Put the gradients that the function leaves on its leaves, and the state that an optimizer made in its place."""
+        if self._are_there and not self._captured.born:
+            return
         values = iter(call.gradients)
-        if not self._is_dropped or not all(map(is_, map(_grad, self._parameters), self._left)):
+        if not self._are_there:
             self._put(call, values)
         for (parameter, state), value in zip(self._captured.born, values, strict=True):
             buffer = buffer_of(state)

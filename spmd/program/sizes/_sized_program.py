@@ -46,6 +46,7 @@ class SizedProgram(Program):
         if any(self._room.is_padded(dim) for own in of_written for dim in own):
             raise Inexact("a write to an argument whose size varies, or of such a value to a tensor of the state")
         super().__init__(captured, buffers, options, name, spent, making)
+        self._dispatched = (*self._dispatched, self._cut_gradients)
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
         """Why it does not hold for a call; None if it does."""
@@ -77,9 +78,8 @@ class SizedProgram(Program):
         self.captured.leaves = self.family.leaves()
         return super()._result(self._cut(outputs, self._of_outputs), given, held)
 
-    def _leave_gradients(self, call: ProgramCall) -> None:
+    def _cut_gradients(self, call: ProgramCall) -> None:
         call.gradients = self._cut(call.gradients, self._of_gradients)
-        super()._leave_gradients(call)
 
 
 __all__ = ["SizedProgram"]

@@ -266,7 +266,7 @@ def _captured(state: _Trace, jaxpr: Any, bound: list[Any], arg_buffers: list[Buf
         slots={b: position.get(id(p), p) for b, p in state.slots(recorder).items()},
         copies=copies,
         holders=state.found.holders,
-        known=state.known,
+        known=state.known if state.known is not None and state.known.is_used else None,
         layers=recorder.layers,
         branches=list(recorder.branches.values()),
     )

@@ -120,6 +120,11 @@ class KnownInputs:
             self._looks[-1](self._hosts[position])
 
     @property
+    def is_used(self) -> bool:
+        """Whether calls have to do with it."""
+        return bool(self._sources or self._looks or self.followed)
+
+    @property
     def has_looks(self) -> bool:
         """Whether arguments are looked at before each call."""
         return bool(self._looks)

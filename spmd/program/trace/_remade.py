@@ -88,10 +88,10 @@ class Remade:
         return len(self.leaves) - 1
 
 
-def remade(nodes: Sequence[Node], refs: Sequence[int], flat: Sequence[Any]) -> list[Any]:
+def remade(nodes: Sequence[Node], refs: Sequence[int], flat: list[Any]) -> list[Any]:
     """The values with these numbers. `nodes`: each after its parts; `flat`: this call's leaves."""
     if not nodes:
-        return [flat[ref] for ref in refs]
+        return list(map(flat.__getitem__, refs))
     made: list[Any] = [ABSENT if node.blank is None else node.blank() for node in nodes]
 
     def value(ref: int) -> Any:

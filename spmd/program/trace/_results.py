@@ -22,7 +22,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
 from spmd.program.trace._arguments import of_caller
-from spmd.program.trace._window import Kind, Window, leaves_whole
+from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
 
 _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
 
@@ -99,7 +99,7 @@ class Results:
         for buffer in shared:
             arrays.append(buffer.get())
             self.returned.append(None)
-            self.leaves.append(Leaf("array", Kind(torch.Tensor, False, {})))
+            self.leaves.append(Leaf("array", PLAIN_KIND))
         return arrays
 
     def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
@@ -166,8 +166,11 @@ def made(
     flat: list[Any] = []
     for leaf in leaves:
         if leaf.kind == "array":
-            value = next(values)
-            flat.append(leaf.value.made_of(wrap(value)) if leaf.owner is None else _grad_of(leaf.owner, arguments))
+            value, kind = next(values), leaf.value
+            if leaf.owner is not None:
+                flat.append(_grad_of(leaf.owner, arguments))
+            else:
+                flat.append(wrap(value) if kind is PLAIN_KIND else kind.made_of(wrap(value)))
         elif leaf.kind == "number":
             number = fetched(next(values))  # a row of them for each step of `steps_per_call`
             flat.append(leaf.value(number.item()) if number.ndim == 0 else list(map(leaf.value, number.tolist())))

@@ -35,12 +35,13 @@ class Kind(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> Kind:
         """The kind of a device tensor."""
-        return Kind(type(tensor), tensor.requires_grad and tensor.grad_fn is None, dict(attributes_of(tensor) or ()))
+        kind = Kind(type(tensor), tensor.requires_grad and tensor.grad_fn is None, dict(attributes_of(tensor) or ()))
+        return PLAIN_KIND if kind == PLAIN_KIND else kind
 
     @property
     def is_plain(self) -> bool:
         """Whether a new tensor is of this kind."""
-        return self == _PLAIN
+        return self is PLAIN_KIND
 
     def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, which is new, as a tensor of this kind."""
@@ -52,7 +53,7 @@ class Kind(NamedTuple):
         return made.requires_grad_() if self.requires_grad else made
 
 
-_PLAIN = Kind(torch.Tensor, False, {})
+PLAIN_KIND = Kind(torch.Tensor, False, {})
 
 
 class Window(NamedTuple):
