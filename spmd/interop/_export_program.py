@@ -161,7 +161,7 @@ class _Writer:
         self.state = {names[id(b)]: b for b in buffers}
         self.is_written = {names[id(b)] for b in written}
         self.parts = [_Part(name, traced, names, found) for traced in traces]
-        self.draws = any(part.captured.draws for part in self.parts)
+        self.draws = any(part.captured.inputs.draws for part in self.parts)
 
     def values(self) -> list[Any]:
         """Of the state, in the manifest's order."""
@@ -204,30 +204,30 @@ class _Part:
         self._require_no_python()
         self.written = {names[id(b)]: b for b in program.written.buffers}
         self.read = {names[id(b)]: b for b in program.read.buffers}
-        self.numbers = dict(zip(number_names(found, self.captured.numbers), self.captured.numbers.today, strict=False))
+        self.numbers = dict(zip(number_names(found, self.captured.inputs.numbers), self.captured.inputs.numbers.today, strict=False))
         self.arguments, self.constants = _paths(traced)
 
     def _require_no_python(self) -> None:
         captured = self.captured
-        changed = [e.title for e in captured.effects if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
+        changed = [e.title for e in captured.writes.effects if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
         if changed:
             raise _refused(self.name, f"writes to {changed[0]} in every call", "keep what changes in tensors")
-        if captured.actions:
+        if captured.writes.actions:
             raise _refused(self.name, "counts in Python in an optimizer's state, or leaves a mode of torch changed", "count in a tensor")
         if self.program.arguments.written:
             raise _refused(self.name, "writes in place to an argument", "let the function reach the tensor by itself: then it is state")
-        if captured.held:
+        if captured.state.held:
             raise _refused(self.name, "reads a tensor under a name to which it gives another", "write to the tensor in place: t.copy_(new)")
-        if captured.numbers.has_varying or captured.host_tensors:
+        if captured.inputs.numbers.has_varying or captured.inputs.num_hosts:
             raise _refused(self.name, "takes Python numbers that vary, or CPU tensors", "pass tensors on device 'jax'")
-        if captured.num_objects:
+        if captured.outputs.num_objects:
             raise _refused(self.name, "takes an object that holds tensors", "let the function reach it by itself: then it is state")
 
     def exported(self, platforms: tuple[str, ...]) -> Any:
         """`jax.export`'s form of it."""
         program, captured = self.program, self.captured
         inner = program._function()
-        draws = captured.draws
+        draws = captured.inputs.draws
 
         num_written, num_read = len(self.written) + bool(draws), len(self.read)
 
@@ -235,7 +235,7 @@ class _Part:
             state, read = list(flat[: len(self.written)]), list(flat[num_written : num_written + num_read])
             words = flat[num_written - 1] if draws else jnp.zeros(4, np.uint32)
             donated = state[: program.num_donated], []
-            given, numbers = list(flat[num_written + num_read : -1]), captured.numbers.completed(flat[-1])
+            given, numbers = list(flat[num_written + num_read : -1]), captured.inputs.numbers.completed(flat[-1])
             new, _, _, outputs = inner(donated, state[program.num_donated :], read, given, [], numbers, words)
             return [*new, *([advanced(words, draws)] if draws else []), *outputs]
 
@@ -259,7 +259,7 @@ class _Part:
 
     def _given(self) -> list[Any]:
         """The arguments' shapes, which may have symbols."""
-        shapes, inputs = self._shapes(self.captured.arg_buffers), self.captured.jaxpr.jaxpr.invars
+        shapes, inputs = self._shapes(self.captured.inputs.arguments), self.captured.jaxpr.jaxpr.invars
         if self.traced.trace is None:
             return shapes
         return [jax.ShapeDtypeStruct(v.aval.shape, s.dtype, sharding=s.sharding) for v, s in zip(inputs, shapes, strict=False)]
@@ -277,15 +277,15 @@ class _Part:
     def manifest(self) -> dict[str, Any]:
         """What the loader needs to know to call it."""
         captured, trace = self.captured, self.traced.trace
-        written = [*self.written, *([RANDOM] if captured.draws else [])]
-        described = [_described(item["name"], b, dims) for (item, dims), b in zip(self.arguments, captured.arg_buffers, strict=True)]
+        written = [*self.written, *([RANDOM] if captured.inputs.draws else [])]
+        described = [_described(item["name"], b, dims) for (item, dims), b in zip(self.arguments, captured.inputs.arguments, strict=True)]
         return {
             "written": written,
             "read": list(self.read),
             "arguments": [{**own, **item} for own, (item, _) in zip(described, self.arguments, strict=True)],
             "constants": self.constants,
             "numbers": list(self.numbers),
-            "checks": [str(check.text) for check in captured.checks],
+            "checks": [str(check.text) for check in captured.outputs.checks],
             "result": self._result(),
             "sizes": {name: [r.least, r.most, r.multiple, r.rest] for name, r in self.traced.ranges.items()},
             "limits": [] if trace is None else trace.limits,
@@ -295,7 +295,7 @@ class _Part:
     def _result(self) -> Any:
         flat: list[Any] = []
         position = 0
-        for leaf, own in zip(self.captured.leaves, self._leaves(), strict=True):
+        for leaf, own in zip(self.captured.outputs.leaves, self._leaves(), strict=True):
             if own.kind == "computed" and leaf.kind == "static":
                 flat.append(own.value())  # of the sizes
             elif leaf.kind in ("array", "number"):
@@ -303,14 +303,14 @@ class _Part:
                 position += 1
             else:
                 flat.append(flat[leaf.value] if leaf.kind == "again" else leaf.value if leaf.kind == "static" else leaf)
-        (result, *_) = remade(self.captured.nodes, self.captured.refs, flat)
+        (result, *_) = remade(self.captured.outputs.nodes, self.captured.outputs.refs, flat)
         return self._described_result(result)
 
     def _leaves(self) -> Sequence[Leaf]:
         """What is returned, numbers that are computed of sizes as functions of expressions."""
         family = self.traced.family
         if family is None:
-            return self.captured.leaves
+            return self.captured.outputs.leaves
         family.today = cast(Any, tuple(map(Expression, family.names)))
         return family.leaves()
 

@@ -33,7 +33,7 @@ from spmd.program.sizes._formulas import Inexact
 from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._sized_arguments import parts_of, replaced, stand_in
 from spmd.program.sizes._symbolic import Range, SymbolicTrace, points_of, symbolic
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
@@ -69,8 +69,8 @@ class _TracedProgram(Program):
     """Never compiled."""
 
     def _compile(self, arg_buffers: Any, name: str, making: Making) -> Any:
-        for buffer in (*self.written, *self.read, *arg_buffers) if not self.is_ahead else ():
-            self._settle(buffer)
+        for buffer in (*self.written.buffers, *self.read.buffers, *arg_buffers) if not self.is_ahead else ():
+            self.devices.settle(buffer)
 
 
 class _Varying(NamedTuple):
@@ -219,7 +219,7 @@ class FileTraces(Step[Any, Any]):
             else:
                 self._family = self._traced_at(self._sizes, call, way)
                 captured = self._family.captured
-                buffers = captured.arg_buffers
+                buffers = captured.inputs.arguments
             return _TracedProgram(captured, buffers, self._options, self._name, (0.0, 0.0), Making()), 1
 
     def _traced_at(self, varying: _Varying, call: Signature, way: Way) -> Family:

@@ -16,7 +16,7 @@ Note [One call]
         optim/_preparation.py prepare_state         optimizer state exists before it is traced
         trace/_capture.py capture                   one trace
         trace/_arguments.py bind                    each argument a tensor whose value the trace gives
-        trace/_capture.py _Trace.run                jax calls it with tracers: every buffer holds one now
+        trace/_trace.py Trace.run                   jax calls it with tracers: every buffer holds one now
         reads/_swap.py swap                         code outside the libraries asks for its recorded form
         reads/_recorder.py Recording.run            the user's function runs, reads and writes noted
         reads/_recorder.py Recording.effects        what every call has to write in Python's objects
@@ -25,7 +25,7 @@ Note [One call]
         trace/_results.py Results.outputs           which results are values of the program, arguments, state, constants
         trace/_gradients.py Gradients.collect       the gradients that the function left
         trace/_buffer_use.py TraceRecorder.put_back every buffer as it was
-        trace/_capture.py _Trace.guards             what the trace baked in
+        trace/_trace.py Trace.guards                what the trace baked in
         _program.py Program._compile                jax.jit with donation and shardings, compiled or found
         reuse/_shelf.py Shelf.put                   kept
 

@@ -42,9 +42,9 @@ from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.run._state_arrays import StateArrays
 from spmd.program.trace._arguments import of_caller, put_in_argument
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.program.trace._remade import remade
-from spmd.program.trace._results import made
+from spmd.program.trace._results import Leaf, made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._compilation import Compilation, Making, Order, Timings
 from spmd.program.xla._digest import NoDigest
@@ -102,7 +102,7 @@ class Program(Executable):
         """`spent`: seconds to prepare and to trace."""
         self.captured, self.options = captured, options
         written, read, written_args = _state_of(captured)
-        self.devices = ProgramDevices.of((*written, *read, *captured.arg_buffers), captured.layouts)
+        self.devices = ProgramDevices.of((*written, *read, *captured.inputs.arguments), captured.layouts)
         self.mesh, self.is_ahead = self.devices.mesh, self.devices.is_ahead
         start = time.perf_counter()
         self.rolled = rolled_program(captured, options.roll, self.devices.platform)
@@ -111,15 +111,15 @@ class Program(Executable):
             written, read = self.rolled.state(written), self.rolled.state(read)
         self.num_donated = sum(b.shape != () for b in written)
         self.written, self.read = StateArrays(written, self.devices), StateArrays(read, self.devices)
-        self.arguments = ArgumentArrays(len(captured.arg_buffers), written_args, self.mesh is not None)
-        self.inputs = HostInputs(captured.numbers, captured.draws, self.devices)
-        self._held = HeldState(captured.held, self.written, self.read, written_args)
+        self.arguments = ArgumentArrays(len(captured.inputs.arguments), written_args, self.mesh is not None)
+        self.inputs = HostInputs(captured.inputs.numbers, captured.inputs.draws, self.devices)
+        self._held = HeldState(captured.state.held, self.written, self.read, written_args)
         self._gradients = CallGradients(captured, options.keep_grads, self.written, self.read)
-        self._shows_arguments = captured.num_objects > 0 or any(
-            leaf.kind in ("argument", "part") or isinstance(leaf.owner, int) for leaf in captured.leaves
+        self._shows_arguments = captured.outputs.num_objects > 0 or any(
+            leaf.kind in ("argument", "part") or isinstance(leaf.owner, int) for leaf in captured.outputs.leaves
         )
         self.watched = watched()
-        captured.numbers.refresh({})  # with those that the trace was found to use
+        captured.inputs.numbers.refresh({})  # with those that the trace was found to use
         self.digest: str | None = None
         self.no_digest = "it is for chips that are not here"
         self.compilation = self._compile(arg_buffers, name, making)
@@ -131,11 +131,11 @@ class Program(Executable):
     def _steps(self) -> tuple[Steps, ...]:
         """What calls of this program need besides arrays in and arrays out: before, when the arrays are there, when it was dispatched,
         and when its state is written."""
-        captured, known, grads = self.captured, self.captured.known, self._gradients
+        captured, known, grads = self.captured, self.captured.inputs.known, self._gradients
         before: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.is_ahead, self._refuse_to_run),
             (known is not None and known.has_looks, self._look),
-            (captured.held, self._held.find),
+            (captured.state.held, self._held.find),
             (grads.takes, grads.take),
             (grads.leaves, grads.look),
             (self.rolled, self._gather),
@@ -146,14 +146,14 @@ class Program(Executable):
         ]
         dispatched: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.devices.are_paced, self._note_call),
-            (captured.finite, self._require_finite),
-            (captured.checks, self._note_checks),
+            (captured.outputs.finite, self._require_finite),
+            (captured.outputs.checks, self._note_checks),
         ]
         after: list[tuple[object, Callable[[ProgramCall], None]]] = [
-            (captured.copies, self._copy_counters),
+            (captured.state.copies, self._copy_counters),
             (self.arguments.written, self._leave_arguments),
             (known is not None and known.followed, self._note_followed),
-            (captured.draws, self._advance),
+            (captured.inputs.draws, self._advance),
             (grads.takes, grads.forget),
             (grads.leaves, grads.leave),
             (self.watched, self._end_watched),
@@ -186,17 +186,17 @@ class Program(Executable):
         )
         run = self._function()
         if self.options.steps_per_call > 1:
-            require_no_writes(self.captured.effects)
-            has_args, has_born = bool(self.arguments.written), bool(self.captured.born)
-            run = repeated(run, self.options.steps_per_call, self.captured.draws, has_args, has_born, self.options.keep_grads)
+            require_no_writes(self.captured.writes.effects)
+            has_args, has_born = bool(self.arguments.written), bool(self.captured.state.born)
+            run = repeated(run, self.options.steps_per_call, self.captured.inputs.draws, has_args, has_born, self.options.keep_grads)
         run.__name__ = run.__qualname__ = name
         donated = state[: self.num_donated], [given[i] for i in self.arguments.written]
         self.written.shardings, self.read.shardings = [v.sharding for v in state], [v.sharding for v in read]
         self.arguments.shardings = [v.sharding for v in given]
         pinned = None
         if self.mesh is not None:
-            grads = [self._gradient_sharding(g) for g in self.captured.kept_gradients]
-            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.born)
+            grads = [self._gradient_sharding(g) for g in self.captured.outputs.kept_gradients]
+            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.state.born)
             pinned = (self.written.shardings, [v.sharding for v in donated[1]], grads, None)
         kept, hosts, (numbers, words) = [given[i] for i in self.arguments.kept], self._example_hosts(), self.inputs.today()
         args = (donated, state[self.num_donated :], read, kept, hosts, numbers, words)
@@ -231,23 +231,22 @@ class Program(Executable):
         """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
         captured, arguments = self.captured, self.arguments
         state, others = self.written.buffers, self.read.buffers
-        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves)
-        num_outputs += len(captured.finite) + bool(captured.checks)
+        num_outputs = captured.outputs.num_arrays
         if self.rolled is not None:
             return self.rolled.function(state, others, arguments.written, arguments.kept, num_outputs)
         jaxpr, literal = captured.jaxpr.jaxpr, captured.jaxpr.consts
         slot = {id(b): (0, i) for i, b in enumerate(state)} | {id(b): (1, i) for i, b in enumerate(others)}
-        sources = [slot.get(id(b)) if b is not None else None for b in captured.const_buffers]
-        results = {b: i for i, b in enumerate(captured.written)}
+        sources = [slot.get(id(b)) if b is not None else None for b in captured.state.consts]
+        results = {b: i for i, b in enumerate(captured.state.written)}
         state_results = [results[b] for b in state]
-        arg_results = [results[captured.arg_buffers[i]] for i in arguments.written]
+        arg_results = [results[captured.inputs.arguments[i]] for i in arguments.written]
         record = run_channels_last if self.devices.is_on_cpu and has_convolution(jaxpr) else inline_jaxpr
 
         def run(donated: Any, scalars: Any, read: Any, kept_args: Any, hosts: Any, vector: Any, words: Any) -> Any:
             written, written_args = donated
             state = ([*written, *scalars], read)
             consts = [literal[i] if s is None else state[s[0]][s[1]] for i, s in enumerate(sources)]
-            args: list[Any] = [None] * len(captured.arg_buffers)
+            args: list[Any] = [None] * len(captured.inputs.arguments)
             for i, value in (*zip(arguments.written, written_args, strict=True), *zip(arguments.kept, kept_args, strict=True)):
                 args[i] = value
             flat = record(jaxpr, consts, *args, *hosts, vector, words)
@@ -258,11 +257,11 @@ class Program(Executable):
         return run
 
     def _example_hosts(self) -> list[Any]:
-        invars = self.captured.jaxpr.jaxpr.invars[len(self.captured.arg_buffers) :]
-        return [self.devices.array_of(np.zeros(v.aval.shape, v.aval.dtype)) for v in invars[: self.captured.host_tensors]]
+        invars = self.captured.jaxpr.jaxpr.invars[len(self.captured.inputs.arguments) :]
+        return [self.devices.array_of(np.zeros(v.aval.shape, v.aval.dtype)) for v in invars[: self.captured.inputs.num_hosts]]
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
-        for parameter, its in self.captured.gradients:
+        for parameter, its in self.captured.outputs.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
                 return self._state_sharding(parameter)
         return None
@@ -275,15 +274,15 @@ class Program(Executable):
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
         """Why it does not hold for a call with these numbers and tensors among its arguments; None if it does."""
         captured = self.captured
-        captured.numbers.refresh(numbers)
-        if captured.known is not None:
-            captured.known.refresh(buffers)
+        captured.inputs.numbers.refresh(numbers)
+        if captured.inputs.known is not None:
+            captured.inputs.known.refresh(buffers)
         if self.mesh is None:
             state = self.written if self.written.buffers else self.read
             over = mesh_of(state.buffers[0].value) if state.first_is_new() else None
             if over is not None:
                 return f"its state lies over {over} now, and was on one device"
-        return captured.guards.reason()
+        return captured.guarded.guards.reason()
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
         """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
@@ -315,19 +314,20 @@ class Program(Executable):
         return self._result(call.outputs, given, call.held)
 
     def _look(self, call: ProgramCall) -> None:
-        self.captured.look(call.arguments)
+        assert self.captured.inputs.known is not None
+        self.captured.inputs.known.look(call.arguments)
 
     def _gather(self, call: ProgramCall) -> None:
         assert self.rolled is not None
         self.rolled.gather()
 
     def _follow(self, call: ProgramCall) -> None:
-        assert self.captured.known is not None
-        call.followed = self.captured.known.written(call.arguments)
+        assert self.captured.inputs.known is not None
+        call.followed = self.captured.inputs.known.written(call.arguments)
 
     def _begin_watched(self, call: ProgramCall) -> None:
         assert self.watched is not None
-        self.watched.begin(self.captured.numbers.today, call.arguments, call.hosts)
+        self.watched.begin(self.captured.inputs.numbers.today, call.arguments, call.hosts)
         if self.devices.are_paced:  # the processes of a job run one program at a time: gloo has no order for two
             (state, args), scalars, _, *inputs = call.inputs
             jax.block_until_ready(((state or scalars)[:1], call.changed, args, inputs))
@@ -336,10 +336,10 @@ class Program(Executable):
         note_call((*call.outputs, *call.gradients, *call.state[self.num_donated :]), call.state)
 
     def _note_checks(self, call: ProgramCall) -> None:
-        note(call.outputs[-1 - len(self.captured.finite)], self.captured.checks)
+        note(call.outputs[-1 - len(self.captured.outputs.finite)], self.captured.outputs.checks)
 
     def _copy_counters(self, call: ProgramCall) -> None:
-        for follower, leader in self.captured.copies.items():
+        for follower, leader in self.captured.state.copies.items():
             follower.value = leader.value
             follower.host = None
 
@@ -351,7 +351,7 @@ class Program(Executable):
             note_sent(buffer.value, value)
 
     def _advance(self, call: ProgramCall) -> None:
-        default_stream.draws += self.captured.draws * self.options.steps_per_call
+        default_stream.draws += self.captured.inputs.draws * self.options.steps_per_call
 
     def _end_watched(self, call: ProgramCall) -> None:
         assert self.watched is not None
@@ -359,7 +359,7 @@ class Program(Executable):
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
         """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""
-        if position in self.arguments.written or any(b is base for b in (*self.written.buffers, *self.captured.written)):
+        if position in self.arguments.written or any(b is base for b in (*self.written.buffers, *self.captured.state.written)):
             raise TraceError(
                 message(
                     "an argument is a view of a tensor, and the compiled function writes in place to one of the two",
@@ -370,8 +370,8 @@ class Program(Executable):
 
     def _require_finite(self, call: ProgramCall) -> None:
         """Raise, before state is written back, if a module's output was not finite."""
-        flags = call.outputs[-len(self.captured.finite) :]
-        for name, flag in zip(self.captured.finite, flags, strict=True):
+        flags = call.outputs[-len(self.captured.outputs.finite) :]
+        for name, flag in zip(self.captured.outputs.finite, flags, strict=True):
             if not np.all(fetched(flag)):
                 raise NonFiniteError(
                     message(
@@ -385,17 +385,21 @@ class Program(Executable):
         captured = self.captured
         leaves, objects = [], []
         if self._shows_arguments:
-            leaves, _, objects = flatten(given, classes=captured.holders)
+            leaves, _, objects = flatten(given, classes=captured.inputs.holders)
         given = (*given, objects)
-        flat = made(captured.leaves, outputs, leaves, given, held)
-        result, *values = remade(captured.nodes, captured.refs, flat)
+        flat = made(self._leaves(), outputs, leaves, given, held)
+        result, *values = remade(captured.outputs.nodes, captured.outputs.refs, flat)
         if values:
             self._write(values, given, objects)
         return result
 
+    def _leaves(self) -> list[Leaf]:
+        """The leaves of the result of the call at hand."""
+        return self.captured.outputs.leaves
+
     def _write(self, values: list[Any], given: Any, objects: list[Any]) -> None:
         """Give the objects among the arguments their contents, and write to Python's objects what the function wrote."""
-        effects = self.captured.effects
+        effects = self.captured.writes.effects
         holders = [of_caller(e.holder, given) if isinstance(e.holder, tuple) else None for e in effects]
         for instance, contents in zip(objects, values[len(effects) :], strict=True):
             fill(instance, contents)
@@ -418,11 +422,11 @@ class Program(Executable):
 
 def _state_of(captured: Captured) -> tuple[list[Buffer], list[Buffer], list[int]]:
     """The state that a program updates, the state that it only reads, and the positions of the arguments that it updates."""
-    position = {id(b): i for i, b in enumerate(captured.arg_buffers)}
-    written = [b for b in captured.written if id(b) not in position and b not in captured.copies]
+    position = {id(b): i for i, b in enumerate(captured.inputs.arguments)}
+    written = [b for b in captured.state.written if id(b) not in position and b not in captured.state.copies]
     written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
-    read = [b for b in dict.fromkeys(captured.const_buffers) if b is not None and b not in set(written)]
-    return written, read, [position[id(b)] for b in captured.written if id(b) in position]
+    read = [b for b in dict.fromkeys(captured.state.consts) if b is not None and b not in set(written)]
+    return written, read, [position[id(b)] for b in captured.state.written if id(b) in position]
 
 
 def _refuse_shared(state: list[Any]) -> None:

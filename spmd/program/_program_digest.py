@@ -24,23 +24,33 @@ def program_digest(program: Program, name: str, args: Sequence[Any], pinned: Any
         NoDigest: something in the trace is of no known kind.
     """
     captured, options, rolled = program.captured, program.options, program.rolled
-    state = [b for b in (*captured.const_buffers, *captured.written, *captured.arg_buffers) if b is not None]
+    state = [b for b in (*captured.state.consts, *captured.state.written, *captured.inputs.arguments) if b is not None]
     number = {id(b): i for i, b in enumerate({id(b): b for b in state}.values())}
     members = {} if rolled is None else {id(stack.whole): [number[id(b)] for b in stack.members] for stack in rolled.stacks}
 
     def places(buffers: Sequence[Any]) -> list[Any]:
         return [None if b is None else members.get(id(b), number.get(id(b))) for b in buffers]
 
-    kinds = [leaf.kind for leaf in captured.leaves]
+    kinds = [leaf.kind for leaf in captured.outputs.leaves]
     layout = [
         *(name, program.devices.platform, options.debug_nans, options.steps_per_call, options.keep_grads, rolled is not None),
-        *map(places, (captured.const_buffers, captured.written, captured.arg_buffers, program.written.buffers, program.read.buffers)),
-        *(program.num_donated, program.arguments.written, program.arguments.kept, kinds, len(captured.finite), bool(captured.checks)),
-        *(captured.draws, captured.host_tensors, len(captured.kept_gradients), len(captured.born)),
+        *map(
+            places,
+            (captured.state.consts, captured.state.written, captured.inputs.arguments, program.written.buffers, program.read.buffers),
+        ),
+        *(
+            program.num_donated,
+            program.arguments.written,
+            program.arguments.kept,
+            kinds,
+            len(captured.outputs.finite),
+            bool(captured.outputs.checks),
+        ),
+        *(captured.inputs.draws, captured.inputs.num_hosts, len(captured.outputs.kept_gradients), len(captured.state.born)),
         [_described(value) for value in jax.tree.leaves(args)],
         jax.tree.flatten(pinned, is_leaf=lambda value: value is None)[0],
     ]
-    consts = [c if b is None else None for c, b in zip(captured.jaxpr.consts, captured.const_buffers, strict=True)]
+    consts = [c if b is None else None for c, b in zip(captured.jaxpr.consts, captured.state.consts, strict=True)]
     return digest(captured.jaxpr.jaxpr, consts, layout, client)
 
 

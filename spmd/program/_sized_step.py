@@ -33,7 +33,7 @@ from spmd.program.sizes._learned_dims import LearnedDims
 from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._sized_arguments import padded, parts_of, replaced, stand_in
 from spmd.program.sizes._sized_program import SizedProgram
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
@@ -155,7 +155,7 @@ class SizedStep(Step[Any, Any]):
             spent = 0.0, time.perf_counter() - start
             program = SizedProgram(family, bucket, call.buffers, self._options, self._name, spent, Making([self._loaded.get], is_beside))
         family.today = tuple(now.sizes.values())
-        family.captured.refresh(call.numbers, call.buffers)
+        family.captured.inputs.refresh(call.numbers, call.buffers)
         why = program.reason_for(family.today)
         if why is not None:  # known only now that the program was evaluated
             raise SizeDecides(why)
@@ -165,8 +165,8 @@ class SizedStep(Step[Any, Any]):
         """The traces that hold for a call, made if there are none, and how many were made."""
         key, today = self._family_key(call, now), tuple(now.sizes.values())
         for family in self._families.of(key):
-            family.captured.numbers.refresh(call.numbers)
-            if family.captured.guards.reason() is None and family.reason(today) is None:
+            family.captured.inputs.numbers.refresh(call.numbers)
+            if family.captured.guarded.guards.reason() is None and family.reason(today) is None:
                 return family, 0
         self._require_may_trace(failed)
         most = tuple(max(self._asked.dims[name].max, now.bucket[name]) for name in now.names)

@@ -49,7 +49,8 @@ from spmd.program.reuse._shelf import Shelf
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import repeats_left
-from spmd.program.trace._capture import Captured, capture
+from spmd.program.trace._capture import capture
+from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
 from spmd.program.trace._way import Way
@@ -103,7 +104,7 @@ class Step(Compiled, Generic[P, R]):
             self._latest, self._latest_key = program, call.key
             self._note_use(program)
             result = program(call.buffers, call.hosts, (args, kwargs))
-            for action in program.captured.actions:
+            for action in program.captured.writes.actions:
                 action()
             return result
 
@@ -186,7 +187,7 @@ class Step(Compiled, Generic[P, R]):
                         return program, call
                     failed = failed or reason
                     if not way.has_constant_numbers:
-                        self._varying.update((place.token, place) for place in changed_numbers(program.captured.places))
+                        self._varying.update((place.token, place) for place in changed_numbers(program.captured.guarded.places))
                 if failed is None and self._latest_key is not None:
                     failed = changed_signature(self._latest_key, call.key)
                 return self._new(args, kwargs, call, failed, way, is_beside)
@@ -215,8 +216,10 @@ class Step(Compiled, Generic[P, R]):
         self.num_traces += num_traces
         if failed is not None and num_traces:
             self._note_retrace(failed)
-        self._programs.note_state([b for b in (*captured.shared, *captured.const_buffers) if b is not None and b not in captured.slots])
-        if captured.shared:  # known now to be state too: this program is for these very tensors
+        self._programs.note_state(
+            [b for b in (*captured.inputs.shared, *captured.state.consts) if b is not None and b not in captured.state.slots]
+        )
+        if captured.inputs.shared:  # known now to be state too: this program is for these very tensors
             call = call._replace(key=self._signature(args, kwargs).key)
         self._programs.put(call.key, program)
         return program, call
@@ -288,11 +291,11 @@ class Step(Compiled, Generic[P, R]):
                     arguments=call.numbers,
                 )
             if options.check_indices is None:
-                guard_configured_checks(captured.guards)
+                guard_configured_checks(captured.guarded.guards)
             if captured.is_ahead:
                 states.put_back()
             else:
-                states.forget_all_but(captured.stepped)
+                states.forget_all_but(captured.writes.stepped)
             return captured, prepare_s
 
     def _note_retrace(self, reason: str) -> None:

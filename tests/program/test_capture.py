@@ -13,8 +13,10 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import buffer_of, recording
 from spmd.program.find._discover import reachable
 from spmd.program.optim._preparation import prepare_state
+from spmd.program.reads import NumbersNeeded
 from spmd.program.trace import _capture
-from spmd.program.trace._capture import Captured, NumbersNeeded, UnequalCounters
+from spmd.program.trace._capture import UnequalCounters
+from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 
@@ -40,15 +42,15 @@ def shapes(captured: Captured) -> list[tuple[int, ...]]:
 def test_what_is_read_is_a_constant_and_known_by_its_buffer() -> None:
     weight, unread, x = ones(3), ones(3), ones(3)
     captured = capture(lambda x: (x * weight, unread.shape), x)
-    assert captured.arg_buffers == [buffer_of(x)]
-    assert [b for b in captured.const_buffers if b is not None] == [buffer_of(weight)]
-    assert captured.written == []
+    assert captured.inputs.arguments == [buffer_of(x)]
+    assert [b for b in captured.state.consts if b is not None] == [buffer_of(weight)]
+    assert captured.state.written == []
 
 
 def test_what_is_read_twice_and_through_views_is_one_constant() -> None:
     weight = ones(2, 3)
     captured = capture(lambda: (weight.sum(), weight.t() + 1, weight[0] * 2))
-    assert [b for b in captured.const_buffers if b is not None] == [buffer_of(weight)]
+    assert [b for b in captured.state.consts if b is not None] == [buffer_of(weight)]
 
 
 def test_what_is_written_is_told_whether_state_or_argument_and_whether_or_not_it_was_read() -> None:
@@ -60,8 +62,8 @@ def test_what_is_written_is_told_whether_state_or_argument_and_whether_or_not_it
         x[0] = 5
 
     captured = capture(fn, x, y)
-    assert set(captured.written) == {buffer_of(state), buffer_of(filled), buffer_of(x)}
-    assert captured.arg_buffers == [buffer_of(x), buffer_of(y)]
+    assert set(captured.state.written) == {buffer_of(state), buffer_of(filled), buffer_of(x)}
+    assert captured.inputs.arguments == [buffer_of(x), buffer_of(y)]
     assert shapes(captured) == [(3,)] * 3
 
 
@@ -90,7 +92,7 @@ def test_nothing_of_the_user_changes_whatever_the_outcome(is_failing: bool) -> N
     draws = default_stream.draws
     try:
         captured = capture(step, x)
-        assert not is_failing and captured.draws == 1
+        assert not is_failing and captured.inputs.draws == 1
     except KeyError:
         assert is_failing
     assert all(torch.equal(t.detach().cpu(), values[n]) for n, t in tensors.items())
@@ -107,10 +109,10 @@ def test_gradients_are_told_by_their_parameter_and_by_the_position_of_an_argumen
         (x * weight).sum().backward()
 
     captured = capture(fn, ones(1), x)
-    left = {p if isinstance(p, int) else id(p): grad for p, grad in captured.gradients}
+    left = {p if isinstance(p, int) else id(p): grad for p, grad in captured.outputs.gradients}
     assert left.keys() == {id(weight), id(other), 1}
     assert left[id(other)] is None and left[1] is not None
-    assert captured.kept_gradients == [] and shapes(captured) == []
+    assert captured.outputs.kept_gradients == [] and shapes(captured) == []
 
 
 def descend(weight: torch.Tensor) -> Callable[[], None]:
@@ -123,18 +125,18 @@ def descend(weight: torch.Tensor) -> Callable[[], None]:
 
 def test_kept_gradients_are_outputs() -> None:
     captured = capture(descend(ones(3, grad=True)), keep_grads=True)
-    assert [tuple(g.shape) for g in captured.kept_gradients] == [(3,)] and shapes(captured) == [(3,)]
+    assert [tuple(g.shape) for g in captured.outputs.kept_gradients] == [(3,)] and shapes(captured) == [(3,)]
 
 
 def test_a_gradient_that_was_there_is_a_slot_and_can_be_let_go() -> None:
     weight = ones(3, grad=True)
     weight.grad = grad = ones(3)
     captured = capture(lambda: (weight * weight.grad).sum())
-    assert captured.slots == {buffer_of(grad): weight}
+    assert captured.state.slots == {buffer_of(grad): weight}
     captured.let_go()
-    (empty,) = captured.slots
-    assert empty is not buffer_of(grad) and empty.shape == (3,) and captured.slots[empty] is weight
-    assert buffer_of(grad) not in captured.const_buffers and empty in captured.const_buffers
+    (empty,) = captured.state.slots
+    assert empty is not buffer_of(grad) and empty.shape == (3,) and captured.state.slots[empty] is weight
+    assert buffer_of(grad) not in captured.state.consts and empty in captured.state.consts
 
 
 def test_adding_to_a_gradient_that_no_call_kept_says_whose() -> None:
@@ -148,7 +150,7 @@ def test_adding_to_a_gradient_that_no_call_kept_says_whose() -> None:
     with pytest.raises(StaleGradients) as raised:
         capture(fn)
     assert raised.value.unzeroed == {id(weight)}
-    assert capture(fn, way=raised.value.other_way(Way())).gradients[0][0] is weight
+    assert capture(fn, way=raised.value.other_way(Way())).outputs.gradients[0][0] is weight
 
 
 def test_state_that_the_step_creates_is_born_and_an_output() -> None:
@@ -162,15 +164,15 @@ def test_state_that_the_step_creates_is_born_and_an_output() -> None:
 
     found = reachable(step, (), {})
     captured = _capture.capture(step, (), {}, found, Way(), **OPTIONS)  # not prepared
-    assert [(p is weight, tuple(t.shape)) for p, t in captured.born] == [(True, (3,))]
-    assert captured.stepped == [optimizer] and len(captured.actions) == 1
+    assert [(p is weight, tuple(t.shape)) for p, t in captured.state.born] == [(True, (3,))]
+    assert captured.writes.stepped == [optimizer] and len(captured.writes.actions) == 1
     assert dict(optimizer.state) == {}
 
 
 def test_an_optimizer_in_reach_that_does_not_step_is_not_told() -> None:
     weight = ones(3, grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    assert capture(lambda: optimizer and weight.sum()).stepped == []
+    assert capture(lambda: optimizer and weight.sum()).writes.stepped == []
 
 
 def test_a_kept_gradient_is_padded_as_its_parameter_is(mesh_4x2: mesh.Mesh) -> None:
@@ -190,8 +192,8 @@ def test_equal_counters_are_read_as_one_and_copied() -> None:
 
     captured = capture(step)
     first, second = (buffer_of(optimizer.state[w]["step"]) for w in weights)
-    assert captured.copies in ({second: first}, {first: second})
-    assert capture(step, way=Way(share_counters=False)).copies == {}
+    assert captured.state.copies in ({second: first}, {first: second})
+    assert capture(step, way=Way(share_counters=False)).state.copies == {}
 
 
 def test_equal_counters_that_do_not_stay_equal_start_the_trace_again() -> None:
@@ -207,19 +209,19 @@ def test_equal_counters_that_do_not_stay_equal_start_the_trace_again() -> None:
 
     with pytest.raises(UnequalCounters):
         capture(step)
-    assert set(map(buffer_of, counters)) <= set(capture(step, way=Way(share_counters=False)).written)
+    assert set(map(buffer_of, counters)) <= set(capture(step, way=Way(share_counters=False)).state.written)
 
 
 def test_arguments_that_the_function_also_reaches_are_shared() -> None:
     weight = ones(3)
-    assert capture(lambda x: x + weight, weight).shared == [buffer_of(weight)]
-    assert capture(lambda x: x + weight, ones(3)).shared == []
+    assert capture(lambda x: x + weight, weight).inputs.shared == [buffer_of(weight)]
+    assert capture(lambda x: x + weight, ones(3)).inputs.shared == []
 
 
 def test_tensors_of_the_host_among_the_arguments_are_counted() -> None:
     captured = capture(lambda x, y: x.to("jax") + y, torch.ones(3), ones(3))
-    assert captured.host_tensors == 1 and len(captured.arg_buffers) == 1
-    assert len(captured.jaxpr.jaxpr.invars) - len(captured.arg_buffers) == 3  # the host's, the numbers, the random words
+    assert captured.inputs.num_hosts == 1 and len(captured.inputs.arguments) == 1
+    assert len(captured.jaxpr.jaxpr.invars) - len(captured.inputs.arguments) == 3  # the host's, the numbers, the random words
 
 
 def test_checks_and_modules_that_must_be_finite_are_outputs_behind_the_result() -> None:
@@ -231,10 +233,10 @@ def test_checks_and_modules_that_must_be_finite_are_outputs_behind_the_result() 
         return model(x)
 
     captured = capture(fn, ones(2, 2), debug_nans=True)
-    assert len(captured.checks) == 1 and {"0", "1"} <= set(captured.finite)
+    assert len(captured.outputs.checks) == 1 and {"0", "1"} <= set(captured.outputs.finite)
     assert shapes(captured)[:2] == [(2, 2), (1,)]
-    assert len(shapes(captured)) == 2 + len(captured.finite)
-    assert capture(fn, ones(2, 2)).finite == []
+    assert len(shapes(captured)) == 2 + len(captured.outputs.finite)
+    assert capture(fn, ones(2, 2)).outputs.finite == []
 
 
 def test_what_is_written_to_python_objects_is_an_effect() -> None:
@@ -245,7 +247,7 @@ def test_what_is_written_to_python_objects_is_an_effect() -> None:
         return x * 2
 
     captured = capture(fn, ones(3))
-    assert len(captured.effects) == 1 and len(captured.refs) == 2 and log == {}
+    assert len(captured.writes.effects) == 1 and len(captured.outputs.refs) == 2 and log == {}
     assert shapes(captured) == [(3,), ()]
 
 
@@ -254,8 +256,8 @@ def test_objects_among_the_arguments_are_counted() -> None:
         def __init__(self) -> None:
             self.keys = ones(3)
 
-    assert capture(lambda cache: cache.keys + 1, Cache()).num_objects == 1
-    assert capture(lambda x: x + 1, ones(3)).num_objects == 0
+    assert capture(lambda cache: cache.keys + 1, Cache()).outputs.num_objects == 1
+    assert capture(lambda x: x + 1, ones(3)).outputs.num_objects == 0
 
 
 def test_varying_numbers_that_unrecorded_code_needs_start_the_trace_again() -> None:

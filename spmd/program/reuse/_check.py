@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.base._errors import TraceError, message
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 
 
 def require_same(name: str, old: Captured, new: Captured) -> None:
@@ -36,35 +36,35 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
             return [f"traced: {a.strip()}", f"now:    {b.strip()}"]
     if len(then) != len(now):
         return [f"traced: {len(then)} operations", f"now:    {len(now)} operations"]
-    for held, held_now, buffer, buffer_now in zip(old.jaxpr.consts, new.jaxpr.consts, old.const_buffers, new.const_buffers, strict=True):
+    for held, held_now, buffer, buffer_now in zip(old.jaxpr.consts, new.jaxpr.consts, old.state.consts, new.state.consts, strict=True):
         if buffer is not buffer_now and _owner(old, buffer) is not _owner(new, buffer_now):
             return [f"it reads another tensor of shape {tuple(np.shape(held_now))}"]
         if buffer is None and not np.array_equal(np.asarray(held), np.asarray(held_now), equal_nan=_is_float(held)):
             return [f"traced: the constant {_short(held)}", f"now:    the constant {_short(held_now)}"]
-    kinds, kinds_now = ([leaf.kind for leaf in captured.leaves] for captured in (old, new))
+    kinds, kinds_now = ([leaf.kind for leaf in captured.outputs.leaves] for captured in (old, new))
     if kinds != kinds_now:
         return [f"traced: its results were {kinds}", f"now:    they are {kinds_now}"]
-    for leaf, leaf_now in zip(old.leaves, new.leaves, strict=True):
+    for leaf, leaf_now in zip(old.outputs.leaves, new.outputs.leaves, strict=True):
         if leaf.kind == "static" and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
     return None
 
 
 def _owner(captured: Captured, buffer: Any) -> Any:
-    return captured.slots.get(buffer, buffer)
+    return captured.state.slots.get(buffer, buffer)
 
 
 def _in_order_of(old: Captured, new: Captured) -> Captured:
     """The new trace with its constants in the order of the old one's, where they are of the same buffers."""
-    place = {id(b): i for i, b in enumerate(new.const_buffers) if b is not None}
-    order = [place.get(id(b)) if b is not None else i for i, b in enumerate(old.const_buffers)]
-    if sorted(i for i in order if i is not None) != list(range(len(new.const_buffers))):
+    place = {id(b): i for i, b in enumerate(new.state.consts) if b is not None}
+    order = [place.get(id(b)) if b is not None else i for i, b in enumerate(old.state.consts)]
+    if sorted(i for i in order if i is not None) != list(range(len(new.state.consts))):
         return new
     wanted = [i for i in order if i is not None]
     closed = new.jaxpr
     jaxpr = closed.jaxpr.replace(constvars=[closed.jaxpr.constvars[i] for i in wanted])
     reordered = closed.replace(jaxpr=jaxpr, consts=[closed.consts[i] for i in wanted])
-    return replace(new, jaxpr=reordered, const_buffers=[new.const_buffers[i] for i in wanted])
+    return replace(new, jaxpr=reordered, state=replace(new.state, consts=[new.state.consts[i] for i in wanted]))
 
 
 def _is_float(value: Any) -> bool:

@@ -86,7 +86,7 @@ class Shelf:
             self._newest = None
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in self._programs.items() if programs}
-        named = {id(b) for p in self for b in (*p.captured.shared, *p.captured.const_buffers) if b is not None}
+        named = {id(b) for p in self for b in (*p.captured.inputs.shared, *p.captured.state.consts) if b is not None}
         for key in self._programs:
             named.update(_buffers_in(key))
         self.state = {i: b for i, b in self.state.items() if i in named}

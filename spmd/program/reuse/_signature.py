@@ -64,14 +64,7 @@ def signature(
     Raises:
         TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
     """
-    flat: list[Any]
-    tree: Any
-    if kwargs or not all(map(isinstance, args, _TENSOR)):
-        flat, tree = flatten((args, kwargs), classes=holders)[:2]
-    else:  # the usual arguments of a step: their number stands for their tree
-        flat, tree = list(args), len(args)
-    shared = () if isinstance(tree, int) else shared_containers(args, kwargs)
-    shape = (tree, shared) if shared else tree
+    flat, tree, shape = _flattened(args, kwargs, holders)
     key: list[Any] = [shape, *modes()]
     buffers: list[Buffer] = []
     positions: dict[int, int] = {}
@@ -81,11 +74,9 @@ def signature(
     numbers: dict[int, int | float] = {}
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
-            if index in inputs and type(value) in (int, float):
+            if is_input := index in inputs and type(value) in (int, float):
                 numbers[index] = value
-                key.append((type(value), VARIES))
-            else:
-                key.append(_static(value))
+            key.append((type(value), VARIES) if is_input else _static(value))
             continue
         try:  # few looks: a tensor's device is a new object each time
             buffer: Buffer | None = getattr(value.untyped_storage(), "spmd_buffer", None)
@@ -102,8 +93,7 @@ def signature(
             own = own_storage(value)
             buffer = buffer_of(own)
         identity = id(buffer)
-        position = positions.setdefault(identity, len(buffers))
-        if position == len(buffers):
+        if (position := positions.setdefault(identity, len(buffers))) == len(buffers):
             buffers.append(buffer)
         place: Any = ("state", identity) if identity in state else position
         if own is not value:
@@ -115,6 +105,16 @@ def signature(
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)
+
+
+def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any, Any]:
+    """The leaves of a call's arguments, their tree, and what stands for it in the key: of tensors alone, the usual arguments of a
+    step, both are their number."""
+    if not kwargs and all(map(isinstance, args, _TENSOR)):
+        return list(args), len(args), len(args)
+    flat, tree, _ = flatten((args, kwargs), classes=holders)
+    shared = shared_containers(args, kwargs)
+    return flat, tree, (tree, shared) if shared else tree
 
 
 def changed_positions(old: Any, new: Any) -> set[int]:

@@ -11,7 +11,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.program.roll._layers import require_loops
 from spmd.program.roll._rolled import Loop, Rolled
 from spmd.program.roll._stacks import Stacks
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.program.xla._channels_last import has_convolution
 
 
@@ -26,11 +26,11 @@ class RolledProgram:
     def __init__(self, captured: Captured, rolled: Rolled) -> None:
         self._captured, self._rolled = captured, rolled
         self.loops: list[Loop] = rolled.loops
-        self._variables = {b: v for b, v in zip(captured.const_buffers, captured.jaxpr.jaxpr.constvars, strict=True) if b is not None}
+        self._variables = {b: v for b, v in zip(captured.state.consts, captured.jaxpr.jaxpr.constvars, strict=True) if b is not None}
         buffers = {v: b for b, v in self._variables.items()}
-        alone = {*captured.slots, *captured.copies, *captured.copies.values(), *captured.arg_buffers}
-        alone.update(buffer_of(held.value) for held in captured.held if is_device_tensor(held.value))
-        written = set(captured.written)
+        alone = {*captured.state.slots, *captured.state.copies, *captured.state.copies.values(), *captured.inputs.arguments}
+        alone.update(buffer_of(held.value) for held in captured.state.held if is_device_tensor(held.value))
+        written = set(captured.state.written)
         self.stacks: list[BufferStack] = []
         for family in rolled.families({v for v, b in buffers.items() if b not in alone}):
             members = [buffers[v] for v in family]
@@ -55,12 +55,12 @@ class RolledProgram:
         captured = self._captured
         jaxpr = captured.jaxpr.jaxpr
         outputs, rest = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-        result = dict(zip(captured.written, rest, strict=False))
+        result = dict(zip(captured.state.written, rest, strict=False))
 
         def run(donated: Any, scalars: Any, read_values: Any, kept: Any, hosts: Any, vector: Any, words: Any) -> Any:
             donated_state, donated_args = donated
             values = Stacks()
-            for variable, buffer, const in zip(jaxpr.constvars, captured.const_buffers, captured.jaxpr.consts, strict=True):
+            for variable, buffer, const in zip(jaxpr.constvars, captured.state.consts, captured.jaxpr.consts, strict=True):
                 if buffer is None:
                     values.put(variable, const)
             for buffer, value in (*zip(written, (*donated_state, *scalars), strict=True), *zip(read, read_values, strict=True)):
@@ -70,15 +70,15 @@ class RolledProgram:
                     values.put_stack([self._variables[b] for b in members], value, None if spec is None else spec.to_jax())
                 elif buffer in self._variables:  # else it is written and never read
                     values.put(self._variables[buffer], value)
-            args: list[Any] = [None] * len(captured.arg_buffers)
+            args: list[Any] = [None] * len(captured.inputs.arguments)
             for i, value in (*zip(written_args, donated_args, strict=True), *zip(kept_args, kept, strict=True)):
                 args[i] = value
             for variable, value in zip(jaxpr.invars, (*args, *hosts, vector, words), strict=True):
                 values.put(variable, value)
             self._rolled.run(values)
             state = [self._result(buffer, result, values) for buffer in written]
-            left = [values.get(result[captured.arg_buffers[i]]) for i in written_args]
-            return state, left, [values.get(v) for v in rest[len(captured.written) :]], [values.get(v) for v in outputs]
+            left = [values.get(result[captured.inputs.arguments[i]]) for i in written_args]
+            return state, left, [values.get(v) for v in rest[len(captured.state.written) :]], [values.get(v) for v in outputs]
 
         return run
 

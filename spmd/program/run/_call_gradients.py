@@ -12,7 +12,7 @@ from spmd.device._storage import buffer_of, wrap, wrap_stored
 from spmd.program.find._objects import flatten
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._state_arrays import StateArrays
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 
 _grad = attrgetter("grad")
 Owner = torch.Tensor | int  # a parameter, or the position of an argument
@@ -26,13 +26,13 @@ class CallGradients:
 
     def __init__(self, captured: Captured, keep: bool, written: StateArrays, read: StateArrays) -> None:
         self._captured, self._keep = captured, keep
-        slots = captured.slots
+        slots = captured.state.slots
         self._slots = [(slots[b], state, i) for state in (written, read) for i, b in enumerate(state.buffers) if b in slots]
-        found = captured.gradients
+        found = captured.outputs.gradients
         self._is_dropped = not keep and all(isinstance(owner, torch.Tensor) for owner, _ in found)  # each call leaves the same empty ones
         self._are_there = False
         self._parameters, self._left = [p for p, _ in found], [grad for _, grad in found]
-        self.takes, self.leaves = bool(self._slots), bool(found or captured.born)
+        self.takes, self.leaves = bool(self._slots), bool(found or captured.state.born)
 
     def take(self, call: ProgramCall) -> None:
         """Put the buffers of today's gradients in their places among the state."""
@@ -53,18 +53,18 @@ class CallGradients:
 
     def leave(self, call: ProgramCall) -> None:
         """Put the gradients that the function leaves on its leaves, and the state that an optimizer made in its place."""
-        if self._are_there and not self._captured.born:
+        if self._are_there and not self._captured.state.born:
             return
         values = iter(call.gradients)
         if not self._are_there:
             self._put(call, values)
-        for (parameter, state), value in zip(self._captured.born, values, strict=True):
+        for (parameter, state), value in zip(self._captured.state.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
     def _put(self, call: ProgramCall, values: Any) -> None:
-        for owner, grad in self._captured.gradients:
+        for owner, grad in self._captured.outputs.gradients:
             leaf = owner if isinstance(owner, torch.Tensor) else self._leaves_of(call)[owner]
             left = grad
             if grad is not None and self._keep:
@@ -74,7 +74,7 @@ class CallGradients:
                 leaf.grad = left
 
     def _leaves_of(self, call: ProgramCall) -> list[Any]:
-        return flatten(call.given, classes=self._captured.holders).leaves
+        return flatten(call.given, classes=self._captured.inputs.holders).leaves
 
 
 __all__ = ["CallGradients"]

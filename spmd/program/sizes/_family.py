@@ -21,7 +21,7 @@ from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
 from spmd.program.sizes._size_reads import SizeReads
 from spmd.program.sizes._window_extents import learn_extents
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.program.trace._results import Leaf
 from spmd.program.trace._window import Window
 from spmd.program.xla._jaxpr import with_constants_first
@@ -56,7 +56,7 @@ class Family:
             raise
         learn_extents(points, self._jaxprs, self._limits)
         self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
-        self._leaves = [self._leaf(same) for same in zip(*(t.leaves for t in traces), strict=True)]
+        self._leaves = [self._leaf(same) for same in zip(*(t.outputs.leaves for t in traces), strict=True)]
         self._asked = questions(points, reads)
         _require_same_numbers(traces, reads)
         self._reads.current = _Leaves(self, self._asked[0])
@@ -155,27 +155,26 @@ class Family:
             Inexact: it is not proved to be exact.
         """
         base, key = self.captured, tuple(bucket)
-        kept = [b for b in base.const_buffers if b is not None]
+        state, inputs = base.state, base.inputs
+        kept = [b for b in state.consts if b is not None]
         if key not in self._made:
             self._made[key] = self._evaluated(Room(self._points, [least for least, _ in self._limits], bucket, ()), bucket)
         closed, dims, room = self._made[key]
-        own = dict(zip(base.arg_buffers, buffers, strict=True))
+        own = dict(zip(inputs.arguments, buffers, strict=True))
+        consts: list[Buffer | None] = [*kept, *([None] * (len(closed.consts) - len(kept)))]
         found = replace(
             base,
             jaxpr=closed,
-            arg_buffers=buffers,
-            const_buffers=[*kept, *([None] * (len(closed.consts) - len(kept)))],
-            written=[own.get(b, b) for b in base.written],
-            leaves=self._leaves,
-            host_tensors=base.host_tensors + 1,
-            shared=[own.get(b, b) for b in base.shared],
+            inputs=replace(inputs, arguments=buffers, num_hosts=inputs.num_hosts + 1, shared=[own.get(b, b) for b in inputs.shared]),
+            state=replace(state, consts=consts, written=[own.get(b, b) for b in state.written]),
+            outputs=replace(base.outputs, leaves=self._leaves),
         )
         return found, dims, room
 
     def _evaluated(self, room: Room, bucket: Sequence[int]) -> tuple[Any, list[Dims], Room]:
         """A closed jaxpr of state, arguments, sizes and the rest; the dims of its outputs."""
         jaxprs = [c.jaxpr for c in self._jaxprs]
-        kept = [i for i, b in enumerate(self.captured.const_buffers) if b is not None]
+        kept = [i for i, b in enumerate(self.captured.state.consts) if b is not None]
         consts = [list(column) for column in zip(*(c.consts for c in self._jaxprs), strict=True)]
         of_consts = [dims_of([j.constvars[i].aval.shape for j in jaxprs]) for i in kept]
         of_inputs = [dims_of([j.invars[i].aval.shape for j in jaxprs]) for i in range(len(jaxprs[0].invars))]
@@ -216,7 +215,7 @@ def _cut(array: Any, shape: tuple[int, ...]) -> Any:
 
 def _in_order_of(first: Captured, other: Captured) -> Captured:
     """A trace with its constants in the order of another's, where they are the same state: which is read first is a matter of caches."""
-    wanted, found = ([None if b is None else id(b) for b in t.const_buffers] for t in (first, other))
+    wanted, found = ([None if b is None else id(b) for b in t.state.consts] for t in (first, other))
     if wanted == found or sorted(map(str, wanted)) != sorted(map(str, found)):
         return other
     made = iter([i for i, own in enumerate(found) if own is None])
@@ -225,28 +224,29 @@ def _in_order_of(first: Captured, other: Captured) -> Captured:
     jaxpr = closed.jaxpr.replace(
         constvars=[closed.jaxpr.constvars[i] for i in order], debug_info=closed.jaxpr.debug_info.with_unknown_names()
     )
-    buffers = [other.const_buffers[i] for i in order]
-    return replace(other, jaxpr=closed.replace(jaxpr=jaxpr, consts=[closed.consts[i] for i in order]), const_buffers=buffers)
+    state = replace(other.state, consts=[other.state.consts[i] for i in order])
+    return replace(other, jaxpr=closed.replace(jaxpr=jaxpr, consts=[closed.consts[i] for i in order]), state=state)
 
 
 def _require_alike(traces: Sequence[Captured]) -> None:
     first = traces[0]
     for other in traces[1:]:
+        outputs, others, state, its = first.outputs, other.outputs, first.state, other.state
         alike = (
-            len(first.leaves) == len(other.leaves)
-            and first.refs == other.refs
-            and [n.parts for n in first.nodes] == [n.parts for n in other.nodes]
-            and len(first.const_buffers) == len(other.const_buffers)
-            and all(a is b for a, b in zip(first.const_buffers, other.const_buffers, strict=True))
-            and len(first.arg_buffers) == len(other.arg_buffers)
-            and len(first.written) == len(other.written)
-            and first.draws == other.draws
-            and len(first.effects) == len(other.effects)
-            and len(first.born) == len(other.born)
-            and len(first.kept_gradients) == len(other.kept_gradients)
+            len(outputs.leaves) == len(others.leaves)
+            and outputs.refs == others.refs
+            and [n.parts for n in outputs.nodes] == [n.parts for n in others.nodes]
+            and len(state.consts) == len(its.consts)
+            and all(a is b for a, b in zip(state.consts, its.consts, strict=True))
+            and len(first.inputs.arguments) == len(other.inputs.arguments)
+            and len(state.written) == len(its.written)
+            and first.inputs.draws == other.inputs.draws
+            and len(first.writes.effects) == len(other.writes.effects)
+            and len(state.born) == len(its.born)
+            and len(outputs.kept_gradients) == len(others.kept_gradients)
         )
-        own = dict(zip(first.arg_buffers, other.arg_buffers, strict=False))
-        if not alike or any(own.get(a, a) is not b for a, b in zip(first.written, other.written, strict=True)):
+        own = dict(zip(first.inputs.arguments, other.inputs.arguments, strict=False))
+        if not alike or any(own.get(a, a) is not b for a, b in zip(state.written, its.written, strict=True)):
             raise SizeDecides("the size decides what is computed")
 
 
@@ -293,9 +293,9 @@ def _require_same_numbers(traces: Sequence[Captured], reads: Sequence[SizeReads]
 
 
 def _computed(trace: Captured) -> list[Any]:
-    leaves = [leaf.value for leaf in trace.leaves if leaf.kind == "computed"]
-    noted = [leaf.value.now for leaf in trace.leaves if leaf.kind == "static" and is_noted(leaf.value)]
-    return [*leaves, *noted, *trace.numbers.computed, *(ask for ask, _ in trace.branches)]
+    leaves = [leaf.value for leaf in trace.outputs.leaves if leaf.kind == "computed"]
+    noted = [leaf.value.now for leaf in trace.outputs.leaves if leaf.kind == "static" and is_noted(leaf.value)]
+    return [*leaves, *noted, *trace.inputs.numbers.computed, *(ask for ask, _ in trace.guarded.branches)]
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._size_reads import SizeReads
 from spmd.program.sizes._trace_points import more_points, points_within, with_enough_points
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 
 _MOST_REMAINDERS = 4  # that have traces of their own; more, and each size has a program
 _LONGEST_PERIOD = 128

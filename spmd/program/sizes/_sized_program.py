@@ -17,6 +17,7 @@ from spmd.program._program import Options, Program
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact
+from spmd.program.trace._results import Leaf
 from spmd.program.xla._compilation import Making
 
 
@@ -36,8 +37,8 @@ class SizedProgram(Program):
         """Raises Inexact: it is not proved to be exact."""
         self.family = family
         captured, dims, self._room = family.padded(bucket, buffers)
-        num_outputs = sum(leaf.kind in ("array", "number") for leaf in captured.leaves) + len(captured.finite) + bool(captured.checks)
-        num_written = len(captured.written)
+        num_outputs = captured.outputs.num_arrays
+        num_written = len(captured.state.written)
         self._of_outputs, of_written, self._of_gradients = (
             dims[:num_outputs],
             dims[num_outputs : num_outputs + num_written],
@@ -75,8 +76,10 @@ class SizedProgram(Program):
             return jnp.asarray(lax.slice(value, (0,) * len(real), real))
 
     def _result(self, outputs: list[Any], given: Any, held: list[Any]) -> Any:
-        self.captured.leaves = self.family.leaves()
         return super()._result(self._cut(outputs, self._of_outputs), given, held)
+
+    def _leaves(self) -> list[Leaf]:
+        return self.family.leaves()
 
     def _cut_gradients(self, call: ProgramCall) -> None:
         call.gradients = self._cut(call.gradients, self._of_gradients)

@@ -24,7 +24,7 @@ from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Padded, Room
 from spmd.program.sizes._trace_points import more_points, points_within
 from spmd.program.sizes._window_extents import WINDOWED, ends_padding, window_padding
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.program.xla._jaxpr import functions_of, with_constants_first
 
 _REFUSALS = (InconclusiveDimensionOperation, TypeError, ValueError, NotImplementedError)
@@ -186,7 +186,7 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
     require_alike(jaxprs)
     own = extents(closed_jaxprs)
     symbols = Symbols(family.names, points, ranges, own)
-    kept = [i for i, b in enumerate(captured.const_buffers) if b is not None]
+    kept = [i for i, b in enumerate(captured.state.consts) if b is not None]
     consts = [list(column) for column in zip(*(c.consts for c in closed_jaxprs), strict=True)]
 
     def run(state: list[Any], given: list[Any]) -> list[Any]:
@@ -203,8 +203,9 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
             [example(same) for same in zip(*(j.invars for j in jaxprs), strict=True)],
         )
     closed = with_constants_first(closed, len(kept))
-    buffers = [captured.const_buffers[i] for i in kept]
-    found = replace(captured, jaxpr=closed, const_buffers=[*buffers, *([None] * (len(closed.consts) - len(kept)))])
+    buffers = [captured.state.consts[i] for i in kept]
+    state = replace(captured.state, consts=[*buffers, *([None] * (len(closed.consts) - len(kept)))])
+    found = replace(captured, jaxpr=closed, state=state)
     return SymbolicTrace(found, symbols, limits(points, family.names, own, family.asked))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, message
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
 from spmd.device._uploaded import host_values, note_sent, window
-from spmd.program.find._objects import ITEMS, contents_of
+from spmd.program.find._objects import ITEMS, Tree, contents_of, unflatten
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import ABSENT, Effect, Recording
+from spmd.program.reads import ABSENT, PLAIN, Effect, Recording
 from spmd.program.trace._host_values import HostArgument
 
 Path = tuple[Any, ...]
@@ -200,6 +200,45 @@ def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
                 value = _with_attributes(value.as_subclass(HostArgument), value)
             bound.append(value)
     return bound, list(dict.fromkeys(buffers)), hosts
+
+
+@dataclass(frozen=True)
+class BoundArguments:
+    """The arguments of a call as a trace has them.
+
+    Attributes:
+        leaves: what stands for each leaf.
+        buffers, hosts: of the device tensors, and the CPU tensors.
+        call: positional and keyword arguments.
+        objects: those in them that hold tensors.
+        containers: the dicts, lists and objects in them.
+        is_stacked: they are the first of a stack each, the results will be stacks.
+        owned: position among the leaves by the id of the tensor or object there.
+        positions: the same by buffer.
+    """
+
+    leaves: list[Any]
+    buffers: list[Buffer]
+    hosts: list[torch.Tensor]
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    objects: list[Any]
+    containers: ArgumentContainers
+    is_stacked: bool
+    owned: dict[int, int]
+    positions: dict[Buffer, int]
+
+    @staticmethod
+    def of(
+        args: Any, kwargs: Any, tree: Tree, bound: tuple[list[Any], list[Buffer], list[torch.Tensor]], is_stacked: bool
+    ) -> BoundArguments:
+        """Those for a call with `args` and `kwargs`, which `tree` takes apart. `bound`: see `bind`."""
+        leaves, buffers, hosts = bound
+        call, objects = unflatten(leaves, tree)
+        call = with_shared(call, (args, kwargs))
+        first = tree.root.objects.count(None) if is_stacked else 0  # what objects hold is no stack
+        owned = {id(leaves[i]): i for i in range(first, len(leaves)) if not isinstance(leaves[i], PLAIN)}
+        positions = {buffer_of(t): i for i, t in enumerate(leaves) if is_device_tensor(t)}
+        return BoundArguments(leaves, buffers, hosts, call, objects, ArgumentContainers(call, objects), is_stacked, owned, positions)
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:

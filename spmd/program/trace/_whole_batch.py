@@ -9,7 +9,7 @@ import torch
 from mesh import Mesh, entry_axes
 from spmd.base._errors import message
 from spmd.device._storage import Buffer
-from spmd.program.trace._capture import Captured
+from spmd.program.trace._captured import Captured
 from spmd.sharding._axes import batch_axes
 
 
@@ -20,7 +20,7 @@ def whole_batch(name: str, mesh: Mesh | None, captured: Captured, buffers: Seque
         buffers: of the arguments on the device.
         hosts: the arguments on the host.
     """
-    if mesh is None or not captured.stepped:
+    if mesh is None or not captured.writes.stepped:
         return None
     layouts = [*captured.layouts, *(b.annotation for b in buffers if b.annotation is not None)]
     split = {axis for spec in layouts for entry in spec.partition_spec for axis in entry_axes(entry)}

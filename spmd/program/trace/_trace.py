@@ -1,0 +1,321 @@
+"""The body of one trace, which jax calls: tracers are put into buffers, the user's function runs, and all is put back.
+
+What it refuses to know: how a trace becomes a program (`_capture`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from operator import call as _call
+from typing import Any
+
+import torch
+
+from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
+from spmd.device._arrays import padded
+from spmd.device._checks import stacked
+from spmd.device._fused_steps import called_directly
+from spmd.device._layout import state_sharding_of
+from spmd.device._numbers import needs_value
+from spmd.device._random_stream import default_stream
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording
+from spmd.patches._constraints import without_branches
+from spmd.patches._grad_scaler import scale_of_before
+from spmd.patches._running_averages import counting_on_device, replaced_counts
+from spmd.program.find._discover import Reachable
+from spmd.program.find._objects import ITEMS, contents_of
+from spmd.program.flow._remat import barrier_on_recompute
+from spmd.program.optim._lifted_numbers import LiftedNumbers
+from spmd.program.optim._preparation import traceable
+from spmd.program.optim._traced_state import Action, TracedState
+from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, ReplacedState, guard_places, guard_who, recorded
+from spmd.program.reuse import _guards
+from spmd.program.reuse._columns import Guards
+from spmd.program.trace._arguments import BoundArguments
+from spmd.program.trace._buffer_use import TraceRecorder
+from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
+from spmd.program.trace._host_values import identity_of
+from spmd.program.trace._known_inputs import KnownInputs
+from spmd.program.trace._memory import Memory
+from spmd.program.trace._modes import Switches
+from spmd.program.trace._remade import Node, Remade
+from spmd.program.trace._results import Leaf, Results
+from spmd.program.trace._watch import report_compiling, restore_functorch, watching
+from spmd.program.trace._way import Way
+
+
+class AttributesNeeded(TraceAgain):
+    """Attributes of tensors among the arguments were read or written: trace again, they are part of a call's signature."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, attributes=way.attributes | self._names)
+
+
+class CountsNeeded(TraceAgain):
+    """An integer that the host knows was needed as a size: trace again, each of them a Python int where it is read."""
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, has_counts=True)
+
+
+def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
+    """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
+    value, spec = load(state), state_sharding_of(parameter)
+    if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
+        return value
+    return padded(value, spec.to_jax())
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Attributes:
+    keep_grads: gradients left on leaf tensors become outputs of the program.
+    debug_nans: the program also says for each module that ran whether its outputs are finite.
+    platform: that it is likely made for.
+    """
+
+    keep_grads: bool
+    debug_nans: bool
+    platform: str
+
+
+@dataclass(frozen=True)
+class TorchState:
+    """What of torch's state a trace changes, each as a context that puts it back.
+
+    Attributes:
+        optim: optimizers' state.
+        gradients: of leaf tensors.
+        memory: storages of tensors.
+        counters: step counters of optimizers that are read as one. See Note [Equal counters].
+    """
+
+    optim: TracedState
+    gradients: Gradients
+    memory: Memory
+    counters: dict[Buffer, Any]
+
+
+@dataclass
+class FunctionLeft:
+    """What the function returned and wrote to Python's objects.
+
+    Attributes:
+        leaves, nodes, refs: see `TraceOutputs`.
+        returned: see `Results`.
+        effects, actions: see `PythonWrites`.
+        arrays: values of the program, until they have left the trace.
+        num_outputs: how many these are, with flags.
+    """
+
+    leaves: list[Leaf]
+    nodes: list[Node]
+    refs: list[int]
+    returned: list[torch.Tensor | None]
+    effects: list[Effect]
+    arrays: list[Any]
+    actions: list[Action] = field(default_factory=list[Action])
+    num_outputs: int = 0
+
+
+@dataclass
+class Trace:
+    """One trace, and what it finds.
+
+    Attributes:
+        fn, arguments, found, way, options: what is traced, with what, what it can reach, and how.
+        torch_state, numbers, known: what it changes of torch, and inputs of the host's.
+        recorder, reads: what it did to buffers, and to Python; set when it runs, as is `left`.
+        draws: random numbers that it took.
+        places: of Python values that it read.
+    """
+
+    fn: Callable[..., Any]
+    arguments: BoundArguments
+    found: Reachable
+    way: Way
+    options: TraceOptions
+    torch_state: TorchState
+    numbers: LiftedNumbers
+    known: KnownInputs | None
+    recorder: TraceRecorder = field(init=False)
+    reads: Recording = field(init=False)
+    left: FunctionLeft = field(init=False)
+    draws: int = 0
+    places: list[Place] = field(default_factory=list[Place])
+
+    def run(self, buffers: list[Buffer], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
+        """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
+        values, gradients, optim = [*shapes, *values], self.torch_state.gradients, self.torch_state.optim
+        inputs = dict(zip(map(identity_of, self.arguments.hosts), values[len(buffers) :], strict=True))
+        recorder = self.recorder = self._recorder(words, inputs, values[len(shapes) : len(buffers)])
+        token = recording.set(recorder)
+        try:
+            for buffer, value in zip(buffers, values, strict=False):
+                recorder.touched[buffer] = (buffer.value, buffer.host)
+                buffer.value, buffer.host = value, None
+                buffer.reads.clear()
+            gradients.mark()
+            with ExitStack() as stack:
+                stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                run_module = stack.enter_context(watching(recorder, self.found, self.options.debug_nans))
+                stack.enter_context(report_compiling())
+                stack.enter_context(barrier_on_recompute())
+                stack.enter_context(counting_on_device())
+                stack.enter_context(without_branches())
+                stack.enter_context(scale_of_before())
+                stack.enter_context(called_directly())
+                stack.enter_context(traceable(self.found.optimizers))
+                stack.enter_context(restore_functorch())
+                reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
+                reads.run_module, reads.note_gradient = run_module, gradients.note_read
+                reads.fixes_indices, reads.has_own_context = self.way.fixes_indices, self.way.has_own_context
+                (args, kwargs), containers = self.arguments.call, self.arguments.containers
+                with nothing_swallowed(), Switches() as switches:
+                    run_in = copy_context().run if self.way.has_own_context else _call
+                    result = run_in(reads.run, self.fn, *args, **kwargs)
+                if not (names := reads.attribute_names(containers.tensors)) <= self.way.attributes:
+                    raise AttributesNeeded(names)
+                effects = [*map(containers.of_tensor, run_in(reads.effects)), *containers.effects()]
+                optim.note(recorder.newborn.__contains__)
+                self.torch_state.memory.write_back()
+            flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
+            left = self.left = self._left(result, effects)
+            outputs = [*left.arrays, *flags, *(flag for _, flag in recorder.finite)]
+            left.arrays, left.num_outputs = [], len(outputs)
+            gradients.collect(recorder.newborn.__contains__, self.options.keep_grads)
+            kept = [stored_like(p, g) for p, g in gradients.left if g is not None] if self.options.keep_grads else []
+            kept.extend(stored_like(p, t) for p, t in optim.born)
+            left.actions = [*optim.effects, *switches.effects]
+            if self.known is not None:
+                self.known.follow(recorder.written, recorder.reads, recorder.counts)
+            return outputs, [b.value for b in recorder.written], kept
+        except DroppedValueError as error:
+            if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
+                raise gradients.stale() from error
+            raise
+        except (TypeError, IndexError, AttributeError, RuntimeError) as error:
+            self._raise_meant(error, recorder)
+            raise
+        finally:
+            recording.reset(token)
+            self.draws = default_stream.draws - recorder.start_draws
+            default_stream.draws = recorder.start_draws
+            recorder.put_back()
+            gradients.drop()
+
+    def _raise_meant(self, error: Exception, recorder: TraceRecorder) -> None:
+        """Raise what an exception of the function means: another trace where a number should be Python's own, or an error of ours.
+
+        No name is bound to an exception: it would hold its frame, and the frame what the function had.
+        """
+        text = str(error)
+        if isinstance(error, TraceError) and recorder.knows_counts():
+            raise CountsNeeded from error
+        if isinstance(error, RuntimeError) and not any(words in text for words in ("scalar.isIntegral", "of Varying")):  # C++, of a size
+            return
+        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode"))
+        if isinstance(error, AttributeError):  # a method of int or float
+            if names_number and recorder.knows_counts():
+                raise CountsNeeded from error
+            if names_number:
+                raise needs_value("number (for a method)", line_of(error)) from error
+            return
+        # an object whose `__index__` gives a varying number; a slice; a size, which C++ takes for no argument at all
+        is_index = any(words in text for words in ("only integers, slices", "slice indices must be integers", "positional argument but"))
+        if "Varying" in text or ((names_number or is_index) and self.numbers.has_varying):
+            raise NumbersNeeded from error
+        if recorder.knows_counts():
+            raise CountsNeeded from error
+        if names_number or "slice indices must be integers" in text:  # a place where Python takes nothing but its own numbers
+            raise needs_value("number (index, range, format)", line_of(error)) from error
+
+    def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:
+        if self.known is not None:
+            self.known.install(arguments)
+        draws, counts = default_stream.draws, self.way.has_counts
+        counters, platform = self.torch_state.counters, self.options.platform
+        return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts)
+
+    def _known_to_reads(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
+        """Names of the modules, the dicts they hold, and what the trace may change as it likes: copies of arguments, optimizers' state."""
+        modules = list(self.found.all_modules())
+        names = {id(module): name for name, module in modules}
+        kinds = ("_parameters", "_buffers", "_modules")
+        owners = {id(d): m for _, m in modules for d in (m.__dict__, *(m.__dict__[kind] for kind in kinds))}
+        ignored = {id(o) for optimizer in self.found.optimizers for o in (optimizer.state, *optimizer.state.values())}
+        return names, owners, ignored | self.arguments.containers.ids | replaced_counts(modules)
+
+    def _left(self, result: Any, effects: list[Effect]) -> FunctionLeft:
+        """What the function returned and wrote, taken apart."""
+        arguments, recorder = self.arguments, self.recorder
+        flat, nodes, refs = self._taken_apart(result, effects)
+        for value in flat:
+            if is_device_tensor(value) and (why := recorder.unwritable.get(buffer_of(value))) is not None:
+                raise why
+        known = {id(t): t for t in (*self.found.device_tensors(), *self.found.optimizer_tensors())}
+        results = Results(
+            arguments.containers.paths,
+            arguments.owned,
+            arguments.positions,
+            set(known),
+            set(map(buffer_of, known.values())),
+            arguments.is_stacked,
+            recorder.newborn.__contains__,
+            self.numbers.stand_ins,
+        )
+        arrays = results.outputs(flat)
+        self.numbers.stand_ins = {}
+        return FunctionLeft(results.leaves, nodes, refs, results.returned, effects, arrays)
+
+    def _taken_apart(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
+        """The leaves of the result, of what was written and of what the objects among the arguments hold, and how they make these."""
+        taken = Remade(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value))
+        refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in effects)]
+        contents = list(map(contents_of, self.arguments.objects))
+        for content in contents:
+            taken.take(content.get(ITEMS), is_new=True)
+        refs += [taken.take(content, is_new=True) for content in contents]
+        return taken.leaves, *taken.ordered(refs)
+
+    def slots(self) -> dict[Buffer, torch.Tensor]:
+        """The gradients that a call takes from their leaves."""
+        fixed = {*map(buffer_of, self.found.device_tensors()), *self.arguments.buffers}
+        return self.torch_state.gradients.slots(self.recorder.touched.__contains__, fixed)
+
+    def guards(self, held: Sequence[ReplacedState]) -> Guards:
+        """Everything the trace baked in."""
+        recorder = self.recorder
+        ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
+        modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
+        self.places = self.reads.settled(self.numbers.expected)
+        self.reads.expect_missing()
+        guards, slots, arguments = Guards(), self.slots(), frozenset(self.arguments.buffers)
+        for optimizer in self.found.optimizers:
+            if any(optimizer is stepped for stepped in recorder.stepped):
+                _guards.guard_optimizer(guards, optimizer, self.numbers)
+        _guards.guard_numbers(guards, self.numbers)
+        guard_places(guards, self.places)
+        tensors = [(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]
+        _guards.guard_modules(guards, modules, tensors)
+        _guards.guard_storages(guards, tensors)
+        _guards.guard_annotations(guards, [b for b in recorder.touched if b not in arguments and b not in slots])
+        _guards.guard_equal_counters(guards, recorder.leaders)
+        for evaluate, outcome in recorder.branches.values():
+            _guards.guard_branch(guards, self.numbers, evaluate, outcome)
+        for tensor in recorder.host_reads:
+            _guards.guard_host_tensor(guards, tensor)
+        if self.known is not None:
+            self.known.guard(guards)
+        self.torch_state.memory.guard(guards)
+        self.torch_state.gradients.guard(guards, recorder.touched.__contains__, slots, self.arguments.owned)
+        guard_who(guards, held)
+        return guards
