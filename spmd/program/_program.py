@@ -110,7 +110,8 @@ class Program(Executable):
         if self.rolled is not None:
             written, read = self.rolled.state(written), self.rolled.state(read)
         self.num_donated = sum(b.shape != () for b in written)
-        self.written, self.read = StateArrays(written, self.devices), StateArrays(read, self.devices)
+        self.written = StateArrays(written, self.devices, is_written=True)
+        self.read = StateArrays(read, self.devices, is_written=False)
         self.arguments = ArgumentArrays(len(captured.inputs.arguments), written_args, self.mesh is not None)
         self.inputs = HostInputs(captured.inputs.numbers, captured.inputs.draws, self.devices)
         self._held = HeldState(captured.state.held, self.written, self.read, written_args)
@@ -290,7 +291,6 @@ class Program(Executable):
         for step in self._before:
             step(call)
         state, read = self.written.today(call.changed), self.read.today(call.changed)
-        self.read.keep(read)
         written_args, kept_args = self.arguments.today(arg_buffers)
         donated = donatable(state[: self.num_donated]), donatable(written_args)
         if call.changed:

@@ -102,7 +102,8 @@ class Step(Compiled, Generic[P, R]):
             for base, position in call.copied:
                 program.refuse_write_to_view(base, position)
             self._latest, self._latest_key = program, call.key
-            self._note_use(program)
+            if program is not self._programs.newest:
+                self._note_use(program)
             result = program(call.buffers, call.hosts, (args, kwargs))
             for action in program.captured.writes.actions:
                 action()

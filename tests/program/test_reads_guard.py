@@ -9,7 +9,7 @@ import pytest
 
 from spmd.program.reads._guard import changed_numbers, guard_places
 from spmd.program.reads._number_place import INPUT
-from spmd.program.reads._places import CellPlace, DictPlace, FunctionPlace, ListPlace, Place, SlotPlace
+from spmd.program.reads._places import CellPlace, ContentPlace, DictPlace, FunctionPlace, ListPlace, Place, SlotPlace
 from spmd.program.reuse._columns import Guards
 
 
@@ -107,6 +107,11 @@ def of_item(change: str) -> tuple[Place, Any, Any]:
     return place, changed, lambda: holder.__setitem__(slice(None), [float("1000"), 7.0])
 
 
+def of_setting() -> tuple[Place, Any, Any]:
+    flags = [True]
+    return ContentPlace(flags, "a setting", lambda: flags[0]), lambda: flags.__setitem__(0, False), lambda: flags.__setitem__(0, True)
+
+
 PLACES: dict[str, Callable[[], tuple[Place, Any, Any]]] = {
     "an entry of a dict": of_dict,
     "a dict that was empty": of_empty_dict,
@@ -119,6 +124,7 @@ PLACES: dict[str, Callable[[], tuple[Place, Any, Any]]] = {
     "a function's defaults": lambda: of_function("__defaults__", (5,)),
     "a function's first keyword defaults": lambda: of_function("__kwdefaults__", {"y": 1}),
     "a function's keyword default": of_keyword_default,
+    "a setting": of_setting,
     "a list": lambda: of_list(list),
     "a deque": lambda: of_list(collections.deque),
     "an item": lambda: of_item("set"),

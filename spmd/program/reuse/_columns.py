@@ -24,7 +24,7 @@ Read = Callable[[Any], Any]
 _call: Any = call
 _version: Any = dict_version
 _joined: Any = chain.from_iterable
-_FEW = 4  # objects of which a column is read one by one
+_FEW = 6  # objects of which a column is read one by one
 _EMPTIABLE = (dict, collections.OrderedDict, collections.defaultdict)
 _GONE = (AttributeError, ValueError, LookupError)  # an unset slot, an empty cell, a list that got shorter
 

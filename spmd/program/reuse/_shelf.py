@@ -25,6 +25,7 @@ class Shelf:
         limit: how many are kept.
         state: buffers that the programs update or read without being passed them, by id. They enter signatures by identity, so
             they are held as long as a signature names them: an `id` must not be used twice.
+        newest: the program that was used last.
     """
 
     def __init__(self, limit: int) -> None:
@@ -34,7 +35,7 @@ class Shelf:
         self._asked: tuple[Any, tuple[Program, ...]] = (None, ())  # for which signature programs were asked for last
         self._used: dict[int, int] = {}  # by the program's id: when it was used last
         self._clock = count()
-        self._newest: Program | None = None  # which was used last
+        self.newest: Program | None = None
         self._num_dropped = 0
 
     def __iter__(self) -> Iterator[Program]:
@@ -67,13 +68,13 @@ class Shelf:
 
     def note_use(self, program: Program) -> None:
         """The program runs."""
-        if program is not self._newest:
-            self._used[id(program)], self._newest = next(self._clock), program
+        if program is not self.newest:
+            self._used[id(program)], self.newest = next(self._clock), program
 
     def clear(self) -> None:
         """Keep none."""
         self._programs, self._used, self.state = {}, {}, {}
-        self._asked, self._newest = (None, ()), None
+        self._asked, self.newest = (None, ()), None
 
     def drop(self, program: Program) -> None:
         """Keep it no longer."""
@@ -82,8 +83,8 @@ class Shelf:
             forget_traces()
         del self._used[id(program)]
         self._asked = None, ()
-        if program is self._newest:
-            self._newest = None
+        if program is self.newest:
+            self.newest = None
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in self._programs.items() if programs}
         named = {id(b) for p in self for b in (*p.captured.inputs.shared, *p.captured.state.consts) if b is not None}

@@ -22,9 +22,10 @@ class StateArrays:
         shardings: how the program takes each; known when it is compiled.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], devices: ProgramDevices) -> None:
+    def __init__(self, buffers: Sequence[Buffer], devices: ProgramDevices, *, is_written: bool) -> None:
         self.buffers = list(buffers)
         self.shardings: list[Any] = []
+        self._is_written = is_written
         self._devices = devices
         self._left = LeftValues(self.buffers)
 
@@ -36,6 +37,8 @@ class StateArrays:
                 if value is not left[i]:
                     values[i] = self._fitted(self.buffers[i], self.shardings[i])
                     changed.append(values[i])
+            if not self._is_written:  # what the next call expects is what this one takes
+                self._left.values = values
         return values
 
     def _fitted(self, buffer: Buffer, sharding: Any) -> Any:
@@ -48,10 +51,6 @@ class StateArrays:
     def first_is_new(self) -> bool:
         """Whether the first of them is not what the last call left."""
         return bool(self.buffers) and self.buffers[0].value is not self._left.values[0]
-
-    def keep(self, values: list[Any]) -> None:
-        """These are the arrays that the next call expects: those that this one took."""
-        self._left.values = values
 
     def leave(self, values: list[Any]) -> None:
         """Write back what a call left."""
