@@ -34,6 +34,23 @@ def test_a_static_value_of_another_type_is_another_program() -> None:
     assert step.num_executables == 3
 
 
+def test_values_that_say_to_be_equal_to_all_are_told_apart_by_their_hashes() -> None:
+    class Expression:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def __eq__(self, other: object) -> bool:  # as symbols do, for which `==` makes an expression
+            return True
+
+        __hash__ = object.__hash__
+
+    two, three = Expression(2.0), Expression(3.0)
+    step = spmd.compile(lambda x, by: x * by.factor)
+    x = torch.ones(1, device="jax")
+    assert [step(x, by).item() for by in (two, three, two, three)] == [2.0, 3.0, 2.0, 3.0]
+    assert step.num_traces == 2
+
+
 def test_new_batch_shape_is_a_new_signature_with_its_reason() -> None:
     _, device = twins()
     step = spmd.compile(lambda x: device(x).sum())

@@ -47,10 +47,11 @@ class Shelf:
 
     def of(self, key: Any) -> tuple[Program, ...]:
         """The programs of one signature, newest first."""
-        if key == self._asked[0]:  # mostly it is that of the last call, and need not be hashed
+        are_tensors = type(key[0]) is int  # other values may have an `__eq__` of their own, which is asked where hashes are equal
+        if are_tensors and key == self._asked[0]:  # mostly it is that of the last call, and need not be hashed
             return self._asked[1]
         found = tuple(self._programs.get(key, ()))
-        if found:
+        if are_tensors and found:
             self._asked = key, found
         return found
 

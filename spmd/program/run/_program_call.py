@@ -15,7 +15,7 @@ class ProgramCall:
     Attributes:
         arguments: buffers of the device tensors among the arguments.
         given: the arguments as the user gave them.
-        held: what the places of `Captured.held` hold today.
+        held: what the places of `TraceState.held` hold today.
         hosts: the CPU tensors among the arguments, as numpy's.
         changed: arrays of the state that are not those which the last call left.
         followed: what it will leave in arguments and state whose values the host follows.

@@ -37,7 +37,7 @@ class Leaf:
             (the caller's own container), "part" (a view of one), "held" (what a place held when the call began), "again" (an
             earlier leaf), "computed" (a number of the host), "view" (of a leaf), "static" (any other value, as the trace returned it).
         value: the tensor or static value; for arrays its Kind, for numbers their class; for arguments the position, for
-            "container" the path, for "held" the position among `Captured.held`, for "again" the number of the leaf, for "part"
+            "container" the path, for "held" the position among `TraceState.held`, for "again" the number of the leaf, for "part"
             and "view" one of these and the Window.
         owner: of an array that is also the gradient which a call leaves: whose (a tensor, or the position of an argument).
     """
@@ -160,7 +160,7 @@ def made(
 
     Args:
         given: see `of_caller`.
-        held: what the places of `Captured.held` held when the call began.
+        held: what the places of `TraceState.held` held when the call began.
     """
     values = iter(outputs)
     flat: list[Any] = []
