@@ -164,7 +164,7 @@ class Guards:
             return None
         self._arrange()
         seen = self._seen()
-        ranks = range(len(self._guards)) if seen is None else sorted({*self._always, *self._differing(seen)})
+        ranks = range(len(self._guards)) if seen is None else sorted(self._differing(seen).union(self._always))
         for rank in ranks:
             reason = self._guards[rank]()
             if reason is not None:
@@ -206,19 +206,25 @@ class Guards:
         except _GONE:
             return None
 
-    def _differing(self, now: _Seen) -> Iterable[int]:
-        """The guards that look at something that is not as it was when all of them held."""
+    def _differing(self, now: _Seen) -> set[int]:
+        """The guards that look at something that is not as it was when all of them held. What is alike as a whole is not walked."""
         known = self._known
         if known is None:
-            return range(len(self._guards))
-        return chain(
-            _joined(compress(self._empty.ranks, self._empty.dicts)),
-            _joined(compress(self._dicts.ranks, map(ne, now.versions, known.versions))),
-            self._blank.filled(),
-            self._numbers.differing(ne, now.numbers, known.numbers),
-            self._values.differing(is_not, now.values, known.values),
-            compress(self._part_ranks, map(_differ, now.parts, known.parts)),
-        )
+            return set(range(len(self._guards)))
+        found: set[int] = set()
+        if any(self._empty.dicts):
+            found.update(_joined(compress(self._empty.ranks, self._empty.dicts)))
+        if now.versions != known.versions:
+            found.update(_joined(compress(self._dicts.ranks, map(ne, now.versions, known.versions))))
+        if any(self._blank.now()):
+            found.update(self._blank.filled())
+        if now.numbers != known.numbers:
+            found.update(self._numbers.differing(ne, now.numbers, known.numbers))
+        if not all(map(is_, now.values, known.values)):
+            found.update(self._values.differing(is_not, now.values, known.values))
+        if not all(map(is_, _joined(now.parts), _joined(known.parts))) or list(map(len, now.parts)) != list(map(len, known.parts)):
+            found.update(compress(self._part_ranks, map(_differ, now.parts, known.parts)))
+        return found
 
     def _expect_filled(self) -> None:
         """From now on the versions of dicts count that were empty and are not."""
