@@ -155,7 +155,7 @@ class _Writer:
     def __init__(self, name: str, fn: Any, call: Any, traces: Sequence[Traced]) -> None:
         self.name = name
         found, programs = reachable(fn, *call), [traced.program for traced in traces]
-        written, read = ([b for p in programs for b in getattr(p, kind)] for kind in ("written", "read"))
+        written, read = [b for p in programs for b in p.written.buffers], [b for p in programs for b in p.read.buffers]
         buffers = list({id(b): b for b in (*written, *read)}.values())
         names = state_names(found, buffers)
         self.state = {names[id(b)]: b for b in buffers}
