@@ -266,7 +266,7 @@ class Step(Compiled, Generic[P, R]):
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
         take_apart()
-        found = reachable(self._fn, args, kwargs, way.holders)
+        found = reachable(self._fn, args, kwargs, way.holders, way.unstepped)
         for value in way.unreached:
             found.add(value)
             found.add_hooks()
@@ -276,7 +276,8 @@ class Step(Compiled, Generic[P, R]):
             for optimizer in found.optimizers:
                 states.keep(optimizer)
                 with underway(f"preparing the state of {type(optimizer).__name__}"):
-                    prepare_state(optimizer)
+                    if prepare_state(optimizer, creates=all(optimizer is not other for other in way.unprepared)):
+                        found.prepared.append(optimizer)
             prepare_s = time.perf_counter() - start
             with checked(options.check_indices):
                 captured = capture(

@@ -535,6 +535,14 @@ def test_steps_of_float64_have_its_digits(name: str) -> None:
     double_steps(lambda p: getattr(optim, name)(p, lr=0.1), 8)  # RAdam rectifies from step 6 on
 
 
+def test_radams_counts_are_right_where_counters_have_64_bits_already() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        double_steps(lambda p: optim.RAdam(p, lr=0.1), 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_which_end_a_moment_is_nearer_to_is_no_part_of_the_program() -> None:
     """`lerp` goes from the nearer end: Adam's `1 - beta1` decides which, once for a program and not in each of its updates."""
     betas = (0.9, 0.8, 0.3, 0.4, 0.7)

@@ -75,6 +75,49 @@ class TakesAway(torch.optim.SGD):
             self.state = collections.defaultdict(dict)
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """Lookahead as it is written mostly: around another optimizer, without `Optimizer.__init__`: torch's hooks do not see its step."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.5)
+        self.param_groups, self.defaults = self.optimizer.param_groups, self.optimizer.defaults
+        self.state = collections.defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if "slow" not in state:
+                        state["slow"] = p.data.clone()
+                    slow = state["slow"]
+                    slow += (p.data - slow) * 0.5
+                    p.data.copy_(slow)
+            group["counter"] = (group["counter"] + 1) % 2
+
+
+class Curvature(_Base):
+    """Sophia's way: another method than `step` keeps something in the state."""
+
+    @torch.no_grad()
+    def look(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if len(state) == 0:
+                state["square"], state["num"] = torch.zeros_like(p), 0
+            state["square"].mul_(0.5).add_(p.grad * p.grad)
+            state["num"] += 1
+
+    def amount(self, p: torch.Tensor) -> Any:
+        return 1 / (1 + self.state[p]["square"])
+
+
 def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
     """The values of parameters and state, on the CPU, parameters by their number."""
     names = {p: i for i, p in enumerate(parameters)}
@@ -110,7 +153,7 @@ def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: i
     return found
 
 
-@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, TakesAway])
+@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, TakesAway, SlowWeights])
 def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: Callable[..., Any]) -> None:
     assert _run(make, {}, "jax") == _run(make, {}, "cpu")
 
@@ -118,6 +161,61 @@ def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: 
 def test_a_count_beside_the_parameters_state_is_an_input_and_may_be_set() -> None:
     edits: dict[int, Edit] = {3: lambda o, ps: o.state.update(steps=10)}
     assert _run(CountsBeside, edits, "jax") == _run(CountsBeside, edits, "cpu")
+
+
+def test_state_that_a_method_without_a_step_makes_is_made_once() -> None:
+    found: list[Any] = []
+    for device, wrap in (("cpu", lambda fn: fn), ("jax", spmd.compile)):
+        parameters = [nn.Parameter(torch.arange(4.0).to(device))]
+        optimizer = Curvature(parameters)
+
+        def backward(p: torch.Tensor = parameters[0]) -> None:
+            p.grad = None
+            (p * p).sum().backward()
+
+        def look(backward: Any = backward, optimizer: Any = optimizer) -> None:
+            backward()
+            optimizer.look()
+
+        def step(backward: Any = backward, optimizer: Any = optimizer) -> None:
+            backward()
+            optimizer.step()
+
+        run_look, run_step = wrap(look), wrap(step)
+        for _ in range(3):
+            run_look()
+            run_step()
+            found.append(_content(optimizer, parameters))
+    assert found[3:] == found[:3]
+
+
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "len": lambda o, p: len(o.state),
+    "in": lambda o, p: p in o.state,
+    "get": lambda o, p: sorted(o.state.get(p, ())),
+    "item": lambda o, p: "exp_avg" in o.state[p],
+    "state_dict": lambda o, p: sorted(o.state_dict()["state"]),
+}
+
+
+def test_state_that_is_looked_at_before_the_first_step_is_not_there_yet() -> None:
+    found: list[Any] = []
+    for device, wrap in (("cpu", lambda fn: fn), ("jax", spmd.compile)):
+        for look in LOOKS.values():
+            p = nn.Parameter(torch.arange(4.0).to(device))
+            optimizer, seen = torch.optim.Adam([p], 0.1), []
+
+            def step(p: Any = p, optimizer: Any = optimizer, seen: list[Any] = seen, look: Any = look) -> None:
+                seen.append(look(optimizer, p))
+                optimizer.zero_grad()
+                (p * p).sum().backward()
+                optimizer.step()
+
+            run = wrap(step)
+            for _ in range(3):
+                run()
+            found.append((seen, _content(optimizer, [p])))
+    assert found[len(LOOKS) :] == found[: len(LOOKS)]
 
 
 def _swap(optimizer: Any, ps: list[nn.Parameter]) -> None:

@@ -61,16 +61,21 @@ def _with_exact_counts(
     update: Callable[..., None], params: Any, grads: Any, averages: Any, squares: Any, steps: list[torch.Tensor], **options: Any
 ) -> None:
     """RAdam's `update` with 64-bit counters, parameter by parameter (`foreach` is in 32); those of its state count on beside them."""
-    update(params, grads, averages, squares, [step.double() for step in steps], **{**options, "foreach": False})
+    counts = [step.to(torch.float64, copy=True) for step in steps]  # in 64 already where that is the default dtype
+    update(params, grads, averages, squares, counts, **{**options, "foreach": False})
     for step in steps:
         step += 1
 
 
-def prepare_state(optimizer: torch.optim.Optimizer) -> None:
+def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> bool:
     """Create the state that the first step would create, and bring host-side counters to the device.
 
     Exact for optimizers whose new state is tensors that do not depend on gradients (zeros, ones, constants), and for SGD's momentum
-    without dampening, where a zero buffer gives the same first step. Others create their state in the first traced step.
+    without dampening, where a zero buffer gives the same first step. Others create their state in the first traced step, and so do all
+    if not `creates`.
+
+    Returns:
+        Whether any state was created.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TraceError(
@@ -86,6 +91,7 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
             vars(optimizer)["_need_device_dtype_check_for_fused"] = False
     missing = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
     missing = [p for p in missing if p.device.type == "jax"]
+    missing = missing if creates else []
     if missing and type(optimizer) is torch.optim.SGD:
         _prepare_sgd(optimizer)
     elif missing and all(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"]):
@@ -93,13 +99,14 @@ def prepare_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if is_device_tensor(parameter) and isinstance(state, dict):
             _settle(optimizer, parameter, state)
+    return any(optimizer.state.get(p) for p in missing)
 
 
 class OptimizerStates:
     """Optimizer states as they were, to be put back if making a program fails. A context."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.optim.Optimizer, dict[Any, Any]]] = {}
+        self._kept: dict[int, tuple[torch.optim.Optimizer, dict[Any, tuple[Any, Any]]]] = {}
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the state of `optimizer`, the first time.
@@ -118,8 +125,7 @@ class OptimizerStates:
                         fix="make the optimizer once, outside of the function",
                     )
                 )
-        state = {p: dict(s) if isinstance(s, dict) else s for p, s in optimizer.state.items()}
-        self._kept[id(optimizer)] = optimizer, state
+        self._kept[id(optimizer)] = optimizer, {p: (s, dict(s) if isinstance(s, dict) else None) for p, s in optimizer.state.items()}
 
     def __enter__(self) -> OptimizerStates:
         return self
@@ -133,9 +139,13 @@ class OptimizerStates:
 
     def put_back(self) -> None:
         """Give the optimizers the state that they had."""
-        for optimizer, state in self._kept.values():
+        for optimizer, kept in self._kept.values():
             optimizer.state.clear()
-            optimizer.state.update(state)
+            optimizer.state.update({owner: state for owner, (state, _) in kept.items()})
+            for state, content in kept.values():
+                if content is not None:  # the dict itself: programs are guarded by which it is
+                    state.clear()
+                    state.update(content)
 
     def __exit__(self, kind: Any, *error: object) -> None:
         if kind is not None:

@@ -15,8 +15,10 @@ import torch
 
 from mesh import ShardingSpec, SpecLike, as_spec
 from spmd.base._errors import SpmdError, message
+from spmd.device._arrays import padded
 from spmd.device._layout import annotation_of, state_sharding_of
 from spmd.device._layout import set_state_sharding as _set
+from spmd.device._storage import load
 from spmd.sharding._annotate import as_mesh
 
 StateRule = Callable[[torch.Tensor, str, torch.Tensor], Any]
@@ -70,3 +72,11 @@ def sharding_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor,
             spec.validate(tuple(value.shape), f"{type(optimizer).__name__}'s state {key!r}")
             return spec
     return own if value.shape == parameter.shape else None
+
+
+def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
+    """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
+    value, spec = load(state), state_sharding_of(parameter)
+    if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
+        return value
+    return padded(value, spec.to_jax())

@@ -27,7 +27,7 @@ def asked(recording: Recording, item: Any, holder: Any) -> Any:
         recording.look_into(holder)
         return _as_member(item, holder)
     if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
-        if not recording.journal.is_written(holder, item):
+        if not recording._is_ignored(holder) and not recording.journal.is_written(holder, item):
             title = f"{recording._title(holder)}[{{!r}}]"
             recording._dict(holder, title).present.setdefault(item, dict.__contains__(holder, item))
     else:

@@ -38,6 +38,7 @@ class PlacesRead:
     Attributes:
         places: by id of their holder.
         journal: what was written; a place that the trace wrote to before it read it guards nothing.
+        met: ids of the dicts that something else guards of which the code itself read or wrote something.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
@@ -52,6 +53,7 @@ class PlacesRead:
         self._names = names
         self._owners = owners
         self._ignored = ignored
+        self.met: set[int] = set()
         self._classes: dict[type, list[dict[str, Any]]] = {}
         self._missing: list[tuple[DictPlace, Any]] = []
         self._found_in_class: dict[tuple[type, int, str], tuple[Any]] = {}  # until the trace writes to a class
@@ -59,13 +61,20 @@ class PlacesRead:
 
     def _entry(self, holder: dict[Any, Any], key: Any, of: Any, mark: str) -> None:
         """An entry of a dict is read. Messages name it after `of` (an object or its name) and `mark`: ".", " ", "[" or nothing."""
-        if id(holder) in self._ignored or self.journal.is_written(holder, key):
+        if self._is_ignored(holder) or self.journal.is_written(holder, key):
             return
         place: Any = self.places.get(id(holder)) or self._dict(holder, self._named(of, mark, "{}", "{!r}"))
         if key not in place.entries:
             value = place.entries[key] = dict.get(holder, key, ABSENT)
             if not isinstance(value, PLAIN):
                 self._met(value, self._named(of, mark, key, shown_key(key) if mark == "[" else ""))
+
+    def _is_ignored(self, holder: Any) -> bool:
+        """Whether something else guards a container of which something is read or written now."""
+        if id(holder) not in self._ignored:
+            return False
+        self.met.add(id(holder))
+        return True
 
     def _named(self, of: Any, mark: str, key: Any, item: str) -> str:
         if not mark:
@@ -132,7 +141,7 @@ class PlacesRead:
         return place
 
     def _whole_dict(self, holder: dict[Any, Any]) -> None:
-        if id(holder) in self._ignored:
+        if self._is_ignored(holder):
             return
         place = self._dict(holder, f"{self._title(holder)}[{{!r}}]")
         if place.whole is None:

@@ -165,7 +165,7 @@ class Recording(PlacesRead):
         if cls in QUIET or isinstance(holder, torch.Tensor):
             self.operate(holder, key)
             return
-        if id(holder) in self._ignored:
+        if self._is_ignored(holder):
             return
         if isinstance(holder, dict) and is_simple(key):
             if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
@@ -216,7 +216,7 @@ class Recording(PlacesRead):
     def look_into(self, value: Any) -> None:
         """All of a container, and nothing of what lies in it."""
         cls = type(value)
-        if cls in QUIET or id(value) in self._ignored:
+        if cls in QUIET or self._is_ignored(value):
             return
         if isinstance(value, torch.Tensor):
             self._host_tensor(value)
@@ -249,9 +249,10 @@ class Recording(PlacesRead):
         if _calls.is_generator(value):
             self.generators.setdefault(id(value), (value, _calls.state_of(value)))
             return
-        self.look_into(value)
-        if isinstance(value, _calls.CONTAINERS) and id(value) not in self._owners and id(value) not in self._ignored:
-            self.journal.content(value, self._title(value))
+        if id(value) not in self._ignored:
+            self.look_into(value)
+            if isinstance(value, _calls.CONTAINERS) and id(value) not in self._owners:
+                self.journal.content(value, self._title(value))
         for part in (*_calls.parts_of(value, self), *_calls.shown_by(value)):
             self.hand(part, depth + 1)
 
@@ -360,7 +361,7 @@ class Recording(PlacesRead):
         return value
 
     def _write_item(self, holder: Any, key: Any) -> None:
-        if isinstance(holder, torch.Tensor) or id(holder) in self._ignored:
+        if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
             return
         cls = type(holder)
         if isinstance(holder, dict) and (isinstance(cls.__setitem__, types.WrapperDescriptorType) or not is_recorded(cls.__module__)):
@@ -375,7 +376,7 @@ class Recording(PlacesRead):
         """The content of a container is about to change, depending on what it is."""
         if isinstance(holder, (collections.UserDict, collections.UserList)):
             holder = self.parts(holder, holder.data)  # type: ignore[arg-type]
-        if id(holder) in self._ignored or isinstance(holder, torch.Tensor):
+        if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
             return
         for each in (holder, *_calls.shown_by(holder)):
             self.look_into(each)

@@ -34,6 +34,8 @@ class TraceRecorder:
         layers: of layers that must become one loop, for each run of them and each layer the variables of its results.
         layouts: those to which values were constrained at some point.
         known: answers of the host; None where it has none, since what is traced is not what a call is given.
+        met: ids of the dicts of optimizers' state of which the function itself read or wrote something.
+        early: optimizers of whose state it did before they stepped.
         has_counts: integers that the host knows are Python's own; else `counts` are those that were asked for.
     """
 
@@ -56,6 +58,8 @@ class TraceRecorder:
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
     layers: list[list[list[Any]]] = field(default_factory=list[list[list[Any]]])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    met: set[int] = field(default_factory=set[int])
+    early: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     unwritable: weakref.WeakKeyDictionary[Buffer, type[TraceAgain]] = field(
         default_factory=weakref.WeakKeyDictionary[Buffer, type[TraceAgain]]
     )
@@ -70,6 +74,16 @@ class TraceRecorder:
     known: KnownInputs | None = None
     has_counts: bool = False
     counts: list[Any] = field(default_factory=list[Any])
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+        if self.has_met(optimizer) and all(optimizer is not stepped for stepped in self.stepped):
+            self.early.append(optimizer)
+        self.stepped.append(optimizer)
+
+    def has_met(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the function itself has read or written something of its state."""
+        return not self.met.isdisjoint(map(id, (optimizer.state, *optimizer.state.values())))
 
     def born(self, buffer: Buffer) -> None:
         self.births.append(weakref.ref(buffer))

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
-from spmd.device._arrays import padded
 from spmd.device._checks import stacked
 from spmd.device._fused_steps import called_directly
-from spmd.device._layout import state_sharding_of
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import scale_of_before
 from spmd.patches._running_averages import counting_on_device, replaced_counts
@@ -30,6 +28,7 @@ from spmd.program.find._objects import ITEMS, contents_of
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import traceable
+from spmd.program.optim._state_rules import stored_like
 from spmd.program.optim._traced_state import Action, TracedState
 from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, ReplacedState, guard_places, guard_who, recorded
 from spmd.program.reuse import _guards
@@ -43,7 +42,7 @@ from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._remade import Node, Remade
 from spmd.program.trace._results import Leaf, Results
-from spmd.program.trace._watch import report_compiling, restore_functorch, watching
+from spmd.program.trace._watch import report_compiling, require_known_state, restore_functorch, watching
 from spmd.program.trace._way import Way
 
 
@@ -63,14 +62,6 @@ class CountsNeeded(TraceAgain):
 
     def other_way(self, way: Way) -> Way:
         return replace(way, has_counts=True)
-
-
-def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
-    """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
-    value, spec = load(state), state_sharding_of(parameter)
-    if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
-        return value
-    return padded(value, spec.to_jax())
 
 
 @dataclass(frozen=True)
@@ -176,14 +167,13 @@ class Trace:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
-                reads.run_module, reads.note_gradient = run_module, gradients.note_read
+                reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
                 reads.fixes_indices, reads.has_own_context = self.way.fixes_indices, self.way.has_own_context
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), Switches() as switches:
                     run_in = copy_context().run if self.way.has_own_context else _call
                     result = run_in(reads.run, self.fn, *args, **kwargs)
-                if not (names := reads.attribute_names(containers.tensors)) <= self.way.attributes:
-                    raise AttributesNeeded(names)
+                self._require_this_way(recorder, reads)
                 effects = [*map(containers.of_tensor, run_in(reads.effects)), *containers.effects()]
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
@@ -211,6 +201,12 @@ class Trace:
             default_stream.draws = recorder.start_draws
             recorder.put_back()
             gradients.drop()
+
+    def _require_this_way(self, recorder: TraceRecorder, reads: Recording) -> None:
+        """The trace met nothing for which it must be made in another way."""
+        if not (names := reads.attribute_names(self.arguments.containers.tensors)) <= self.way.attributes:
+            raise AttributesNeeded(names)
+        require_known_state(recorder, self.found)
 
     def _raise_meant(self, error: Exception, recorder: TraceRecorder) -> None:
         """Raise what an exception of the function means: another trace where a number should be Python's own, or an error of ours.

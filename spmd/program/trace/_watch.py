@@ -35,7 +35,47 @@ class Undiscovered(TraceAgain):
         self.value = value
 
     def other_way(self, way: Way) -> Way:
-        return replace(way, unreached=(*way.unreached, self.value))
+        unstepped = tuple(o for o in way.unstepped if o is not self.value)
+        return replace(way, unreached=(*way.unreached, self.value), unstepped=unstepped)
+
+
+class StateOfUnstepped(TraceAgain):
+    """The function uses the state of optimizers that do not step in it: to this trace they are objects like any other.
+
+    What steps is prepared, and its state is guarded as a whole. A `step` that torch's hooks do not see (of a class that does not
+    call `Optimizer.__init__`), or another method that keeps something in the state (SAM's, Lookahead's), is plain Python.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.optimizers = optimizers
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, unstepped=(*way.unstepped, *self.optimizers))
+
+
+class StateBeforeStep(TraceAgain):
+    """The function looks at state that was created before the trace, and that optimizers have from their first step on."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.optimizers = optimizers
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, unprepared=(*way.unprepared, *self.optimizers))
+
+
+def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
+    """The function itself met the state of such optimizers alone as stepped, and none that was created for this trace.
+
+    Raises:
+        StateOfUnstepped, StateBeforeStep: it must be traced in another way.
+    """
+    unstepped = [o for o in found.optimizers if all(o is not stepped for stepped in recorder.stepped) and recorder.has_met(o)]
+    if unstepped:
+        raise StateOfUnstepped(unstepped)
+    if early := [o for o in recorder.early if any(o is prepared for prepared in found.prepared)]:
+        raise StateBeforeStep(early)
 
 
 @contextmanager
@@ -83,7 +123,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             return
         if all(optimizer is not known for known in found.optimizers):
             raise Undiscovered(optimizer)
-        recorder.stepped.append(optimizer)
+        recorder.note_step(optimizer)
 
     handle = register_optimizer_step_pre_hook(stepping)
     try:
@@ -155,4 +195,4 @@ def restore_functorch() -> Generator[None]:
         raise
 
 
-__all__ = ["Undiscovered", "restore_functorch", "report_compiling", "watching"]
+__all__ = ["Undiscovered", "report_compiling", "require_known_state", "restore_functorch", "watching"]
