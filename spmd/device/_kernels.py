@@ -46,6 +46,7 @@ _SPECIAL = {
     "_local_scalar_dense": _copy.local_scalar_dense,
     "equal": _copy.equal,
     "one_hot": _like.one_hot,
+    "_new_zeros_with_same_feature_meta": _like.new_zeros_with_same_feature_meta,
     "_assert_async": _asserted.assert_async,
     "_assert_async.msg": _asserted.assert_async,
     "as_strided_scatter": _copy.as_strided_scatter,
@@ -79,7 +80,7 @@ _NOW = frozenset(
     {
         *("_nested_tensor_from_mask_left_aligned", "empty.memory_format", "empty_strided", "empty_like", "new_empty_strided"),
         *("_local_scalar_dense", "equal", "one_hot", "_assert_async", "_assert_async.msg", "resize_", "as_strided_scatter"),
-        *("_pin_memory", "is_pinned"),
+        *("_pin_memory", "is_pinned", "_new_zeros_with_same_feature_meta"),
     }
 )
 

@@ -6,6 +6,7 @@ state has its parameter's layout from the start, and no device ever holds more o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,19 @@ def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if device is not None and torch.device(device).type != "jax":
         return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device=device)
     return _laid_out_like(self, empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype))
+
+
+def new_zeros_with_same_feature_meta(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0) -> torch.Tensor:
+    """What forward mode keeps a tangent in that is laid out otherwise than its primal `other`: zeros with the primal's strides.
+
+    C++ asks the primal's storage how large it is, and storages here have no bytes. Dims of a batch (`vmap`) lie before the others.
+    """
+    extents = [(n - 1) * stride for n, stride in zip(other.shape, other.stride(), strict=True)]
+    numel = other.storage_offset() + sum(extents) + 1 if other.numel() else 0
+    batch = tuple(self.shape[:self_num_batch_dims])
+    strides = [numel * math.prod(batch[dim + 1 :]) for dim in range(len(batch))]
+    zeros = torch.zeros((*batch, numel), dtype=other.dtype, device=other.device)
+    return zeros.as_strided((*batch, *other.shape), (*strides, *other.stride()), other.storage_offset())
 
 
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -59,7 +73,7 @@ def filled(adapter: Any, number: float | None = None) -> Any:
     """
 
     def kernel(first: Any, *rest: Any, **kwargs: Any) -> Any:
-        given = number if number is not None or not rest else rest[0]
+        given: Any = number if number is not None or not rest else rest[0]
         like = first if isinstance(first, torch.Tensor) else None
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
         device = kwargs.get("device")
@@ -67,7 +81,8 @@ def filled(adapter: Any, number: float | None = None) -> Any:
             return empty_like(like, **kwargs).fill_(given)  # pyright: ignore[reportCallIssue, reportArgumentType]
         plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
         exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
-        typed = number is not None or (isinstance(given, exact) and dtype.is_floating_point and dtype.itemsize > 1)
+        is_exact = number is None and isinstance(given, exact) and dtype.is_floating_point and dtype.itemsize > 1
+        typed = number is not None or (is_exact and (abs(given) <= torch.finfo(dtype).max or not math.isfinite(given)))
         shape: Any = tuple(first if like is None else like.shape)
         if is_tracing() or not plain or not typed or not (like is None or like.is_contiguous()) or min(shape, default=0) < 0:
             return adapter(first, *rest, **kwargs)

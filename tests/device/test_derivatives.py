@@ -151,6 +151,24 @@ def test_functorch_has_torchs_own_formulas() -> None:
         assert_equal(spmd.compile(transform)(on_jax(x)), transform(x))
 
 
+def test_primals_and_tangents_may_be_views() -> None:
+    def tangents(x: torch.Tensor) -> list[Any]:
+        jvp, y = torch.func.jvp, x + 1
+        return [
+            jvp(torch.sin, (x[0],), (x[1],)),
+            jvp(torch.sin, (x[:, 1],), (x[:, 2],)),
+            jvp(torch.sin, (x.t(),), (x.t().contiguous(),)),
+            jvp(lambda a: a.add_(1).mul_(2), (x[:, 0].clone(),), (x[:, 1],)),
+            jvp(torch.func.grad(lambda a: a.sin().sum()), (x[1],), (x[2],)),
+            torch.func.vmap(lambda a, b: jvp(torch.sin, (a,), (b,)))(x, y.t()),
+            torch.func.vmap(lambda b: jvp(torch.sin, (x[0],), (b,))[1])(y.t()),
+        ]
+
+    x = torch.arange(9.0).reshape(3, 3) / 9
+    assert_equal(tangents(on_jax(x)), tangents(x))
+    assert_equal(spmd.compile(tangents)(on_jax(x)), tangents(x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_has_torchs_own_formulas() -> None:
     def tangents(x: torch.Tensor) -> list[Any]:
