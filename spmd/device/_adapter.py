@@ -31,7 +31,7 @@ from spmd.device._kept import reuse_or_save
 from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
-from spmd.device._refusals import MetaCheck, meta_argument
+from spmd.device._refusals import MetaCheck, meta_argument, range_of
 from spmd.device._storage import load, once, recording, store, trace_setting, wrap
 from spmd.device._turn import own_turn, was_taken
 from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
@@ -299,7 +299,7 @@ class Adapter:
             key.append((torch.SymFloat, type(sample(arg))))  # not float: a Python float stays weakly typed, this one is cast
         elif self.is_dynamic(index, arg):
             dynamic.append(arg)
-            key.append(("number", type(arg), type(arg) is int and arg < 0) if self.is_tensor[index] else type(arg))
+            key.append(("number", type(arg), type(arg) is int and arg < 0) if self.is_tensor[index] else (type(arg), range_of(arg)))
         elif isinstance(arg, int | float):
             key.append((type(arg), exactly(arg)))
         else:

@@ -15,6 +15,7 @@ import contextlib
 import math
 import re
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -201,6 +202,21 @@ def meta_argument(arg: Any, index_of: Any) -> Any:
     if isinstance(arg, torch.Generator):
         return None
     return sample(arg) if isinstance(arg, torch.SymFloat) else arg
+
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_FLOATS = (torch.float8_e4m3fnuz, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
+_HIGHS = sorted({*(torch.iinfo(dtype).max for dtype in _INTEGERS), *(torch.finfo(dtype).max for dtype in _FLOATS)})
+_LOWS = sorted({*(-high for high in _HIGHS), *(torch.iinfo(dtype).min for dtype in _INTEGERS)})  # unsigned ones take what wraps once
+
+
+def range_of(number: Any) -> Any:
+    """Which dtypes hold a number (None: all), since the CPU refuses to put it into others: `fill_(1e6)` of float16."""
+    if type(number) is complex:
+        return range_of(number.real), range_of(number.imag)
+    if -128 <= number <= 127:
+        return None
+    return (bisect_left(_HIGHS, number), bisect_right(_LOWS, number)) if math.isfinite(number) else str(number)
 
 
 # Ops that write an expanded tensor on the CPU too: they repeat one number, or never look.

@@ -97,6 +97,21 @@ def test_a_refused_number_refuses_no_other() -> None:
     torch.testing.assert_close(torch.nn.functional.softshrink(x, 0.5).cpu(), torch.full((2,), 0.5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.complex64])
+def test_a_number_that_the_dtype_does_not_hold_is_refused_after_one_that_it_holds(dtype: torch.dtype) -> None:
+    def outcome(fill: Any, device: str, value: Any) -> Any:
+        try:
+            return fill(torch.zeros(2, dtype=dtype, device=device), value).cpu()
+        except RuntimeError as error:
+            return str(error)
+
+    fills = [torch.Tensor.fill_, torch.full_like, lambda x, value: x.masked_fill(x == 0, value), lambda x, v: x.new_full((2,), v)]
+    for fill in fills:
+        for value in (1, 300, -300, 460.0, 65519.0, 1e6, 3.395e38, -1e39, float("inf")):
+            expected, found = outcome(fill, "cpu", value), outcome(fill, "jax", value)
+            assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected, (fill, value)
+
+
 def test_a_refused_draw_leaves_the_stream_and_the_tensor() -> None:
     torch.manual_seed(0)
     x, state = torch.ones(2, device="jax"), torch.get_device_module("jax").get_rng_state()
