@@ -191,6 +191,7 @@ def install() -> Installed:
     for name, kernel in _pinned.kernels().items():
         installed.add(name, kernel, "CPU", by="device")
     installed.any.fallback(fallback, "PrivateUse1")
+    installed.any.fallback(sparse, "SparsePrivateUse1")
     installed.any.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     listen(installed)
     return installed
@@ -355,6 +356,13 @@ def fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     finally:
         _inside.reset(token)
     raise unsupported(op, args, kwargs)
+
+
+def sparse(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Ops that make sparse tensors, or are given some: the device has none."""
+    what = f"{op} of a sparse tensor: device 'jax' has dense tensors alone"
+    how = "sparse=False for an embedding, sparse_grad=False for gather; x.to_dense() before a tensor moves"
+    raise UnsupportedOpError(message(what, *called_at(), fix=how))
 
 
 _inside: ContextVar[tuple[OpOverload, ...]] = ContextVar("ops that the fallback is resolving", default=())

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd.base._errors import UnsupportedOpError, called_at, message
 from spmd.lowering._registry import lower
 from spmd.lowering.matmul import is_narrower
 
@@ -82,7 +83,26 @@ def _embedding_bag(
     return out, bags, sizes, jnp.zeros((0,), indices.dtype)
 
 
-@lower("_embedding_bag_backward")
+def _is_dense(
+    grad: Any,
+    indices: Any,
+    offsets: Any,
+    bags: Any,
+    sizes: Any,
+    winners: Any,
+    rows: int,
+    by_freq: bool,
+    mode: int,
+    sparse: bool,
+    *rest: Any,
+) -> None:
+    """The gradient of a table has the dense layout, with which optimizers do other things than with the sparse one."""
+    if sparse:
+        what = "the gradient of embedding_bag(sparse=True) is a sparse tensor: device 'jax' has dense tensors alone"
+        raise UnsupportedOpError(message(what, *called_at(), fix="sparse=False"))
+
+
+@lower("_embedding_bag_backward", check=_is_dense)
 def _embedding_bag_backward(
     grad: Any,
     indices: Any,

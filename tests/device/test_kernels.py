@@ -105,6 +105,25 @@ def test_operator_without_a_kernel_is_named_with_its_arguments_and_the_way_out()
         torch._dirichlet_grad(x, x, x)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, ids: torch.nn.functional.embedding(ids, w, sparse=True).sum(),
+        lambda w, ids: torch.nn.functional.embedding_bag(ids[None], w, sparse=True).sum(),
+        lambda w, ids: torch.nn.functional.embedding_bag(ids, w, ids[:1], mode="sum", sparse=True).sum(),
+        lambda w, ids: w.gather(0, ids[:, None], sparse_grad=True).sum(),
+    ],
+    ids=["embedding", "bag", "bag with offsets", "gather"],
+)
+def test_a_sparse_gradient_is_refused_and_the_values_are_computed(loss: Any) -> None:
+    w, ids = torch.ones(4, 3, device="jax", requires_grad=True), torch.tensor([0, 1, 2, 0]).to("jax")
+    with torch.no_grad():
+        assert loss(w, ids).item() == loss(torch.ones(4, 3), ids.cpu()).item()
+    with pytest.raises(UnsupportedOpError, match=r"sparse tensor: device 'jax' has dense tensors alone(?s:.*)fix: sparse=False"):
+        loss(w, ids).backward()
+    assert w.grad is None
+
+
 def test_resize_keeps_the_elements_that_stay() -> None:
     x = torch.arange(4.0).to("jax")
     assert x.resize_(2, 2) is x and x.tolist() == [[0, 1], [2, 3]]
