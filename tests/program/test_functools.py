@@ -122,6 +122,22 @@ class _Place:
         return self.value
 
 
+@pytest.mark.parametrize("method", ["cache_info", "cache_clear"])
+def test_which_calls_a_cached_function_has_had_is_refused(method: str) -> None:
+    @functools.lru_cache
+    def grown(n: int) -> int:
+        return n + 1
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + grown(1)
+        getattr(grown, method)()
+        return y
+
+    with pytest.raises(spmd.TraceError, match=rf"grown\.{method}\(\): which calls a cached function has had"):
+        step(torch.ones(2, device="jax"))
+
+
 def test_an_object_that_is_an_index_may_give_a_number_that_changes() -> None:
     place = _Place()
     step = spmd.compile(lambda x: x[place] + range(10)[place])

@@ -369,6 +369,8 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
             raise refused(f"{type(owner).__name__}.{name}(): random numbers of the host")
     elif issubclass(kind, (np.flatiter, memoryview)) and name == "__setitem__":
         recording.mutate(owner)
+    elif kind is functools._lru_cache_wrapper and name in ("cache_info", "cache_clear"):
+        raise refused(f"{owner.__qualname__}.{name}(): which calls a cached function has had")
     elif issubclass(kind, Iterator):
         recording.advance(owner, f"advanced by {name}()")
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
