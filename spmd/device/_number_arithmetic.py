@@ -25,12 +25,13 @@ from spmd.patches._table import current, replace
 _CAN_OVERFLOW = frozenset({"exp", "expm1", "sinh", "cosh"})
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_CHOICES = ("sym_max", "sym_min")
 
 
 def install() -> None:
     """Replace the operators of `torch.SymFloat`; those of other tracers' numbers do what they did."""
     reversible = ((form, name) for name in _OPERATORS for form in ("", "r"))
-    for form, name in (*reversible, *(("", name) for name in _COMPARISONS)):
+    for form, name in (*reversible, *(("", name) for name in (*_COMPARISONS, *_CHOICES))):
         target = f"torch.SymFloat.__{form}{name}__"
         replace(target, _operator(name, form == "r", current(target)))
 

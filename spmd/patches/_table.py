@@ -277,7 +277,7 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(f"torch.SymFloat.__{form}{name}__", "a number of the device beside an int stays an int", "spmd/device/_number_arithmetic.py")
         for form, names in {
-            "": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge"),
+            "": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min"),
             "r": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
         }.items()
         for name in names

@@ -102,7 +102,7 @@ def _load_attr(instance: Any, name: str) -> None:
             unseen(recording, recording.load_attr, instance, name)
             if name == "__class__" and type(instance) is Varying:  # which is not the number's
                 raise NumbersNeeded
-            if name in ("__class__", "__doc__"):
+            if name in ("__class__", "__doc__", "node"):
                 require_known_name(instance, name)
 
 

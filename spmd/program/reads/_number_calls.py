@@ -24,6 +24,7 @@ from spmd.program.reads._library import is_recorded
 _MOST = 64  # numbers that are operations of their own
 _OF_NUMPY = (np.ndarray, np.generic)
 _OF_INTS = frozenset((range, slice, bytes, bytearray, itertools.islice))
+_OF_BOOLS = (torch.sym_ite, torch.sym_not)  # which take those of torch's own tracers
 _OF_SIZES = frozenset(  # which C++ takes for no argument at all
     ("view", "reshape", "expand", "repeat", "tile", "ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty")
 )
@@ -43,8 +44,8 @@ def is_lifted(value: Any) -> bool:
 
 def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What to call instead of `fn` with such numbers; `fn` itself where it takes them."""
-    if fn is builtins.isinstance:
-        return _is_instance
+    if fn is builtins.isinstance or fn is builtins.hasattr or fn is builtins.dir:  # asked of Python's number, of which there is a sample
+        return lambda value, *rest: fn(sample(value) if is_scalar(value) else value, *rest)
     if fn is builtins.type:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
     if fn is torch.where:
@@ -69,7 +70,7 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def needs_known(fn: Any) -> bool:
     """Whether it takes Python's own numbers alone, and may not say so."""
-    if isinstance(fn, type) and fn in _OF_INTS:
+    if (isinstance(fn, type) and fn in _OF_INTS) or any(fn is f for f in _OF_BOOLS):
         return True
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, str):
@@ -120,7 +121,9 @@ def beside_numpy(left: Any, right: Any) -> Any:
 
 def require_known_name(value: Any, name: str) -> None:
     """Raise for an attribute that Python's number has and this one has otherwise, or not."""
-    if is_scalar(value) and (name in ("__class__", "__doc__") or (hasattr(value.node.kind, name) and not hasattr(type(value), name))):
+    if is_scalar(value) and (
+        name in ("__class__", "__doc__", "node") or (hasattr(value.node.kind, name) and not hasattr(type(value), name))
+    ):
         raise needs_value(f"number (for its attribute {name})")
 
 
@@ -172,10 +175,6 @@ def tensor(fn: Callable[..., torch.Tensor], data: Any, *, requires_grad: bool = 
     numbers = [torch.full((), v, dtype=dtype, device=device) for v in values]
     made = torch.stack(numbers).reshape(shape) if shape else numbers[0]
     return made.requires_grad_() if requires_grad else made
-
-
-def _is_instance(value: Any, kinds: Any) -> bool:
-    return isinstance(value, kinds) or isinstance(sample(value), kinds)
 
 
 def _flat(data: Any) -> Iterator[Any]:
