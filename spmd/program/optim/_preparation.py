@@ -326,9 +326,9 @@ def _step_alone(optimizer: torch.optim.Optimizer) -> None:
 def _as_before(
     optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _InitialStateRecorder, made: list[Any]
 ) -> Generator[None]:
-    """Around the trace of a first step: flags, gradients and values are put back, and all state but what is in `made`."""
+    """Around the trace of a first step: flags, gradients, memory and values are put back, and all state but what is in `made`."""
     groups = optimizer.param_groups
-    kept_grads = [p.grad for p in params]
+    kept_grads, kept_memory = [p.grad for p in params], [p.data for p in params]
     kept_flags = [group.get("capturable") for group in groups]
     kept_state = {p: (s, dict(s) if isinstance(s, dict) else None) for p, s in optimizer.state.items()}
     for group in groups:
@@ -342,8 +342,10 @@ def _as_before(
         for group, flag in zip(groups, kept_flags, strict=True):
             if flag is not None:
                 group["capturable"] = flag
-        for p, grad in zip(params, kept_grads, strict=True):
+        for p, grad, memory in zip(params, kept_grads, kept_memory, strict=True):
             p.grad = grad
+            if buffer_of(p) is not buffer_of(memory):  # `p.data = new`
+                p.data = memory
         for buffer, (value, host) in births.before.items():
             buffer.value, buffer.host = value, host
             buffer.reads.clear()
