@@ -47,7 +47,7 @@
         +-- CountsNeeded                               ... with integers that the host knows as Python's own
         +-- ContextNeeded                              ... in a copy of the context
         +-- ViewNeeded                                 ... with indices of tensors as constants
-        +-- StateOfUnstepped                              ... with an optimizer that does not step as an object like any other
+        +-- OptimizerAsObject                             ... with an optimizer as an object like any other
         +-- StateBeforeStep                               ... with an optimizer's state made by its first step, and not before
         +-- Undiscovered                                  ... with a module or optimizer that was not found before
         +-- NewContainerTypes                                 ... with objects recognised as containers

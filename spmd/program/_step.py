@@ -266,7 +266,7 @@ class Step(Compiled, Generic[P, R]):
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
         take_apart()
-        found = reachable(self._fn, args, kwargs, way.holders, way.unstepped)
+        found = reachable(self._fn, args, kwargs, way.holders, way.as_objects)
         for value in way.unreached:
             found.add(value)
             found.add_hooks()

@@ -118,6 +118,18 @@ class Curvature(_Base):
         return 1 / (1 + self.state[p]["square"])
 
 
+class Notes(_Base):
+    """Lamb's way: what was found goes into the state, where the step does not read it; and `p.data` is set."""
+
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        state["num"] = state.get("num", 0) + 1
+        state["norm"] = p.norm()
+        state["mean"] = (state["mean"] if "mean" in state else torch.zeros_like(p)) * 0.5 + p.grad
+        p.data = p.data * 0.5
+        return state["mean"] / state["norm"]
+
+
 def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
     """The values of parameters and state, on the CPU, parameters by their number."""
     names = {p: i for i, p in enumerate(parameters)}
@@ -153,7 +165,7 @@ def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: i
     return found
 
 
-@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, TakesAway, SlowWeights])
+@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, TakesAway, SlowWeights, Notes])
 def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: Callable[..., Any]) -> None:
     assert _run(make, {}, "jax") == _run(make, {}, "cpu")
 

@@ -32,9 +32,9 @@ class Reachable:
 
     Attributes:
         modules: root modules with the name they were found under.
-        optimizers: all optimizers but those that do not step.
+        optimizers: all optimizers but those that are objects like any other.
         prepared: those whose state was created for the trace that follows.
-        unstepped: the others. What they hold is found as an object's is.
+        as_objects: the others. What they hold is found as an object's is.
         tensors: tensors that no module holds.
         holders: classes of arguments that are containers even while they hold no tensor.
     """
@@ -42,7 +42,7 @@ class Reachable:
     modules: dict[int, tuple[str, torch.nn.Module]] = field(default_factory=dict[int, tuple[str, torch.nn.Module]])
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     holders: frozenset[type] = frozenset()
-    unstepped: tuple[torch.optim.Optimizer, ...] = ()
+    as_objects: tuple[torch.optim.Optimizer, ...] = ()
     prepared: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
@@ -60,7 +60,7 @@ class Reachable:
         elif isinstance(value, torch.nn.Module):
             self._visit_module(value, name, depth)
         elif isinstance(value, torch.optim.Optimizer):
-            if any(value is other for other in self.unstepped):
+            if any(value is other for other in self.as_objects):
                 self._visit_container([*(group["params"] for group in value.param_groups), value.state], name, depth)
             elif any(p.device.type == "jax" for group in value.param_groups for p in group["params"]):
                 self.optimizers.append(value)
@@ -195,10 +195,10 @@ def reachable(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     holders: frozenset[type] = frozenset(),
-    unstepped: tuple[torch.optim.Optimizer, ...] = (),
+    as_objects: tuple[torch.optim.Optimizer, ...] = (),
 ) -> Reachable:
     """Everything `fn(*args, **kwargs)` can name."""
-    found = Reachable(holders=holders, unstepped=unstepped)
+    found = Reachable(holders=holders, as_objects=as_objects)
     found.visit(fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)) else fn.__call__, "fn")
     names = fn.__code__.co_varnames if isinstance(fn, types.FunctionType) else ()
     for i, value in enumerate((*args, *kwargs.values())):

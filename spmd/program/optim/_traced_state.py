@@ -9,16 +9,36 @@ from today's on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmd.base._errors import TraceError, message
+from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 
+if TYPE_CHECKING:
+    from spmd.program.trace._way import Way
+
 Action = Callable[[], None]
+
+
+class OptimizerAsObject(TraceAgain):
+    """What these optimizers do to their state is plain Python: to the trace they are objects like any other.
+
+    An optimizer that steps is prepared, and its state is updated in place and guarded as a whole. One that puts new tensors into it is not
+    of this kind, nor a `step` that torch's hooks do not see (of a class that does not call `Optimizer.__init__`), nor another method
+    that keeps something in the state (SAM's, Lookahead's).
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.optimizers = optimizers
+
+    def other_way(self, way: Way) -> Way:
+        return replace(way, as_objects=(*way.as_objects, *self.optimizers))
 
 
 class TracedState:
@@ -45,8 +65,8 @@ class TracedState:
         """Compare the state with what it was before the trace.
 
         Raises:
-            TraceError: a state tensor was replaced by another one, or made where no parameter says how it lies, or a number
-                depends on values of the program.
+            OptimizerAsObject: a state tensor was replaced by another one.
+            TraceError: a state tensor was made where no parameter says how it lies, or a number depends on values of the program.
         """
         for kept in self._kept:
             optimizer = kept.optimizer
@@ -66,7 +86,7 @@ class TracedState:
             if not is_device_tensor(value):
                 self.effects.append(_set_number(optimizer, owner, key, value, before.get(key)))
             elif is_device_tensor(before.get(key)):
-                raise lost_update(f"{type(optimizer).__name__}'s state[{key!r}]")
+                raise OptimizerAsObject([optimizer])
             elif not isinstance(owner, torch.Tensor):
                 raise _made_for_no_parameter(optimizer, owner, key)
             elif is_newborn(buffer_of(value)):
@@ -149,16 +169,5 @@ def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: An
             f"{name} makes a tensor of its state inside the compiled function, {place}",
             "it is the state of no parameter, so nothing says where it lies",
             fix=f"make it before the first step, in {name}.__init__: {place} = torch.zeros(..., device='jax')",
-        )
-    )
-
-
-def lost_update(name: str) -> TraceError:
-    """The error for state that a function reads and then replaces by a new tensor."""
-    return TraceError(
-        message(
-            f"the compiled function reads {name} and then assigns a new tensor to it",
-            "the next call would read the old tensor again",
-            fix=f"update it in place: {name}.copy_(new)",
         )
     )

@@ -20,6 +20,7 @@ from spmd.base._torch import UninitializedTensorMixin, is_functorch_wrapped_tens
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
+from spmd.program.optim._traced_state import OptimizerAsObject
 from spmd.program.reads import RunModule
 from spmd.program.trace._way import Way
 
@@ -35,23 +36,7 @@ class Undiscovered(TraceAgain):
         self.value = value
 
     def other_way(self, way: Way) -> Way:
-        unstepped = tuple(o for o in way.unstepped if o is not self.value)
-        return replace(way, unreached=(*way.unreached, self.value), unstepped=unstepped)
-
-
-class StateOfUnstepped(TraceAgain):
-    """The function uses the state of optimizers that do not step in it: to this trace they are objects like any other.
-
-    What steps is prepared, and its state is guarded as a whole. A `step` that torch's hooks do not see (of a class that does not
-    call `Optimizer.__init__`), or another method that keeps something in the state (SAM's, Lookahead's), is plain Python.
-    """
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self.optimizers = optimizers
-
-    def other_way(self, way: Way) -> Way:
-        return replace(way, unstepped=(*way.unstepped, *self.optimizers))
+        return replace(way, unreached=(*way.unreached, self.value))
 
 
 class StateBeforeStep(TraceAgain):
@@ -69,11 +54,11 @@ def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
     """The function itself met the state of such optimizers alone as stepped, and none that was created for this trace.
 
     Raises:
-        StateOfUnstepped, StateBeforeStep: it must be traced in another way.
+        OptimizerAsObject, StateBeforeStep: it must be traced in another way.
     """
     unstepped = [o for o in found.optimizers if all(o is not stepped for stepped in recorder.stepped) and recorder.has_met(o)]
     if unstepped:
-        raise StateOfUnstepped(unstepped)
+        raise OptimizerAsObject(unstepped)
     if early := [o for o in recorder.early if any(o is prepared for prepared in found.prepared)]:
         raise StateBeforeStep(early)
 
@@ -121,7 +106,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() != thread:
             return
-        if all(optimizer is not known for known in found.optimizers):
+        if all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
             raise Undiscovered(optimizer)
         recorder.note_step(optimizer)
 

@@ -20,7 +20,8 @@ class Way:
         share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
         unreached: modules and optimizers that a trace met and `reachable` does not find.
-        unstepped: optimizers that do not step in the function, which uses their state: objects like any other.
+        as_objects: optimizers that are objects like any other: they do not step in the function, which uses their state, or they put
+            new tensors into it.
         unprepared: optimizers whose state the function looks at before their first step: it is made in that step, and not before.
     """
 
@@ -33,9 +34,9 @@ class Way:
     share_counters: bool = True
     unmarked: frozenset[int] = frozenset()
     unreached: tuple[Any, ...] = ()
-    unstepped: tuple[Any, ...] = ()
+    as_objects: tuple[Any, ...] = ()
     unprepared: tuple[Any, ...] = ()
 
     def of_step(self) -> Way:
         """What of it holds for the step's later traces too."""
-        return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), unstepped=(), unprepared=())
+        return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=())
