@@ -301,3 +301,17 @@ def test_a_sharded_cache_is_replaced_in_one_program(mesh_4x2: mesh.Mesh) -> None
     x = torch.ones(8, 4).to("jax")
     assert [step(x).item() for _ in range(4)] == [0.0, 64.0, 144.0, 224.0]
     assert step.num_traces <= 2
+
+
+def test_check_takes_state_that_every_call_replaces_for_the_same() -> None:
+    state = {"hidden": torch.zeros(2, device="jax"), "pair": (torch.zeros(2, device="jax"), torch.ones(2, device="jax"))}
+
+    @spmd.compile(check=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        first, second = state["pair"]
+        state["pair"] = (second + x, first + state["hidden"])
+        state["hidden"] = state["hidden"] * 0.5 + x
+        return state["hidden"].sum()
+
+    assert [step(torch.ones(2, device="jax")).item() for _ in range(3)] == [2.0, 3.0, 3.5]
+    assert step.num_traces == 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.base._errors import TraceError, message
+from spmd.device._storage import buffer_of, is_device_tensor
 from spmd.program.trace._captured import Captured
 
 
@@ -36,8 +37,10 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
             return [f"traced: {a.strip()}", f"now:    {b.strip()}"]
     if len(then) != len(now):
         return [f"traced: {len(then)} operations", f"now:    {len(now)} operations"]
+    replaced, replaced_now = map(_replaced, (old, new))
     for held, held_now, buffer, buffer_now in zip(old.jaxpr.consts, new.jaxpr.consts, old.state.consts, new.state.consts, strict=True):
-        if buffer is not buffer_now and _owner(old, buffer) is not _owner(new, buffer_now):
+        is_replaced = buffer in replaced and replaced[buffer] == replaced_now.get(buffer_now)
+        if buffer is not buffer_now and not is_replaced and _owner(old, buffer) is not _owner(new, buffer_now):
             return [f"it reads another tensor of shape {tuple(np.shape(held_now))}"]
         if buffer is None and not np.array_equal(np.asarray(held), np.asarray(held_now), equal_nan=_is_float(held)):
             return [f"traced: the constant {_short(held)}", f"now:    the constant {_short(held_now)}"]
@@ -48,6 +51,11 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
         if leaf.kind == "static" and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
     return None
+
+
+def _replaced(captured: Captured) -> dict[Any, int]:
+    """The buffers of the tensors that every call replaces, each with its place."""
+    return {buffer_of(h.value): i for i, h in enumerate(captured.state.held) if is_device_tensor(h.value)}
 
 
 def _owner(captured: Captured, buffer: Any) -> Any:
