@@ -19,7 +19,7 @@ from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing, known_value
 from spmd.device._arrays import copied, fetched, moved
 from spmd.device._host_answers import host_answer
-from spmd.device._layout import hand_over
+from spmd.device._layout import annotation_of, hand_over
 from spmd.device._numbers import lifted, needs_value
 from spmd.device._refusals import check_expands, check_in_place, check_overlap
 from spmd.device._storage import (
@@ -115,7 +115,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if self.device.type != "jax":
         argument = _argument(self)
         if argument is None:
-            return from_host(self.to(dtype))
+            return from_host(self.to(dtype), self)
         with exact_dtypes():
             return wrap(_converted(argument, to_numpy_dtype(dtype)))
     if dtype == self.dtype:
@@ -219,11 +219,18 @@ def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride:
     return strided_alias(root, tuple(self.shape), self.stride(), offset)
 
 
-def from_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A device tensor with the values of a CPU tensor, to be laid out as that remembers; nothing is uploaded yet."""
-    moved = _from_host(tensor)
-    if vars(tensor):
-        hand_over(tensor, moved)
+def from_host(tensor: torch.Tensor, marked: torch.Tensor | None = None) -> torch.Tensor:
+    """A device tensor with the values of a CPU tensor, to be laid out as that remembers; nothing is uploaded yet.
+
+    A layout is one of dims in row-major order, so a marked tensor with other strides (`W.t()`, channels last) does not keep them.
+
+    Args:
+        marked: the tensor that remembers, if `tensor` is one that was made of it.
+    """
+    marked = tensor if marked is None else marked
+    moved = _from_host(tensor if annotation_of(marked) is None else tensor.contiguous())
+    if vars(marked):
+        hand_over(marked, moved)
     return moved
 
 

@@ -68,7 +68,7 @@ def hand_over(source: torch.Tensor, target: torch.Tensor) -> bool:
     state = state_sharding_of(source)
     if target.device.type == "jax":
         buffer = buffer_of(target)
-        if buffer.annotation is None and buffer.shape == tuple(target.shape):
+        if buffer.annotation is None and buffer.shape == tuple(target.shape) and target.is_contiguous():
             if buffer.is_waiting or (buffer.value is not None and not is_tracer(buffer.value)):
                 buffer.annotate(annotation)  # a value that is there has to lie so: padded, if the dim is uneven
             else:

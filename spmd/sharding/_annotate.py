@@ -71,7 +71,7 @@ def mark_sharding(
             message(
                 f"{name_of(tensor)} is a view of a tensor of shape {buffer.shape}: a layout belongs to the whole",
                 f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
-                fix="mark the tensor it was taken from, or mark a copy: mark_sharding(t.clone(), ...)",
+                fix="mark the tensor it was taken from, or mark a copy: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)",
             )
         )
     buffer.annotate(spec)

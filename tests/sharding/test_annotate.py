@@ -238,6 +238,19 @@ def test_a_view_is_refused(view: Any, mesh_4x2: mesh.Mesh) -> None:
     assert "is a view of a tensor of shape (8, 16)" in text and "mark a copy" in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 8)])
+def test_a_host_tensor_that_is_no_row_major_one_is_split_as_marked(shape: tuple[int, int], dtype: torch.dtype, mesh_4x2: mesh.Mesh) -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.arange(32.0 if shape == (4, 8) else 64.0).reshape(shape).t())
+    spmd.mark_sharding(module.weight, mesh_4x2, ("model", None))
+    expected = module.weight.detach().to(dtype)
+    module.to("jax", dtype)
+    assert isinstance(module.weight, spmd.XLAShardedTensor) and tuple(module.weight.partition_spec or ()) == ("model", None)
+    assert {s.data.shape for s in array_of(module.weight).addressable_shards} == {(4, shape[0])}
+    assert torch.equal(module.weight.detach().cpu(), expected)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(3, "got 3"), ("w", "got 'w'"), (torch.nn.Linear(2, 2), "got the module Linear(?s:.*)fix: spmd.shard_module")],
