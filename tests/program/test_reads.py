@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 import spmd
+from spmd.program.reads._library import is_recorded
 from tests.oracle import assert_same, batch, twins
 
 SCALE = 2.0
@@ -407,3 +408,14 @@ def test_what_a_text_shows_of_an_array_is_read() -> None:
     for array[...] in (1.5, 2.5):
         step(torch.ones(1).to("jax"))
     assert seen == ["1.50 1.5 1.5", "2.50 2.5 2.5"]
+
+
+@pytest.mark.parametrize(
+    ("module", "is_looked_into"),
+    [
+        *[("torch.functional", False), ("torch.nn.modules.linear", True), ("einops.einops", False), ("einops.layers.torch", True)],
+        *[("einx._src.frontend.backend", False), ("einx.nn.torch", True), ("x_transformers.x_transformers", True), ("__main__", True)],
+    ],
+)
+def test_a_library_is_taken_as_a_whole_but_for_the_objects_that_it_gives(module: str, is_looked_into: bool) -> None:
+    assert is_recorded(module) is is_looked_into

@@ -28,6 +28,8 @@ _LIBRARIES = frozenset(
             "sympy",
             "ml_dtypes",
             "opt_einsum",
+            "einops",
+            "einx",
         ),
         *("tqdm", "rich", "tyro", "packaging", "yaml", "safetensors", "huggingface_hub", "tokenizers", "regex", "requests", "filelock"),
         *(
@@ -54,7 +56,10 @@ _LIBRARIES = frozenset(
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
 _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package that use it
-_RECORDED = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions", "contextlib", "queue")
+_RECORDED = (
+    *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
+    *("einops.layers", "einx.nn", "contextlib", "queue"),
+)
 
 
 def is_library(module_name: str | None) -> bool:
