@@ -242,6 +242,48 @@ def _ancestry(value: Any, accepts: Callable[[Any], bool]) -> list[Any] | None:
     return list(equations.values())
 
 
+def is_same_value(one: Any, other: Any) -> bool:
+    """Whether two tracers of one trace are known to stand for the same value: the same operations made them of the same operands."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [(one, other)]
+    while waiting:
+        one, other = waiting.pop()
+        if one is other or (id(one), id(other)) in seen:
+            continue
+        seen.add((id(one), id(other)))
+        equation, second = getattr(one, "parent", None), getattr(other, "parent", None)
+        if equation is None or second is None:
+            if equation is not second or not _is_same_atom(_atom(one), _atom(other)):
+                return False
+        elif [v is one.val for v in equation.outvars] != [v is other.val for v in second.outvars]:
+            return False
+        elif equation is not second:
+            if equation.primitive is not second.primitive or equation.effects or not _are_same(equation.params, second.params):
+                return False
+            if len(equation.in_tracers) != len(second.in_tracers):
+                return False
+            waiting.extend(zip(equation.in_tracers, second.in_tracers, strict=True))
+    return True
+
+
+def _is_same_atom(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    numbers = (int, float, np.ndarray, np.generic)
+    if type(one) is not type(other) or not isinstance(one, numbers):
+        return False
+    first, second = np.asarray(one), np.asarray(other)
+    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two equations have the same parameters; what cannot be compared counts as another."""
+    try:
+        return one.keys() == other.keys() and all(one[key] is other[key] or bool(one[key] == other[key]) for key in one)
+    except (TypeError, ValueError):
+        return False
+
+
 def _atom(value: Any) -> Any:
     """The array or number that a tracer without an equation stands for; an argument, or a value of a trace around this one, is a tracer."""
     if not is_tracer(value):

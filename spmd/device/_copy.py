@@ -15,9 +15,10 @@ import torch
 
 from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, host_tensor, to_numpy_dtype
-from spmd.base._errors import TraceError, called_at, message
-from spmd.base._jax import is_tracer, is_tracing, known_value
+from spmd.base._errors import TraceError, called_at, message, user_line
+from spmd.base._jax import is_same_value, is_tracer, is_tracing, known_value
 from spmd.device._arrays import copied, fetched, moved
+from spmd.device._checks import Check
 from spmd.device._host_answers import host_answer
 from spmd.device._layout import annotation_of, hand_over
 from spmd.device._numbers import lifted, needs_value
@@ -206,8 +207,21 @@ def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     if self.shape != other.shape:
         return False
     with exact_dtypes():
-        same = wrap(jnp.array_equal(load(self), load(other)))
+        one, two = load(self), load(other)
+        if is_tracer(one) and is_tracer(two) and is_same_value(one, two) and _holds_no_nan(one):
+            return True
+        same = wrap(jnp.array_equal(one, two))
     return bool(local_scalar_dense(same))
+
+
+def _holds_no_nan(value: Any) -> bool:
+    """True if a traced value is equal to itself; the program checks it, as NaN is not."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return True
+    recorder = recording.get()
+    what = "torch.equal(x, y) of tensors that are computed alike is True in a program, and x holds NaN, which is not equal to itself"
+    made = Check(TraceError, what, user_line(), fix="look for NaN before this line", elsewhere="CPU torch says False there")
+    return recorder is not None and recorder.expect(jnp.isnan(value).any(), made)
 
 
 def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
