@@ -40,6 +40,12 @@ class Like:
         self._expected = type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad
         self._annotation = buffer.annotation
 
+    @property
+    def text(self) -> str:
+        """It in a message."""
+        _, shape, dtype, _ = self._expected
+        return f"a tensor like the first ({str(dtype).removeprefix('torch.')}{list(shape)}, {self._annotation or 'no layout'})"
+
     def fits(self, value: Any) -> bool:
         """Whether `value` is such a tensor, with memory of its own."""
         if not is_device_tensor(value) or (type(value), value.shape, value.dtype, value.requires_grad) != self._expected:
@@ -56,6 +62,10 @@ class LikeContainer(Like):
         self._keys = list(container) if isinstance(container, dict) else None
         self.parts = [like(part) for part in items_in(container)]
         self._who = _who(container)
+
+    @property
+    def text(self) -> str:
+        return f"a {self._type.__name__} of {len(self.parts)} with tensors like the first"
 
     def fits(self, value: Any) -> bool:
         if type(value) is not self._type or len(value) != len(self.parts) or (self._keys is not None and list(value) != self._keys):
@@ -160,6 +170,8 @@ def shown(value: Any) -> str:
         return value.__qualname__
     if type(value) in (list, tuple, frozenset) and len(value) <= _MOST_SHOWN and all(isinstance(v, PLAIN) for v in value):
         return repr(value)
+    if isinstance(value, Like):
+        return value.text
     return f"{'a tensor' if isinstance(value, torch.Tensor) else type(value).__name__} at {id(value):#x}"
 
 
