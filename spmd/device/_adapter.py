@@ -18,13 +18,14 @@ import torch
 
 from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
-from spmd.base._errors import called_at, message
+from spmd.base._errors import TraceError, called_at, message, user_line
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing, known_value
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from spmd.base._torch import elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, padded_shape
+from spmd.device._checks import Check
 from spmd.device._copy import host_value, like_placement
 from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
@@ -34,7 +35,7 @@ from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, meta_argument, range_of
 from spmd.device._storage import load, once, recording, store, trace_setting, wrap
 from spmd.device._turn import own_turn, was_taken
-from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
+from spmd.lowering._registry import MAY_BE_LIFTED, Lowering, assuming
 
 _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -402,8 +403,19 @@ def _run_on_values(plan: Plan, dynamic: list[Any], key: Any) -> Any:
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             found = next(((i, v) for i in unknown if known[i] is None and (v := recorder.known_value(dynamic[i])) is not None), None)
             if found is None:
-                raise
+                return _run_assuming(recorder, plan, dynamic, known, key)
             known[found[0]] = found[1]
+
+
+def _run_assuming(recorder: Any, plan: Plan, dynamic: list[Any], known: list[Any], key: Any) -> Any:
+    """The same where the host knows no more: what the rule assumes is checked by the program."""
+    with assuming() as made:
+        result = _run_where_known(plan, dynamic, known, key)
+    for is_wrong, text, fix in made:
+        elsewhere = "CPU torch's result has another shape there, or is an error"
+        if not recorder.expect(is_wrong, Check(TraceError, text, user_line(), fix, elsewhere)):
+            raise jax.errors.JAXTypeError(text)  # no flag can leave a branch or a loop
+    return result
 
 
 def _run_where_known(plan: Plan, dynamic: list[Any], known: list[Any], key: Any) -> Any:

@@ -33,12 +33,14 @@ class Check:
         text: what was checked, in one line; `{}` stands for the value that the flag holds.
         at: `file:line in function` of the user.
         fix: what to do about it.
+        elsewhere: what happens without a program, if that is not `kind`.
     """
 
     kind: type[BaseException]
     text: str
     at: str
     fix: str = "call the function without spmd.compile to see the values where they are checked"
+    elsewhere: str = ""
 
     def failed(self, value: int) -> Exception:
         """The exception for a flag that is set to `value`; of the class that eager code raises too."""
@@ -46,7 +48,7 @@ class Check:
             message(
                 f"a check on the device failed: {self.text.replace('{}', str(0 if value == ZERO else value))}",
                 *([f"called at {self.at}"] if self.at else ()),
-                f"{_elsewhere(self.kind)}; the device went on, and what was updated since may hold what follows",
+                f"{self.elsewhere or _elsewhere(self.kind)}; the device went on, and what was updated since may hold what follows",
                 fix=self.fix,
             )
         )

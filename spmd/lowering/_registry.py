@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -52,7 +54,7 @@ class Lowering:
         random: the rule takes a PRNG key as first argument.
         static: names of Scalar parameters whose value the rule must know while tracing.
         data_dependent: the result's shape depends on values, always or where this function of the call's arguments says so:
-            the rule then gets concrete arrays; in a trace, what jax cannot do without the values raises `TraceError`.
+            the rule then gets concrete arrays; in a trace, what needs the values raises `TraceError`, unless it is `assumed`.
         updates: names of the tensor parameters that the op also writes (running statistics): after the op's results the rule
             returns their new values, None where the argument is None.
         host: names of tensor parameters that torch keeps on the CPU (a packed sequence's batch sizes): the rule gets their
@@ -88,6 +90,7 @@ class Lowering:
 
 
 _table: dict[OpOverload, Lowering] = {}
+_assumptions: ContextVar[list[tuple[Any, str, str]] | None] = ContextVar("what a rule without values assumes of them", default=None)
 
 # Overloads that not every supported torch has, and the version of torch they came with, or went with. Any other unknown name is a mistake.
 SINCE = {"_upsample_lanczos2d_aa": "2.12", "_upsample_lanczos2d_aa_backward": "2.12"}
@@ -264,6 +267,25 @@ def lookup(op: OpOverload) -> Lowering | None:
 
 
 MAY_BE_LIFTED = frozenset({"exponent", "correction", "alpha", "beta"})  # static, and their rules take a lifted number too
+
+
+@contextmanager
+def assuming() -> Generator[list[tuple[Any, str, str]]]:
+    """While active, the rule of a data-dependent op has no values, and may assume what the program checks: (wrong, text, fix) each."""
+    made: list[tuple[Any, str, str]] = []
+    token = _assumptions.set(made)
+    try:
+        yield made
+    finally:
+        _assumptions.reset(token)
+
+
+def assumed(is_wrong: Callable[[], Any], text: str, fix: str) -> bool:
+    """Whether a rule that has no values may go on as if `is_wrong()`, a 0-dim bool, were false; `text` says what would be otherwise."""
+    made = _assumptions.get()
+    if made is not None:
+        made.append((is_wrong(), text, fix))
+    return made is not None
 
 
 def is_static(number: Any) -> bool:

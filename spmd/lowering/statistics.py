@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.lowering._registry import lower
+from spmd.lowering._registry import assumed, lower
 from spmd.lowering.reduce import has_elements
 
 
@@ -100,13 +100,30 @@ def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 @lower("bincount", data_dependent=True)
 def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
-    if self.ndim != 1 or (self.size and int(self.min()) < 0):
-        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-    length = max(minlength, int(self.max()) + 1 if self.size else 0)
+    """Where nobody has the values, `minlength` is the length: metrics give the number of classes."""
+    if self.ndim != 1:
+        raise RuntimeError(_NO_COUNTS)
+    length = minlength
+    if self.size and not (minlength and _is_assumed_below(self, minlength)):
+        if int(self.min()) < 0:
+            raise RuntimeError(_NO_COUNTS)
+        length = max(minlength, int(self.max()) + 1)
     if weights is None or not self.size:
         return jnp.zeros(length, jnp.int64).at[self].add(1)
     dtype = jnp.float32 if weights.dtype == jnp.float32 else jnp.float64
     return jnp.zeros(length, dtype).at[self].add(weights.astype(dtype))
+
+
+_NO_COUNTS = "bincount only supports 1-d non-negative integral inputs."
+
+
+def _is_assumed_below(values: Any, length: int) -> bool:
+    wide = values.astype(jnp.int64)
+    return assumed(
+        lambda: jnp.any((wide < 0) | (wide >= length)),
+        f"bincount(x, minlength={length}) has {length} elements in a program, and x holds a value outside [0, {length})",
+        f"give the number of values: torch.bincount(x, minlength=n); or call it on x.clamp(0, {length - 1})",
+    )
 
 
 def _counts(points: Any, edges: list[Any], weight: Any, density: bool) -> Any:

@@ -170,3 +170,42 @@ def test_one_hot_needs_the_number_of_classes_in_a_program() -> None:
     assert_equal(spmd.compile(lambda x: F.one_hot(x))(on_jax(x)), F.one_hot(x))  # the host knows what it sent
     with pytest.raises(spmd.TraceError, match="num_classes=n"):
         spmd.compile(lambda x: F.one_hot(x))(on_jax(x) + 0)
+
+
+def test_bincount_has_minlength_bins_in_a_program_that_has_no_values() -> None:
+    def counted(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        n = x.long()
+        return torch.bincount(n, minlength=5), torch.bincount(n, x, 5)
+
+    x, step = torch.tensor([0.0, 3.0, 1.0, 3.0]), spmd.compile(counted)
+    for by in (0, 1):
+        assert_equal(step(on_jax(x + by)), counted(x + by))
+    for by in (2, -1):  # one bin more on the CPU, and an error
+        result = step(on_jax(x + by))
+        with pytest.raises(spmd.CheckFailed, match=r"x holds a value outside \[0, 5\)"):
+            result[0].cpu()
+    assert_equal(spmd.compile(lambda n: torch.bincount(n, minlength=2))(on_jax(x.long())), torch.bincount(x.long()))  # the host knows them
+    with pytest.raises(spmd.TraceError, match="depends on values"):
+        spmd.compile(lambda x: torch.cond(x.sum() > 0, counted, counted, (x,)))(on_jax(x))
+
+
+class Alike(torch.nn.Module):
+    """As the kernels of Gaussian processes: whether both are the same decides what is computed."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[bool, ...]:
+        pairs = ((x / 2 + 1, y / 2 + 1), (x, y), (x[1:].exp(), y[1:].exp()), (x, x.clone()))
+        return tuple(torch.equal(*pair) for pair in pairs)
+
+
+def test_tensors_that_are_computed_alike_are_equal_in_a_program() -> None:
+    x, other = on_jax(torch.tensor([1.0, 2.0])), on_jax(torch.tensor([1.0, 2.0]))
+    step = spmd.compile(lambda x: (x + 0, Alike()(x, x)))
+    assert step(x)[1] == Alike()(x, x) == (True,) * 4
+    result = step(on_jax(torch.tensor([1.0, nan])))  # NaN is not equal to itself
+    with pytest.raises(spmd.CheckFailed, match="x holds NaN"):
+        result[0].cpu()
+    with pytest.raises(spmd.TraceError, match="needed as a Python bool"):
+        spmd.compile(lambda x, y: Alike()(x, y))(x, other)
+    with pytest.raises(spmd.TraceError, match="needed as a Python bool"):
+        spmd.compile(lambda x: torch.equal(x.exp(), x.exp2()))(x)
+    assert spmd.compile(lambda n: torch.equal(n * 2 + 1, n * 2 + 1))(on_jax(torch.tensor([1, 2])) + 0) is True
