@@ -104,9 +104,10 @@ class Step(Compiled, Generic[P, R]):
             self._latest, self._latest_key = program, call.key
             if program is not self._programs.newest:
                 self._note_use(program)
+            leaves = [action() for action in program.captured.writes.actions]
             result = program(call.buffers, call.hosts, (args, kwargs))
-            for action in program.captured.writes.actions:
-                action()
+            for leave in leaves:
+                leave()
             return result
 
     def _note_use(self, program: Program) -> None:

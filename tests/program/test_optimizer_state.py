@@ -56,6 +56,21 @@ class KeepsPythonsValues(_Base):
         return state["table"]["k"] + len(state["past"]) + state["history"][-1]
 
 
+class CountsInItsGroup(_Base):
+    """Of a counter in the group, which varies, follow numbers that the state keeps, alone and in containers."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step(closure)
+
+    def amount(self, p: torch.Tensor) -> Any:
+        state, step = self.state[p], self.param_groups[0]["step"]
+        before, state["alpha"] = state.get("alpha", 1.0), 2 / (step + 3)
+        state["past"] = (step, [step / 2, {"lr": self.param_groups[0]["lr"]}])
+        return before
+
+
 class TakesAway(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -165,7 +180,7 @@ def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: i
     return found
 
 
-@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, TakesAway, SlowWeights, Notes])
+@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, CountsInItsGroup, TakesAway, SlowWeights, Notes])
 def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: Callable[..., Any]) -> None:
     assert _run(make, {}, "jax") == _run(make, {}, "cpu")
 
@@ -275,3 +290,80 @@ class BornUnderAName(_Base):
 def test_a_tensor_of_the_state_that_no_parameter_owns_is_refused_where_it_is_made_inside(make: Callable[..., Any], place: str) -> None:
     with pytest.raises(spmd.TraceError, match=rf"(?s){place}.*fix: make it before the first step"):
         _run(make, {}, "jax", 1)
+
+
+class StartsWith(_Base):
+    """`start` makes the state in the first step, which then goes on with it."""
+
+    def __init__(self, parameters: Any, start: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(parameters)
+        self.start = start
+
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        if not state:
+            assert p.grad is not None
+            self.start(state, p, p.grad)
+        return state["m"].mul_(0.9)
+
+
+def _filled_there(state: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
+    state["m"] = torch.zeros_like(p)
+    state["m"].fill_(0.5)
+
+
+def _written_through_a_view(state: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
+    state["m"] = torch.zeros_like(p)
+    state["m"][0] = 0.5
+
+
+# the last two are there before the first step, and the programs of the others are one more
+STARTS: list[Callable[[dict[str, Any], torch.Tensor, torch.Tensor], None]] = [
+    lambda state, p, grad: state.update(m=grad.clone()),
+    lambda state, p, grad: state.update(m=grad.clone().neg_()),
+    lambda state, p, grad: state.update(m=torch.zeros_like(p).copy_(grad.abs())),
+    lambda state, p, grad: state.update(m=grad.norm().reciprocal()),
+    lambda state, p, grad: state.update(m=torch.empty_like(p).fill_(0.5)),
+    lambda state, p, grad: state.update(m=p.new().resize_as_(p).fill_(0.5)),
+    lambda state, p, grad: state.update(m=torch.zeros_like(p).add_(0.5)),
+    _filled_there,
+    _written_through_a_view,
+    lambda state, p, grad: state.update(m=torch.full_like(p, 0.5)),
+    lambda state, p, grad: state.update(m=torch.ones(1, device=p.device).expand_as(p).clone()),
+]
+
+
+def test_state_starts_as_the_first_step_makes_it() -> None:
+    def run(device: str) -> tuple[list[torch.Tensor], Any]:
+        parameters = [nn.Parameter(torch.linspace(0.5, 1.5, 4).to(device)) for _ in STARTS]
+        optimizers = [StartsWith([p], start) for p, start in zip(parameters, STARTS, strict=True)]
+
+        def step() -> None:
+            for p, optimizer in zip(parameters, optimizers, strict=True):
+                optimizer.zero_grad()
+                (p * p).sum().backward()
+                optimizer.step()
+
+        compiled = spmd.compile(step) if device == "jax" else step
+        for _ in range(4):
+            compiled()
+        return [p.detach().cpu() for p in parameters], compiled
+
+    (found, compiled), (expected, _) = run("jax"), run("cpu")
+    for number, (got, want) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(got, want, msg=lambda text, number=number: f"{number}: {text}")
+    assert compiled.num_traces == 2
+
+
+def test_state_that_needs_no_gradient_is_there_before_the_first_step() -> None:
+    parameter = nn.Parameter(torch.ones(4, device="jax"))
+    optimizer = StartsWith([parameter], STARTS[-1])
+
+    @spmd.compile
+    def step() -> None:
+        optimizer.zero_grad()
+        (parameter * parameter).sum().backward()
+        optimizer.step()
+
+    step(), step()
+    assert step.num_traces == 1

@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 from torch.optim.radam import radam
 
 from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceAgain, TraceError, message
-from spmd.base._jax import eval_jaxpr
+from spmd.base._jax import eval_jaxpr, is_same_value
 from spmd.base._torch import device_dtype_check_for_fused
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
@@ -231,6 +230,12 @@ class _InitialStateRecorder:
         if buffer not in self.first:
             self.before.setdefault(buffer, (buffer.value, buffer.host))
 
+    def put_back(self) -> None:
+        """All buffers that existed before have their values again."""
+        for buffer, (value, host) in self.before.items():
+            buffer.value, buffer.host = value, host
+            buffer.reads.clear()
+
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
         raise why()
 
@@ -274,30 +279,49 @@ class _InitialStateRecorder:
 
 
 def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
-    """Trace one `optimizer.step()` alone with zero gradients, and keep the first value of each state tensor it makes."""
+    """Trace one `optimizer.step()` alone, and keep the first value of each state tensor it makes.
+
+    Note [First values]. What a state tensor held when it was born need not be what the first update found: `torch.empty_like(p).fill_(0.1)`
+    is written to before. So a user's step is traced a second time, with the same gradients, and with the first values as its state.
+    Where it does not compute what the first one did, operation by operation, the state is left to the first traced step.
+    """
     births = _InitialStateRecorder(optimizer, missing)
     made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
     others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not m for m in missing)]
     waiting = [b for b in dict.fromkeys(map(buffer_of, (*missing, *others))) if b.value is None and b.host is not None]
 
-    def first_step(values: list[Any]) -> list[Any]:
+    def step_from(values: list[Any], grads: list[Any]) -> None:
         for buffer, value in zip(waiting, values, strict=True):
             births.before[buffer] = None, buffer.host
             buffer.value = value
         for p in others:
             p.grad = None
-        for p in missing:
-            p.grad = wrap(jnp.zeros(p.shape, to_numpy_dtype(p.dtype)))
+        for p, grad in zip(missing, grads, strict=True):
+            p.grad = wrap(grad)
         with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_StateComplete):
             _step_alone(optimizer)
+
+    def first_step(values: list[Any], grads: list[Any]) -> list[Any]:
+        step_from(values, grads)
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
-        return [births.first[buffer_of(v)] for _, _, v in made]
+        first = [births.first[buffer_of(v)] for _, _, v in made]
+        if made and not _is_torchs(optimizer):
+            left = _left_by(optimizer, missing)
+            births.put_back()
+            for (_, _, state), value in zip(made, first, strict=True):
+                buffer_of(state).value = value
+            step_from(values, grads)
+            if not _are_same(left, _left_by(optimizer, missing)):
+                raise TraceError("the first step writes to its state before it updates it")
+        return first
 
     with _as_before(optimizer, [*missing, *others], births, made):
         try:
             with exact_dtypes():
-                jaxpr = jax.make_jaxpr(first_step)([jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting])
+                given = [jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting]
+                grads = [jax.ShapeDtypeStruct(tuple(p.shape), to_numpy_dtype(p.dtype)) for p in missing]
+                jaxpr = jax.make_jaxpr(first_step)(given, grads)
         except TraceAgain:
             raise
         except Exception as error:
@@ -306,6 +330,20 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
             made.clear()  # its state depends on values, or its step needs a closure, or has other names: left to the first traced step
             return
     _fill_births(optimizer, made, jaxpr, births.existing)
+
+
+def _left_by(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> list[tuple[Any, Any]]:
+    """What a step left in the parameters and their state, each with its name."""
+    found: list[tuple[Any, Any]] = [(None, buffer_of(p).value) for p in params]
+    for p in params:
+        found.extend((key, buffer_of(v).value) for key, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
+    return found
+
+
+def _are_same(left: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    return [key for key, _ in left] == [key for key, _ in other] and all(
+        is_same_value(one, two) for (_, one), (_, two) in zip(left, other, strict=True)
+    )
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -346,9 +384,7 @@ def _as_before(
             p.grad = grad
             if buffer_of(p) is not buffer_of(memory):  # `p.data = new`
                 p.data = memory
-        for buffer, (value, host) in births.before.items():
-            buffer.value, buffer.host = value, host
-            buffer.reads.clear()
+        births.put_back()
         for p in list(optimizer.state):
             if p in kept_state:
                 state, content = kept_state[p]

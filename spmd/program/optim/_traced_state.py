@@ -18,11 +18,13 @@ import torch
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.program.reads import Varying
 
 if TYPE_CHECKING:
     from spmd.program.trace._way import Way
 
-Action = Callable[[], None]
+Leave = Callable[[], None]
+Action = Callable[[], Leave]  # called before a call, while Python is as that finds it; what it returns, afterwards
 
 
 class OptimizerAsObject(TraceAgain):
@@ -84,14 +86,14 @@ class TracedState:
             if value is before.get(key):
                 continue
             if not is_device_tensor(value):
-                self.effects.append(_set_number(optimizer, owner, key, value, before.get(key)))
+                self.effects.append(partial(_set_number, optimizer, owner, key, _of_a_call(optimizer, key, value, before.get(key))))
             elif is_device_tensor(before.get(key)):
                 raise OptimizerAsObject([optimizer])
             elif not isinstance(owner, torch.Tensor):
                 raise _made_for_no_parameter(optimizer, owner, key)
             elif is_newborn(buffer_of(value)):
                 self.born.append((owner, value))
-                self.effects.append(_set(optimizer, owner, key, value))
+                self.effects.append(lambda owner=owner, key=key, value=value: _set(optimizer, owner, key, value))
 
 
 class _Kept:
@@ -113,11 +115,13 @@ class _Kept:
 
     def removals(self) -> list[Action]:
         """Actions that remove, after each call, the entries that the trace removed."""
-        found: list[Action] = [partial(self.state.pop, owner, None) for owner in (*self._dicts, *self.alone) if owner not in self.state]
+        found: list[Action] = [
+            lambda owner=owner: partial(self.state.pop, owner, None) for owner in (*self._dicts, *self.alone) if owner not in self.state
+        ]
         for owner, (_, content) in self._dicts.items():
             state = self.state.get(owner)
             if isinstance(state, dict):
-                found.extend(_remove(self.optimizer, owner, key) for key in content if key not in state)
+                found.extend(partial(_remove, self.optimizer, owner, key) for key in content if key not in state)
         return found
 
     def put_back(self) -> None:
@@ -137,17 +141,31 @@ def _place(optimizer: torch.optim.Optimizer, owner: Any) -> Any:
     return optimizer.state if owner is None else optimizer.state[owner]
 
 
-def _set(optimizer: torch.optim.Optimizer, owner: Any, key: Any, value: Any) -> Action:
+def _set(optimizer: torch.optim.Optimizer, owner: Any, key: Any, value: Any) -> Leave:
     return lambda: _place(optimizer, owner).__setitem__(key, value)
 
 
-def _remove(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> Action:
+def _remove(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> Leave:
     return lambda: _place(optimizer, owner).pop(key, None)
 
 
-def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, value: Any, before: Any) -> Action:
+def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, evaluate: Callable[[], Any]) -> Leave:
+    return _set(optimizer, owner, key, evaluate())
+
+
+def _of_a_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: Any) -> Callable[[], Any]:
+    """What gives a value of Python's in each call: numbers in it follow from those of the call."""
+    if isinstance(value, Varying):
+        return value.evaluate
+    if type(value) in (tuple, list) and any(map(_has_number, value)):
+        parts = [_of_a_call(optimizer, key, part, None) for part in value]
+        kind = type(value)
+        return lambda: kind(part() for part in parts)
+    if type(value) is dict and any(map(_has_number, value.values())):
+        named = {name: _of_a_call(optimizer, key, part, None) for name, part in value.items()}
+        return lambda: {name: part() for name, part in named.items()}
     if not isinstance(value, torch.SymFloat):
-        return _set(optimizer, owner, key, value)
+        return lambda: value
     node = value.node
     evaluate = node.evaluate if isinstance(node, NumberNode) else None
     if evaluate is None:
@@ -158,7 +176,16 @@ def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, value: A
             )
         )
     kind = int if isinstance(before, int) else float
-    return lambda: _place(optimizer, owner).__setitem__(key, kind(evaluate()))
+    return lambda: kind(evaluate())
+
+
+def _has_number(value: Any) -> bool:
+    """Whether numbers of a call are in it."""
+    if type(value) in (tuple, list):
+        return any(map(_has_number, value))
+    if type(value) is dict:
+        return any(map(_has_number, value.values()))
+    return isinstance(value, (Varying, torch.SymFloat))
 
 
 def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> TraceError:

@@ -184,7 +184,7 @@ class Trace:
             gradients.collect(recorder.newborn.__contains__, self.options.keep_grads)
             kept = [stored_like(p, g) for p, g in gradients.left if g is not None] if self.options.keep_grads else []
             kept.extend(stored_like(p, t) for p, t in optim.born)
-            left.actions = [*optim.effects, *switches.effects]
+            left.actions = [*optim.effects, *(lambda leave=leave: leave for leave in switches.effects)]
             if self.known is not None:
                 self.known.follow(recorder.written, recorder.reads, recorder.counts)
             return outputs, [b.value for b in recorder.written], kept
