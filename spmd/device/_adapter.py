@@ -18,14 +18,13 @@ import torch
 
 from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
-from spmd.base._errors import TraceError, called_at, message, user_line
+from spmd.base._errors import called_at, message
 from spmd.base._exact import exactly
-from spmd.base._jax import is_tracing, known_value
+from spmd.base._jax import is_tracing
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from spmd.base._torch import elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, padded_shape
-from spmd.device._checks import Check
 from spmd.device._copy import host_value, like_placement
 from spmd.device._inlined import Inlined
 from spmd.device._kept import reuse_or_save
@@ -33,9 +32,10 @@ from spmd.device._numbers import carried, data_dependent, decided, sample, with_
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, meta_argument, range_of
-from spmd.device._storage import load, once, recording, store, trace_setting, wrap
+from spmd.device._storage import load, once, store, trace_setting, wrap
 from spmd.device._turn import own_turn, was_taken
-from spmd.lowering._registry import MAY_BE_LIFTED, Lowering, assuming
+from spmd.device._value_rules import run_on_values
+from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
 
 _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -204,7 +204,7 @@ class Adapter:
             note_operation(out)
         else:
             try:
-                out, updated = _run_on_values(plan, dynamic, key) if needs_values else plan.traced(dynamic, key)
+                out, updated = run_on_values(plan, dynamic, key) if needs_values else plan.traced(dynamic, key)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
                 if not needs_values:
                     raise
@@ -385,46 +385,6 @@ class Adapter:
         if isinstance(out, tuple | list):
             return type(out)(None if o is None else wrap(o) for o in out)
         return wrap(out)
-
-
-def _run_on_values(plan: Plan, dynamic: list[Any], key: Any) -> Any:
-    """`plan.run` in a trace, of a rule that needs values: those that the host knows are there, as numpy arrays.
-
-    Values of inputs are asked for one by one, masks first, until the rule has what it needs: the program will hold for these.
-    """
-    recorder = recording.get()
-    if recorder is None:
-        return plan.run(dynamic, key)
-    known = [known_value(value, recorder.is_state) if isinstance(value, jax.Array) else value for value in dynamic]
-    unknown = sorted((i for i, k in enumerate(known) if k is None), key=lambda i: (dynamic[i].dtype != np.bool_, dynamic[i].size))
-    while True:
-        try:
-            return _run_where_known(plan, dynamic, known, key)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            found = next(((i, v) for i in unknown if known[i] is None and (v := recorder.known_value(dynamic[i])) is not None), None)
-            if found is None:
-                return _run_assuming(recorder, plan, dynamic, known, key)
-            known[found[0]] = found[1]
-
-
-def _run_assuming(recorder: Any, plan: Plan, dynamic: list[Any], known: list[Any], key: Any) -> Any:
-    """The same where the host knows no more: what the rule assumes is checked by the program."""
-    with assuming() as made:
-        result = _run_where_known(plan, dynamic, known, key)
-    for is_wrong, text, fix in made:
-        elsewhere = "CPU torch's result has another shape there, or is an error"
-        if not recorder.expect(is_wrong, Check(TraceError, text, user_line(), fix, elsewhere)):
-            raise jax.errors.JAXTypeError(text)  # no flag can leave a branch or a loop
-    return result
-
-
-def _run_where_known(plan: Plan, dynamic: list[Any], known: list[Any], key: Any) -> Any:
-    """`known`: for each value what the host knows of it, or None."""
-    if any(value is None for value in known):
-        there = [np.asarray(k) if isinstance(k, jax.Array) else k for k in known]
-        return plan.run([value if k is None else k for value, k in zip(dynamic, there, strict=True)], key)
-    with jax.ensure_compile_time_eval():
-        return plan.run([jnp.asarray(k) if isinstance(value, jax.Array) else k for value, k in zip(dynamic, known, strict=True)], key)
 
 
 def _check_count(lowering: Lowering, out: Any) -> None:

@@ -367,3 +367,45 @@ def test_state_that_needs_no_gradient_is_there_before_the_first_step() -> None:
 
     step(), step()
     assert step.num_traces == 1
+
+
+class CountsOnTheCpu(_Base):
+    """As MADGRAD is published."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state["k"] = torch.tensor([0])
+
+    def amount(self, p: torch.Tensor) -> Any:
+        self.state["k"] += 1
+        return float(self.state["k"]) ** 0.5
+
+
+class ShowsPartsOfOne(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        state, parts = self.state[p], torch.stack([p.norm(), p.norm() * 2]).unbind()
+        if not state:
+            state["norm"], state["twice"] = parts if self.are_apart else (parts[0], parts[0])
+        return state["norm"] + state["twice"]
+
+    are_apart = True
+
+
+class ShowsOneTwice(ShowsPartsOfOne):
+    are_apart = False
+
+
+def test_parts_of_a_tensor_become_state_of_their_own() -> None:
+    assert _run(ShowsPartsOfOne, {}, "jax", 3) == _run(ShowsPartsOfOne, {}, "cpu", 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (CountsOnTheCpu, r"updates .* in place, which is on the CPU"),
+        (ShowsOneTwice, r"state\['twice'\].* shares memory with other state"),
+    ],
+)
+def test_state_that_no_call_could_go_on_with_is_refused_by_name(make: Callable[..., Any], what: str) -> None:
+    with pytest.raises(spmd.TraceError, match=what):
+        _run(make, {}, "jax", 3)

@@ -24,7 +24,7 @@ from spmd.base._jax import eval_jaxpr, is_same_value
 from spmd.base._torch import device_dtype_check_for_fused
 from spmd.device._arrays import padded, padded_shape
 from spmd.device._copy import from_host
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording, wrap, wrap_stored, wrap_unset
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
 from spmd.program.reads import recorded
@@ -307,6 +307,8 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
         first = [births.first[buffer_of(v)] for _, _, v in made]
         if made and not _is_torchs(optimizer):
+            if not all(is_whole(state, buffer_of(state)) for _, _, state in made):
+                raise TraceError("the state shows parts of other tensors, or lies in another order")
             left = _left_by(optimizer, missing)
             births.put_back()
             for (_, _, state), value in zip(made, first, strict=True):
@@ -356,7 +358,7 @@ def _step_alone(optimizer: torch.optim.Optimizer) -> None:
     if _is_torchs(optimizer) and not any(hooks):
         optimizer.step()
         return
-    with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values())}) as reads:
+    with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values()) if isinstance(d, dict)}) as reads:
         reads.run(optimizer.step)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.reads import Varying
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class TracedState:
         self._kept = [_Kept(optimizer) for optimizer in optimizers]
         self.born: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.effects: list[Action] = []
+        self._parts: dict[Buffer, list[tuple[int, int]]] = {}  # elements, from first to last, of which state was made
 
     def __enter__(self) -> TracedState:
         return self
@@ -92,8 +93,23 @@ class TracedState:
             elif not isinstance(owner, torch.Tensor):
                 raise _made_for_no_parameter(optimizer, owner, key)
             elif is_newborn(buffer_of(value)):
+                if not is_whole(value, buffer_of(value)):  # an element of a stack that was computed at once
+                    value = self._alone(optimizer, key, value)
                 self.born.append((owner, value))
                 self.effects.append(lambda owner=owner, key=key, value=value: _set(optimizer, owner, key, value))
+
+    def _alone(self, optimizer: torch.optim.Optimizer, key: Any, value: torch.Tensor) -> torch.Tensor:
+        """A part of a tensor, as one of its own."""
+        first, buffer = int(value.storage_offset()), buffer_of(value)
+        last = first + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+        parts = self._parts.setdefault(buffer, [])
+        if any(first <= end and begin <= last for begin, end in parts) or any(buffer_of(t) is buffer for _, t in self.born):
+            name = f"{type(optimizer).__name__}'s state[{key!r}]"
+            what = f"{name}, made inside the compiled function, shares memory with other state"
+            raise TraceError(message(what, fix=f"keep a copy: {name} = value.clone()"))
+        parts.append((first, last))
+        with torch.no_grad():
+            return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 class _Kept:

@@ -369,7 +369,13 @@ class ContentPlace(Place):
         self.content = value
 
     def put_back(self) -> None:
-        """The array that was read holds again what the trace saw."""
+        """The array or CPU tensor that was read holds again what the trace saw."""
+        if isinstance(self.holder, torch.Tensor):
+            shape, _, _, values = self.content
+            if self.holder.shape == shape and values:
+                with torch.no_grad(), torch.inference_mode(self.holder.is_inference()):
+                    self.holder.copy_(torch.frombuffer(bytearray(values), dtype=self.holder.dtype).reshape(shape))
+            return
         shape, dtype, values = self.content
         if (self.holder.shape, self.holder.dtype.str) == (shape, dtype):
             self.holder[...] = np.frombuffer(values, dtype).reshape(shape)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from spmd.base._errors import TraceError, message
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
@@ -270,3 +271,14 @@ def is_simple(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(is_simple, key))
     return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
+
+
+def written_tensor(place: Place) -> TraceError:
+    """The error for a CPU tensor that the function read and then updated."""
+    return TraceError(
+        message(
+            f"the compiled function updates {place.title} in place, which is on the CPU (shape {tuple(place.holder.shape)})",
+            "it would be updated by the trace alone, not by every call",
+            fix="move it to the device: .to('jax'), or keep a number of Python's",
+        )
+    )

@@ -40,7 +40,7 @@ from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
-from spmd.program.reads._places_read import PlacesRead, is_simple
+from spmd.program.reads._places_read import PlacesRead, is_simple, written_tensor
 from spmd.program.reads._replaced import ReplacedState, replaced
 from spmd.program.reads._varying import Varying, beside, fixed, fixed_if_varying, is_noted, plain_key, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, read_at, written_at
@@ -400,14 +400,15 @@ class Recording(PlacesRead):
                 raise _calls.refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
 
     def _refuse_unseen_writes(self) -> None:
-        """Where an array that was read holds something else now, and nothing was seen to write to it: put back and refused."""
+        """Where an array or CPU tensor that was read holds something else, and no write was seen: put back and refused."""
         for place in self.places.values():
-            array = place.holder
-            if not isinstance(array, np.ndarray) or not isinstance(place, ContentPlace) or self.journal.is_written(array, ABSENT):
+            held, kinds = place.holder, (np.ndarray, torch.Tensor)
+            if not isinstance(held, kinds) or not isinstance(place, ContentPlace) or self.journal.is_written(held, ABSENT):
                 continue
-            if self.is_before(array) and place.difference() is not None:
+            if self.is_before(held) and place.difference() is not None:
                 place.put_back()
-                raise _calls.refused(f"{place.title} was written to by code that is not recorded")
+                what = f"{place.title} was written to by code that is not recorded"
+                raise written_tensor(place) if isinstance(held, torch.Tensor) else _calls.refused(what)
 
     def is_before(self, holder: Any) -> bool:
         """Whether an object existed before the trace."""

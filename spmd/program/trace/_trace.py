@@ -247,7 +247,9 @@ class Trace:
         names = {id(module): name for name, module in modules}
         kinds = ("_parameters", "_buffers", "_modules")
         owners = {id(d): m for _, m in modules for d in (m.__dict__, *(m.__dict__[kind] for kind in kinds))}
-        ignored = {id(o) for optimizer in self.found.optimizers for o in (optimizer.state, *optimizer.state.values())}
+        ignored = {
+            id(o) for optimizer in self.found.optimizers for o in (optimizer.state, *optimizer.state.values()) if isinstance(o, dict)
+        }
         return names, owners, ignored | self.arguments.containers.ids | replaced_counts(modules)
 
     def _left(self, result: Any, effects: list[Effect]) -> FunctionLeft:
