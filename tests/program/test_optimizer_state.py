@@ -395,6 +395,14 @@ class ShowsOneTwice(ShowsPartsOfOne):
     are_apart = False
 
 
+class KeepsADict(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        if not state:
+            state["by beta"] = {0.5: torch.zeros_like(p)}
+        return state["by beta"][0.5].add_(p.grad)
+
+
 def test_parts_of_a_tensor_become_state_of_their_own() -> None:
     assert _run(ShowsPartsOfOne, {}, "jax", 3) == _run(ShowsPartsOfOne, {}, "cpu", 3)
 

@@ -19,6 +19,7 @@ from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.reads import Varying
+from spmd.program.reads._places import all_in
 
 if TYPE_CHECKING:
     from spmd.program.trace._way import Way
@@ -87,6 +88,8 @@ class TracedState:
             if value is before.get(key):
                 continue
             if not is_device_tensor(value):
+                if any(is_device_tensor(part) and is_newborn(buffer_of(part)) for part in all_in(value)):
+                    raise _made_in_container(optimizer, key, value)
                 self.effects.append(partial(_set_number, optimizer, owner, key, _of_a_call(optimizer, key, value, before.get(key))))
             elif is_device_tensor(before.get(key)):
                 raise OptimizerAsObject([optimizer])
@@ -212,5 +215,16 @@ def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: An
             f"{name} makes a tensor of its state inside the compiled function, {place}",
             "it is the state of no parameter, so nothing says where it lies",
             fix=f"make it before the first step, in {name}.__init__: {place} = torch.zeros(..., device='jax')",
+        )
+    )
+
+
+def _made_in_container(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> TraceError:
+    name = type(optimizer).__name__
+    return TraceError(
+        message(
+            f"{name} makes tensors in a {type(value).__name__} of its state inside the compiled function, state[{key!r}]",
+            "a call leaves the tensors of a parameter's state there, and none in containers",
+            fix="take the first step before: call the function without spmd.compile once; or one entry of the state for each tensor",
         )
     )
