@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spmd.device._layout import annotation_of, hand_over
 from spmd.patches._table import replace
-from spmd.sharding._tensor import become_sharded
+from spmd.sharding._tensor import XLAShardedTensor, become_sharded
 
 _torchs_apply = nn.Module._apply
 
@@ -82,6 +82,8 @@ class _Moved:
         """The parameter object with the moved value; the value alone where torch refuses, as for one with weak references."""
         new: Any = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), parameter.requires_grad)
         vars(new).update(vars(parameter))
+        if new is not moved and not isinstance(parameter, XLAShardedTensor):
+            new.__class__ = type(parameter)  # a user's own, whose optimizer asks for it
         if hand_over(parameter, new) and new.device.type != "jax" and parameter.device.type != "jax":
             new.__class__ = type(parameter)
         grad, parameter.grad = parameter.grad, None  # held by the old value, it would keep torch from swapping

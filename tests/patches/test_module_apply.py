@@ -110,3 +110,17 @@ def test_lazy_modules_get_their_shapes_on_the_device() -> None:
     assert model(torch.ones(2, 4).to("jax")).shape == (2, 3)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"jax"}
     assert type(model[0].weight) is nn.Parameter
+
+
+class OnSphere(torch.nn.Parameter):
+    """A parameter of a class of one's own, as of geoopt."""
+
+    radius = 2.0
+
+
+def test_a_parameter_of_a_users_class_stays_of_that_class() -> None:
+    model = torch.nn.Module()
+    model.point = point = OnSphere(torch.ones(3))
+    for device in ("jax", "cpu", "jax"):
+        model.to(device)
+        assert model.point is point and type(point) is OnSphere and point.device.type == device and point.requires_grad
