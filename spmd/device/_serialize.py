@@ -25,7 +25,7 @@ from spmd.base._torch import get_tensor_metadata, set_tensor_metadata
 from spmd.device._arrays import copied
 from spmd.device._copy import to_host
 from spmd.device._layout import plain_layouts
-from spmd.device._storage import Buffer, buffer_of, wrap, wrap_host, wrap_stored
+from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_host, wrap_stored
 from spmd.patches._table import replace
 
 _BEFORE_TORCHS_OWN = 9  # torch's packages have priorities from 10; its one for PrivateUse1 wants storages with memory
@@ -68,7 +68,7 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
     if self.device.type != "jax":
         return _torchs_clone(self)
     buffer: Buffer = self.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
-    buffer.settle()
+    _settle(buffer)
     with exact_dtypes():
         if buffer.value is not None and buffer.annotation is not None:
             new = wrap_stored(copied(buffer.raw()), buffer.shape, buffer.annotation)
@@ -88,7 +88,7 @@ _torchs_clone = torch.UntypedStorage.clone
 
 def _host_storage(buffer: Buffer) -> torch.UntypedStorage:
     """A CPU storage with the buffer's value; the same one while somebody holds it. See Note [One storage, one copy in the file]."""
-    buffer.settle()
+    _settle(buffer)
     held: Any = buffer.host if buffer.value is None else buffer.value
     storage_of, value_of = _host_storages.get(buffer, (_nothing, _nothing))
     storage = storage_of()
@@ -97,6 +97,13 @@ def _host_storage(buffer: Buffer) -> torch.UntypedStorage:
         storage = to_host(root).untyped_storage()
         _host_storages[buffer] = weakref.ref(storage), weakref.ref(held)
     return storage
+
+
+def _settle(buffer: Buffer) -> None:
+    """Have what waits run; in a trace, which must not keep values that another call finds changed, upload what is still on the host."""
+    buffer.settle()
+    if recording.get() is not None and buffer.value is None and buffer.host is not None:
+        buffer.raw()
 
 
 def _nothing() -> None:

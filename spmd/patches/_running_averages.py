@@ -84,7 +84,7 @@ def _update(torchs: Callable[..., None], averaged: AveragedModel, model: torch.n
 def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Tensor) -> torch.Tensor:
     """`norm.forward(input)`: with `momentum=None` the batch's own statistics are taken, then averaged by the count."""
     count = norm.num_batches_tracked
-    if norm.momentum is not None or not norm.training or not is_device_tensor(count):
+    if norm.momentum is not None or not (norm.training and norm.track_running_stats) or not is_device_tensor(count):
         return torchs(norm, input)
     buffers = norm._buffers
     running = {name: buffers[name] for name in ("running_mean", "running_var")}

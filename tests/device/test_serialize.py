@@ -239,3 +239,16 @@ def test_training_moves_from_the_device_to_cpu_and_back(marked: Tied, through_a_
     losses += steps(marked, optimizer, x.to("jax"), 3, is_compiled=True)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert marked.up.weight.partition_spec == PartitionSpec("model", None)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)).to("jax")], ids=["copied", "pickled"])
+def test_a_copy_made_in_a_program_has_the_values_of_each_call(copied: Any) -> None:
+    """Also of a tensor that was still on the host when the function was traced."""
+    tensor = torch.tensor([1.0, 2.0]).to("jax")
+    step = spmd.compile(lambda: copied(tensor) * 1)
+    for factor in (1.0, 2.0):
+        tensor.mul_(factor)
+        try:
+            torch.testing.assert_close(step().cpu(), torch.tensor([1.0, 2.0]) * factor)
+        except spmd.TraceError as error:
+            assert copied is not copy.deepcopy and "needs a value that only the compiled program will have" in str(error)

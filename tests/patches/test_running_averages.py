@@ -110,13 +110,14 @@ def test_a_cumulative_batch_norm_has_one_program() -> None:
     assert_same(step(batch(4, 8).to("jax")), host(batch(4, 8)))
 
 
-def test_a_cumulative_batch_norm_that_gets_a_momentum_is_traced_again() -> None:
+def test_a_cumulative_batch_norm_that_gets_a_momentum_or_stops_tracking_is_traced_again() -> None:
     ours, host = (nn.BatchNorm1d(2, momentum=None).to(device) for device in ("jax", "cpu"))
     step = spmd.compile(lambda x: ours(x))
-    for k in range(4):
-        ours.momentum = host.momentum = None if k in (0, 3) else 0.3
+    for k in range(5):
+        ours.momentum = host.momentum = None if k in (0, 3, 4) else 0.3
+        ours.track_running_stats = host.track_running_stats = k < 4
         x = torch.tensor([[1.0, 2.0], [3.0, float(k)]])
         step(x.to("jax"))
         host(x)
         torch.testing.assert_close(ours.running_mean.cpu(), host.running_mean)
-    assert step.num_traces == 2
+    assert step.num_traces == 3
