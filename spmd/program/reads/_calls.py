@@ -15,7 +15,7 @@ import random
 import threading
 import time
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
+from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._membership import got
 from spmd.program.reads._memos import Cache, num_keys, read_registry
+from spmd.program.reads._noted_sizes import of_noted_size
 from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
 from spmd.program.reads._outside import question_of
 from spmd.program.reads._varying import (
@@ -36,7 +38,6 @@ from spmd.program.reads._varying import (
     Varying,
     fixed,
     fixed_if_varying,
-    is_noted,
     is_sequence,
     is_varying,
     substitute,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 _HARMLESS = frozenset(map(id, (builtins.isinstance, builtins.issubclass, builtins.type, builtins.id, builtins.super, builtins.callable)))
+_ASK_CLASSES = (builtins.isinstance, builtins.issubclass, builtins.callable)
 _LOOKS_ONCE = frozenset(
     map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # the items themselves are not looked into
 )
@@ -111,43 +113,6 @@ def is_endless(iterator: Any) -> bool:
     return isinstance(iterator, itertools.repeat)
 
 
-_OF_NUMBERS = frozenset((range, bytes, bytearray, bin, hex, oct, chr, complex))
-_NUMBERS_IN = frozenset(("math", "cmath", "itertools", "numpy", "_operator", "_decimal", "decimal", "_bisect", "_heapq", "_struct"))
-
-
-_SMOOTH = frozenset(map(id, (math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.pow)))  # without steps and turns
-
-
-def _hides_numbers(fn: Any) -> bool:
-    """Whether it makes of a number, in C, what nobody can ask where it came from; a tensor's methods are the program's own."""
-    owner = getattr(fn, "__self__", None)
-    return (
-        (isinstance(fn, Hashable) and fn in _OF_NUMBERS)
-        or str(getattr(fn, "__module__", None) or "").partition(".")[0] in _NUMBERS_IN
-        or isinstance(owner, (str, bytes, bytearray, np.ndarray))
-        or (isinstance(owner, (list, collections.deque)) and fn.__name__ in ("insert", "pop", "rotate", "index"))
-    )
-
-
-def _of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
-    """What answers in C for a size of which is noted what Python asks (see `sizes`), so that this is; else None."""
-    if id(fn) in _SMOOTH and all(isinstance(a, (int, float)) for a in args) and (first := next(filter(is_noted, args), None)) is not None:
-        return lambda *given: first.through(fn, given)
-    if any(map(is_noted, args)) and _hides_numbers(fn):
-        return lambda *given, **options: fn(*(n.plain() if is_noted(n) else n for n in given), **options)
-    if fn in (min, max, sum) and args and type(given := args[0] if len(args) == 1 else args) in (list, tuple):
-        noted = next((n for n in given if is_noted(n)), None)
-        if noted is not None and any(type(n) is float for n in given):
-            rest = args[1:] if len(args) == 1 else ()
-            return lambda *_, **options: fn([noted.beside(n) if type(n) is float else n for n in given], *rest, **options)
-    if fn is len and args and isinstance(args[0], torch.Tensor) and any(map(is_noted, args[0].shape)):
-        return lambda tensor: tensor.shape[0]
-    if fn is torch.numel and args and any(map(is_noted, args[0].shape)):
-        return torch.Tensor.numel
-    shape = getattr(fn, "__self__", None)
-    return (lambda: math.prod(shape)) if type(shape) is torch.Size and fn.__name__ == "numel" and any(map(is_noted, shape)) else None
-
-
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 
@@ -176,7 +141,7 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if any(type(a) is dict for a in args) and needs_known(fn) and any(map(holds_lifted, args)):
         return with_known(fn)
     kind = type(fn)
-    if kind in _IN_C and (of_noted := _of_noted_size(fn, args)) is not None:
+    if kind in _IN_C and (of_noted := of_noted_size(fn, args)) is not None:
         return of_noted
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
@@ -208,6 +173,8 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         recording.hand(args)
         if not isinstance(fn, torch.nn.Module):
             recording.hand(fn)
+    else:
+        recording.class_of(fn)
     return fn
 
 
@@ -277,8 +244,8 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
 def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     owner = fn.__self__
     if id(fn) in _HARMLESS:
-        if args and fn is builtins.isinstance:
-            recording.class_of(args[0])
+        if args and fn in _ASK_CLASSES:
+            ask_classes(recording, fn, args)
         return
     if (
         id(fn) in _CLOCKS
@@ -293,6 +260,8 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     elif isinstance(owner, type):
         if owner is object and fn.__name__ == "__new__":
             return
+        if fn.__name__ == "__subclasses__":
+            ask_names(recording, owner, "the subclasses", fn)
         for arg in args:
             recording.hand(arg)
     else:
@@ -312,6 +281,8 @@ def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
         recording.advance(args[0], "advanced by next()")
     elif fn is builtins.vars or fn is builtins.dir:
         for arg in args:
+            if fn is builtins.dir and isinstance(type(arg).__dir__, types.MethodDescriptorType):
+                ask_names(recording, arg, "the names", functools.partial(dir, arg))
             recording.load_attr(arg, "__dict__")
             attributes = getattr(arg, "__dict__", None)
             if attributes is not None:
@@ -329,7 +300,9 @@ def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
 def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
     if id(cls) in _HARMLESS:
         if cls is type and len(args) == 1:
-            recording.class_of(args[0])
+            ask_classes(recording, cls, args)
+        elif cls is type:
+            recording.hand(args)
         return
     if id(cls) in _LOOKS_ONCE:
         for arg in args:
@@ -340,6 +313,7 @@ def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
         for arg in args:
             recording.hand(arg)
     else:
+        recording.meet(cls)
         for name in ("__new__", "__init__"):
             recording.load_attr(cls, name)
 

@@ -9,10 +9,12 @@ from contextvars import ContextVar
 from operator import attrgetter, call, itemgetter, methodcaller
 from typing import Any
 
+from spmd.program.reads._classes import ORDER, AbstractPlace, ClassPlace, SpecialPlace, registrations
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace
 from spmd.program.reads._places import (
+    PLAIN,
+    AttributePlace,
     CellPlace,
-    ClassPlace,
     ContentPlace,
     DictPlace,
     FunctionPlace,
@@ -47,6 +49,12 @@ def _looks(place: Place) -> dict[str, Any]:
         return {"dicts": [holder]}
     if isinstance(place, ClassPlace):
         return {"values": [(type, [holder])]}
+    if isinstance(place, SpecialPlace):
+        return {"dicts": place.dicts, "values": [(ORDER, [holder])]}
+    if isinstance(place, AbstractPlace):
+        return {"numbers": [(registrations, [holder])]}
+    if isinstance(place, AttributePlace):
+        return {"numbers" if isinstance(place.content, (*PLAIN, tuple)) else "values": [(place.get, [holder])]}
     if isinstance(place, CellPlace) and _is_fixed(place.content):
         return {"values": [(_CONTENTS, [holder])]}
     if isinstance(place, SlotPlace) and _is_fixed(place.content):

@@ -106,6 +106,15 @@ def _load_attr(instance: Any, name: str) -> None:
                 require_known_name(instance, name)
 
 
+def _entered(instance: Any, name: str) -> None:
+    """A special method begins: Python looked it up in the class."""
+    cls: Any = type(instance)
+    cls = instance if issubclass(cls, type) else cls  # `isinstance` would ask the object for its class
+    recording = _now.get(get_ident())
+    if recording is not None and not recording.is_busy and (id(cls), name) not in recording.seen:
+        unseen(recording, recording.load_attr, cls, name)
+
+
 def _identify(left: Any, right: Any) -> Any:
     if not (isinstance(left, bool) or isinstance(right, bool)):
         return left
@@ -166,6 +175,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
     **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key", "contains", "operate", "operate_in_place")},
     "load_attr": _load_attr,
+    "entered": _entered,
     "identify": _identify,
     "look_into": _look_into,
     "shown": _shown,

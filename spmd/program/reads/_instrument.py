@@ -19,6 +19,7 @@ from bytecode import BinaryOp, Bytecode
 from bytecode.instr import CellVar, FreeVar
 
 from spmd.program.reads import _choices
+from spmd.program.reads._special_names import SPECIAL
 
 Instr: Any = bytecode.Instr  # its arguments are typed too narrowly: constants may be any object
 _VERSION = sys.version_info
@@ -33,7 +34,8 @@ _TRUTH = frozenset(
 ) | {"UNARY_NOT"}
 # instruction -> how deep below the top the value lies that it looks into
 _LOOKS_INTO = {
-    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"), 1),
+    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "BEFORE_WITH"), 1),
+    **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), 1),
     **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
     "MATCH_KEYS": 2,
 }
@@ -136,6 +138,9 @@ class Instrumenter:
             if not isinstance(instr, Instr):
                 yield instr
                 continue
+            if instr.name == "RESUME" and instr.arg == 0 and code.argcount and code.name in SPECIAL:
+                yield from (instr, *self._tell("entered", self._first_argument(code, instr.location), instr.location))
+                continue
             if index in found:
                 yield from (*self._tell("look_into", [Instr("COPY", 3, location=instr.location)], instr.location),)
                 yield from _choices.begun(found[index], self._hook, instr)
@@ -150,6 +155,13 @@ class Instrumenter:
                 yield from self._operation("identify", instr.location)
             is_compared = instr.name in ("COMPARE_OP", "CONTAINS_OP", "IS_OP")
             yield from self._with_hooks(instr, held)
+
+    def _first_argument(self, code: Any, at: Any) -> list[Any]:
+        """Instructions that push the object of a special method, and the method's name."""
+        name = code.argnames[0]
+        is_cell = name in code.cellvars
+        load = Instr("LOAD_DEREF", CellVar(name), location=at) if is_cell else Instr("LOAD_FAST", name, location=at)
+        return [load, Instr("LOAD_CONST", code.name, location=at)]
 
     def _with_hooks(self, instr: Any, held: list[Any]) -> Iterator[Any]:
         op, arg, at = instr.name, instr.arg, instr.location

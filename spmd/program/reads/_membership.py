@@ -26,6 +26,7 @@ def asked(recording: Recording, item: Any, holder: Any) -> Any:
     if type(item) is Varying:
         recording.look_into(holder)
         return _as_member(item, holder)
+    recording.look_into_key(item)
     if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
         if not recording._is_ignored(holder) and not recording.journal.is_written(holder, item):
             title = f"{recording._title(holder)}[{{!r}}]"

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -417,21 +418,14 @@ class FunctionPlace(ContentPlace):
         super().__init__(fn, title, lambda: _definition(fn))
 
 
-class ClassPlace(Place):
-    """The class of an object, which `__class__ = ...` changes."""
+class AttributePlace(ContentPlace):
+    """An attribute that C code keeps: a function's name, an array's shape."""
 
-    __slots__ = ("cls",)
+    __slots__ = ("get",)
 
-    def __init__(self, holder: Any, title: str) -> None:
-        super().__init__(holder, title)
-        self.cls = type(holder)
-
-    def settle(self, expected: Expected) -> None:
-        self.cls = type(self.holder)
-
-    def difference(self) -> str | None:
-        now = type(self.holder)
-        return None if now is self.cls else f"{self.title} is a {now.__qualname__} now, it was a {self.cls.__qualname__}"
+    def __init__(self, instance: Any, name: str, title: str) -> None:
+        self.get = attrgetter(name)
+        super().__init__(instance, title, lambda: getattr(instance, name, ABSENT))
 
 
 def content_place(value: Any, title: str) -> ContentPlace | None:

@@ -13,13 +13,14 @@ import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.program.find._static import attributes_of
+from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import Question, answer_place
 from spmd.program.reads._places import (
     PLAIN,
-    ClassPlace,
+    AttributePlace,
     ContentPlace,
     DictPlace,
     ListPlace,
@@ -116,10 +117,26 @@ class PlacesRead:
         cls = type(value)
         is_watched = self._are_watched.get(cls)
         if is_watched is None:
-            may_change = bool(cls.__flags__ & _HEAP) and is_recorded(cls.__module__)
-            is_watched = self._are_watched[cls] = may_change and not issubclass(cls, (torch.Tensor, type))
+            is_watched = self.meet(cls)
         if is_watched and (key := hash(("class", id(value)))) not in self.places:
             self.places[key] = ClassPlace(value, self._title(value))
+
+    def meet(self, cls: Any) -> bool:
+        """Code does something with a class or an object of it: so it matters what Python looks up there by itself.
+
+        Returns:
+            Whether objects of the class may become ones of another.
+        """
+        if cls in self._are_watched:
+            return self._are_watched[cls]
+        may_change = _may_change(cls)
+        self._are_watched[cls] = may_change and not issubclass(cls, (torch.Tensor, type))
+        if may_change:
+            dicts = [self._class_dicts(base)[0] for base in ORDER(cls) if _may_change(base)]
+            self.places[hash(("special", id(cls)))] = SpecialPlace(cls, dicts)
+        if type(cls) is not type:
+            self.meet(type(cls))
+        return self._are_watched[cls]
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """The names of attributes that were read or written of these tensors; what they hold is expected of no call."""
@@ -210,6 +227,24 @@ class PlacesRead:
             self._title_of(fn, fn.__qualname__)
             self._content(fn)
 
+    def attribute_of_class(self, cls: Any, name: str) -> None:
+        """An attribute of a class: its own or its bases', or of what it is made by."""
+        self.meet(cls)
+        self._class_attribute(cls.__mro__, name)
+        if type(cls) is not type:
+            self._class_attribute(type(cls).__mro__, name)
+        if isinstance(type.__dict__.get(name), types.GetSetDescriptorType):
+            self.attribute_in_c(cls, name)
+
+    def attribute_in_c(self, instance: Any, name: str) -> None:
+        """An attribute that C code keeps."""
+        key = hash(("in C", id(instance), name))
+        if key not in self.places and not self.journal.is_written(instance, name):
+            place = AttributePlace(instance, name, f"{self._title(instance)}.{name}")
+            if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:  # others are made whenever they are asked for
+                self.places[key] = place
+                self._met(place.content, place.title)
+
     def _class_attribute(self, mro: tuple[type, ...], name: str) -> Any:
         """What a class or its bases hold under `name`; each that was asked is guarded."""
         asked = mro[0], len(mro), name
@@ -264,6 +299,10 @@ class PlacesRead:
         if found is not None:
             self._owners[id(found)] = instance
         return found
+
+
+def _may_change(cls: type) -> bool:
+    return bool(cls.__flags__ & _HEAP) and is_recorded(cls.__module__)
 
 
 def is_simple(key: Any) -> bool:

@@ -40,26 +40,24 @@ from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
-from spmd.program.reads._places_read import PlacesRead, is_simple, written_tensor
+from spmd.program.reads._places_read import is_simple, written_tensor
+from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
 from spmd.program.reads._replaced import ReplacedState, replaced
-from spmd.program.reads._varying import Varying, beside, fixed, fixed_if_varying, is_noted, plain_key, with_fixed_keys
-from spmd.program.reads._varying_index import may_vary, read_at, written_at
+from spmd.program.reads._varying import Varying, beside, fixed, is_noted, plain_key
+from spmd.program.reads._varying_index import may_vary, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
-_WITH_PARTS = (types.FunctionType, functools.partial)  # `__defaults__`, `__code__`
-_MEMOS = frozenset({"__dynamo_disable"})  # what torch notes on a function when it is first called
 _MAX_DEPTH = 50
 
 
-class Recording(PlacesRead):
+class Recording(PlacesWritten):
     """What one trace reads and writes of Python. Made by `recorded`.
 
     Attributes:
         has_own_context: whether context variables are set in a copy, so that none has to be unset.
         run_module: calls what it is given, the run of a module.
         note_gradient: is told of each tensor whose `grad` is read.
-        fixes_indices: what is read of a tensor at an index that varies is a view, and the index is guarded by its value.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
@@ -70,7 +68,7 @@ class Recording(PlacesRead):
         self.choice: Choice | None = None
         self.run_module: RunModule = lambda module, run: run()
         self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
-        self.fixes_indices = self.has_own_context = self.is_busy = False
+        self.has_own_context = self.is_busy = False
         self.seen: dict[Any, Any] = {}
         self._handed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
@@ -102,7 +100,7 @@ class Recording(PlacesRead):
         if name == "grad" and isinstance(instance, torch.Tensor):
             self.note_gradient(instance)
             return
-        if key in self.seen or name in _MEMOS:
+        if key in self.seen or name in MEMOS:
             return
         self.seen[key] = instance
         if isinstance(instance, torch.Tensor):
@@ -115,15 +113,16 @@ class Recording(PlacesRead):
                 self.ask(instance, setting_of(instance, name))
             self._entry(instance.__dict__, name, instance, ".")
         elif isinstance(instance, type):
-            self._class_attribute(instance.__mro__, name)
+            self.attribute_of_class(instance, name)
         elif cls is super:
             mro = instance.__self_class__.__mro__
+            self.meet(instance.__self_class__)
             self._class_attribute(mro[mro.index(instance.__thisclass__) + 1 :], name)
         elif cls.__module__ == "builtins" and cls is not types.FunctionType:
             return
         else:
             self._instance_attribute(instance, cls, name)
-            if cls in _WITH_PARTS and name in ("__kwdefaults__", "keywords"):
+            if cls in WITH_PARTS and name in ("__kwdefaults__", "keywords"):
                 self.parts(instance, getattr(instance, name))
             if name == "__dict__" and (attributes := attributes_of(instance)) is not None:
                 self._owners[id(attributes)] = instance
@@ -131,8 +130,11 @@ class Recording(PlacesRead):
     def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
         self.class_of(instance)
         found = self._class_attribute(cls.__mro__, name)
+        self.class_of(found)
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
+        if isinstance(instance, KEPT_IN_C) and isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+            self.attribute_in_c(instance, name)
         if isinstance(found, types.MemberDescriptorType):
             if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
                 title = f"{self._title(instance)}.{name}"
@@ -150,6 +152,7 @@ class Recording(PlacesRead):
 
     def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be read; returns the key and the container to use."""
+        self.look_into_key(key)
         if may_vary(holder, key):
             if not self.fixes_indices and (found := read_at(holder, key)) is not None:
                 self.look_into(holder)
@@ -171,6 +174,7 @@ class Recording(PlacesRead):
             if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
                 self._entry(holder, key, holder, "[")
                 if isinstance(holder, collections.defaultdict) and key not in holder:
+                    self.attribute_in_c(holder, "default_factory")
                     self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
         elif isinstance(holder, (list, collections.deque)) and type(key) in (int, bool):
             if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
@@ -218,6 +222,7 @@ class Recording(PlacesRead):
         cls = type(value)
         if cls in QUIET or self._is_ignored(value):
             return
+        self.meet(cls)
         if isinstance(value, torch.Tensor):
             self._host_tensor(value)
         elif isinstance(value, dict):
@@ -232,9 +237,13 @@ class Recording(PlacesRead):
         elif isinstance(value, (collections.UserDict, collections.UserList)):
             self.load_attr(value, "data")
             self.look_into(value.data)
-        elif not isinstance(value, _CODE) and not self._content(value) and not is_recorded(cls.__module__):
-            for part in _calls.parts_of(value, self):  # a library's container: what it is made of
-                self.hand(part)
+        elif isinstance(value, type):
+            self.meet(value)
+        elif not isinstance(value, _CODE):
+            self.class_of(value)
+            if not self._content(value) and not is_recorded(cls.__module__):
+                for part in _calls.parts_of(value, self):  # a library's container: what it is made of
+                    self.hand(part)
 
     def hand(self, value: Any, depth: int = 0) -> None:
         """A value goes to code that is not recorded: all of it counts as read, as deep as it can change."""
@@ -282,74 +291,6 @@ class Recording(PlacesRead):
         self.choice = choice.frame = None
         return choice.chosen(before, after)
 
-    # writes
-
-    def store_global(self, variables: dict[str, Any], name: str) -> None:
-        self.journal.entry(variables, name, name)
-
-    def store_cell(self, cell: Any, name: str) -> None:
-        self.journal.cell(cell, name)
-
-    def store_attr(self, instance: Any, name: str) -> None:
-        cls = type(instance)
-        if name in _MEMOS:
-            return
-        if isinstance(instance, type):
-            self._store_in_class(instance, name)
-        elif isinstance(instance, types.ModuleType):
-            self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
-        elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
-            found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
-            if isinstance(found, types.MemberDescriptorType) or (
-                isinstance(found, types.GetSetDescriptorType) and (cls in _WITH_PARTS or name == "__class__")
-            ):
-                self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
-            elif not hasattr(type(found), "__set__"):
-                self._store_attribute(instance, name)
-        # any other `__setattr__` is Python, and tells when it writes
-
-    def _store_attribute(self, instance: Any, name: str) -> None:
-        attributes = attributes_of(instance)
-        if attributes is not None and id(attributes) not in self._ignored:
-            self._owners[id(attributes)] = instance
-            self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
-
-    def _store_in_class(self, cls: type, name: str) -> None:
-        def put(value: Any) -> None:
-            if value is ABSENT:
-                type.__delattr__(cls, name)
-            else:
-                type.__setattr__(cls, name, value)
-
-        self.journal.entry(self._class_dicts(cls)[0], name, f"{cls.__qualname__}.{name}", put)
-        self._found_in_class.clear()
-
-    def store_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
-        """An item is about to be written; returns the key and the container to use."""
-        if may_vary(holder, key):
-            rows = None if self.fixes_indices else written_at(holder, key)
-            if rows is not None:  # of a tensor
-                return rows[1], rows[0]
-            key = fixed(key)
-        self._write_item(holder, key)
-        return key, holder
-
-    def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
-        """An item is about to be deleted; returns the key and the container to use."""
-        key = fixed_if_varying(key)
-        self._write_item(holder, key)
-        if isinstance(holder, dict) and self.journal.is_written(holder, key):
-            self.journal.removal(holder, key)
-        return key, holder
-
-    def made_with_keys(self, container: Any) -> None:
-        """A dict or set was made of keys."""
-        with_fixed_keys(container)
-
-    def as_key(self, key: Any) -> Any:
-        """A key is about to be put in a dict or set; returns the key to use."""
-        return fixed_if_varying(key)
-
     def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
         """A class pattern is about to look at a value; returns the value to match."""
         value = matched(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
@@ -359,28 +300,6 @@ class Recording(PlacesRead):
             for name in (*getattr(cls, "__match_args__", ())[:num_positional], *names):
                 self.load_attr(value, name)
         return value
-
-    def _write_item(self, holder: Any, key: Any) -> None:
-        if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
-            return
-        cls = type(holder)
-        if isinstance(holder, dict) and (isinstance(cls.__setitem__, types.WrapperDescriptorType) or not is_recorded(cls.__module__)):
-            if key in holder or is_simple(key):
-                self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
-            else:
-                self.mutate(holder)
-        else:
-            self.mutate(holder)
-
-    def mutate(self, holder: Any) -> None:
-        """The content of a container is about to change, depending on what it is."""
-        if isinstance(holder, (collections.UserDict, collections.UserList)):
-            holder = self.parts(holder, holder.data)  # type: ignore[arg-type]
-        if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
-            return
-        for each in (holder, *_calls.shown_by(holder)):
-            self.look_into(each)
-            self.journal.content(each, self._title(each))
 
     def _find_born(self) -> None:
         """Which objects the trace made: those that exist now and did not before."""

@@ -1,0 +1,146 @@
+"""What Python looks up in classes by itself: the class of an object, its special methods, the order of its bases.
+
+`a + b`, `len(a)`, `with a:` name no method, so no instruction tells that one was looked up. So of each class of which an object takes
+part in what the trace runs, all special methods are expected to be the same in every call, those too that it does not have.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import types
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
+
+from spmd.program.reads._places import ContentPlace, Expected, Place
+from spmd.program.reads._special_names import SPECIAL
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+ORDER = attrgetter("__mro__")
+
+
+class ClassPlace(Place):
+    """The class of an object, which `__class__ = ...` changes."""
+
+    __slots__ = ("cls",)
+
+    def __init__(self, holder: Any, title: str) -> None:
+        super().__init__(holder, title)
+        self.cls = type(holder)
+
+    def settle(self, expected: Expected) -> None:
+        self.cls = type(self.holder)
+
+    def difference(self) -> str | None:
+        now = type(self.holder)
+        return None if now is self.cls else f"{self.title} is a {now.__qualname__} now, it was a {self.cls.__qualname__}"
+
+
+class SpecialPlace(Place):
+    """The special methods of a class and of its bases, and the order of these.
+
+    Attributes:
+        dicts: those of the classes that can change.
+    """
+
+    __slots__ = ("dicts", "methods", "order")
+
+    def __init__(self, holder: type, dicts: Sequence[dict[str, Any]]) -> None:
+        super().__init__(holder, holder.__qualname__)
+        self.dicts = dicts
+        self.order, self.methods = holder.__mro__, self._methods()
+
+    def _methods(self) -> list[tuple[Any, ...]]:
+        return [tuple(map(own.get, SPECIAL)) for own in self.dicts]
+
+    def settle(self, expected: Expected) -> None:
+        self.order, self.methods = self.holder.__mro__, self._methods()
+
+    def difference(self) -> str | None:
+        if self.holder.__mro__ is not self.order and self.holder.__mro__ != self.order:
+            return f"{self.title} has other base classes"
+        for now, old in zip(self._methods(), self.methods, strict=True):
+            for name, new, before in zip(SPECIAL, now, old, strict=True):
+                if new is not before:
+                    return f"{self.title}.{name} is another"
+        return None
+
+
+class AbstractPlace(Place):
+    """What abstract classes answer whether others are subclasses of them, which `register` changes.
+
+    Attributes:
+        answers: by (class, abstract class).
+    """
+
+    __slots__ = ("answers",)
+
+    def __init__(self) -> None:
+        super().__init__(abc.ABCMeta, "abc")
+        self.answers: dict[tuple[type, type], bool | None] = {}
+
+    def settle(self, expected: Expected) -> None:
+        self.answers = {pair: issubclass(*pair) for pair in self.answers}
+
+    def difference(self) -> str | None:
+        for (cls, abstract), before in self.answers.items():
+            if issubclass(cls, abstract) is not before:
+                return f"{cls.__qualname__} {'was' if before else 'is now'} a subclass of {abstract.__qualname__}"
+        return None
+
+
+def registrations(holder: Any) -> int:
+    """How often a class was registered as a subclass of an abstract one."""
+    return cast(int, abc.get_cache_token())
+
+
+def ask_classes(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    """`isinstance`, `issubclass`, `callable` and `type` are about to look at a value, and at the classes that stand behind it."""
+    if isinstance(args[0], type):
+        recording.meet(args[0])
+    recording.class_of(args[0])
+    if fn is builtins.isinstance or fn is builtins.issubclass:
+        for cls in _classes_in(args[1:]):
+            if type(cls) is not type:
+                recording.meet(cls) if isinstance(cls, type) else recording.class_of(cls)
+                if isinstance(cls, abc.ABCMeta):
+                    _ask_abstract(recording, type(args[0]) if fn is builtins.isinstance else args[0], cls)
+                    if getattr(cls, "_is_protocol", False) and fn is builtins.isinstance:
+                        for name in _names_of(cls):
+                            recording.load_attr(args[0], name)
+
+
+def _classes_in(kinds: Any) -> Iterator[Any]:
+    if isinstance(kinds, (tuple, types.UnionType)):
+        for kind in kinds if isinstance(kinds, tuple) else kinds.__args__:
+            yield from _classes_in(kind)
+    else:
+        yield kinds
+
+
+def _ask_abstract(recording: Recording, cls: type, abstract: type) -> None:
+    place: Any = recording.places.setdefault(id(abc.ABCMeta), AbstractPlace())
+    place.answers.setdefault((cls, abstract))  # answered when the trace is over: the answer may be the user's code
+
+
+def _names_of(protocol: type) -> Iterator[str]:
+    """The names that an object must have (`typing.Protocol`)."""
+    for base in protocol.__mro__:
+        if getattr(base, "_is_protocol", False) and base.__name__ != "Protocol":
+            names = (*vars(base), *vars(base).get("__annotations__", ()))
+            yield from (
+                name for name in names if not hasattr(object, name) and not name.startswith(("_abc_", "_is_", "__p", "__annotations"))
+            )
+
+
+def ask_names(recording: Recording, owner: Any, what: str, answer: Any) -> None:
+    """`dir(owner)` or `owner.__subclasses__()` is about to be called."""
+    key = hash((what, id(owner)))
+    if key not in recording.places:
+        recording.places[key] = ContentPlace(owner, f"{what} of {recording.name_of(owner)}", lambda: tuple(answer()))
+
+
+__all__ = ["ORDER", "AbstractPlace", "ClassPlace", "SpecialPlace", "ask_classes", "ask_names", "registrations"]

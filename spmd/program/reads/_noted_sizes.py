@@ -1,0 +1,52 @@
+"""Calls of C code on a size of which is noted what Python asks (see `sizes`): it must not take the number unseen."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.program.reads._varying import is_noted
+
+_OF_NUMBERS = frozenset((range, bytes, bytearray, bin, hex, oct, chr, complex))
+_NUMBERS_IN = frozenset(("math", "cmath", "itertools", "numpy", "_operator", "_decimal", "decimal", "_bisect", "_heapq", "_struct"))
+
+
+_SMOOTH = frozenset(map(id, (math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.pow)))  # without steps and turns
+
+
+def _hides_numbers(fn: Any) -> bool:
+    """Whether it makes of a number, in C, what nobody can ask where it came from; a tensor's methods are the program's own."""
+    owner = getattr(fn, "__self__", None)
+    return (
+        (isinstance(fn, Hashable) and fn in _OF_NUMBERS)
+        or str(getattr(fn, "__module__", None) or "").partition(".")[0] in _NUMBERS_IN
+        or isinstance(owner, (str, bytes, bytearray, np.ndarray))
+        or (isinstance(owner, (list, collections.deque)) and fn.__name__ in ("insert", "pop", "rotate", "index"))
+    )
+
+
+def of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
+    """What answers in C for a size of which is noted what Python asks (see `sizes`), so that this is; else None."""
+    if id(fn) in _SMOOTH and all(isinstance(a, (int, float)) for a in args) and (first := next(filter(is_noted, args), None)) is not None:
+        return lambda *given: first.through(fn, given)
+    if any(map(is_noted, args)) and _hides_numbers(fn):
+        return lambda *given, **options: fn(*(n.plain() if is_noted(n) else n for n in given), **options)
+    if fn in (min, max, sum) and args and type(given := args[0] if len(args) == 1 else args) in (list, tuple):
+        noted = next((n for n in given if is_noted(n)), None)
+        if noted is not None and any(type(n) is float for n in given):
+            rest = args[1:] if len(args) == 1 else ()
+            return lambda *_, **options: fn([noted.beside(n) if type(n) is float else n for n in given], *rest, **options)
+    if fn is len and args and isinstance(args[0], torch.Tensor) and any(map(is_noted, args[0].shape)):
+        return lambda tensor: tensor.shape[0]
+    if fn is torch.numel and args and any(map(is_noted, args[0].shape)):
+        return torch.Tensor.numel
+    shape = getattr(fn, "__self__", None)
+    return (lambda: math.prod(shape)) if type(shape) is torch.Size and fn.__name__ == "numel" and any(map(is_noted, shape)) else None
+
+
+__all__ = ["of_noted_size"]
