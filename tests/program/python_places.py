@@ -2,6 +2,7 @@
 
 import argparse
 import array
+import builtins
 import collections
 import contextvars
 import dataclasses
@@ -210,6 +211,29 @@ def in_an_imported_module() -> tuple[Read, Write]:
         return hyper.SCALE
 
     return read, lambda v: setattr(module, "SCALE", v)
+
+
+@place
+def in_a_module_that_is_replaced() -> tuple[Read, Write]:
+    def write(value: float) -> None:
+        module: Any = types.ModuleType("replaced_module_of_a_test")
+        module.SCALE = value
+        sys.modules["replaced_module_of_a_test"] = module
+
+    def read() -> float:
+        import replaced_module_of_a_test as hyper  # type: ignore[import-not-found]
+
+        return hyper.SCALE
+
+    write(2.0)
+    return read, write
+
+
+@place
+def in_a_builtin() -> tuple[Read, Write]:
+    held: Any = builtins
+    held.SCALE_OF_A_TEST = 2.0
+    return lambda: SCALE_OF_A_TEST, lambda v: setattr(held, "SCALE_OF_A_TEST", v)  # type: ignore[name-defined]  # noqa: F821
 
 
 @place

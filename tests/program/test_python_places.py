@@ -24,6 +24,7 @@ REPLACED = {
     "in_a_method_that_is_replaced",
     "in_a_method_of_the_object_itself",
     "in_a_function_that_is_rebound",
+    "in_a_module_that_is_replaced",
     "in_a_frozen_set_that_is_replaced",
     "in_a_list_of_a_module",
     "in_a_config_of_a_module_that_is_replaced",

@@ -7,6 +7,7 @@ import copy
 import ctypes
 import functools
 import heapq
+import io
 import queue
 import threading
 import types
@@ -69,6 +70,28 @@ class Slotted:
         self.count = 0
 
 
+class Own:
+    """An iterator in Python."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> "Own":
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count % 3 == 0:
+            raise StopIteration
+        return self.count
+
+
+def printed(s: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print(s.count)
+    s.name += out.getvalue()
+
+
 class State:
     """Everything that the rows below write to."""
 
@@ -95,6 +118,7 @@ class State:
         self.module.register_buffer("mean", torch.zeros(2))
         self.tensor: Any = None
         self.bytes = bytearray(2)
+        self.own = Own()
         self.queue: queue.Queue[Any] = queue.Queue()
         self.queue.put(0)
 
@@ -118,6 +142,8 @@ ROWS: dict[str, Write] = {
     "an attribute": lambda s, x: setattr(s, "count", s.count + 1),
     "a flag": lambda s, x: setattr(s, "flag", not s.flag),
     "several": lambda s, x: swap(s),
+    "an iterator of one's own": lambda s, x: (next(s.own), sum(s.own), [v for v in s.own]),
+    "output that is kept": lambda s, x: printed(s),
     "a class": lambda s, x: setattr(type(s), "total", type(s).total + 1),
     "the class of an object": lambda s, x: setattr(s.scaled, "__class__", Other if type(s.scaled) is Scaled else Scaled),
     "a slot": lambda s, x: setattr(s.slotted, "count", s.slotted.count + 1),

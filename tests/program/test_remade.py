@@ -1,8 +1,13 @@
 """What a trace leaves in Python is made anew by every call: containers, objects and functions, who is who included."""
 
+import array
 import collections
+import copy
 import dataclasses
+import queue
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -278,3 +283,90 @@ def test_a_tuple_of_hyperparameters_leaves_with_the_numbers_of_the_call() -> Non
         optimizer.param_groups[0]["betas"] = betas
         step(torch.ones(1, 2, device="jax"))
     assert log == wanted and step.num_traces == 1
+
+
+class Tags(set[int]):
+    pass
+
+
+class Recent(collections.deque[Any]):
+    pass
+
+
+class Groups(collections.defaultdict[str, list[int]]):
+    pass
+
+
+class Row(tuple[Any, ...]):
+    pass
+
+
+class Failed(Exception):
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.n = n
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(x * 2)
+
+
+def objects_of(n: int) -> Any:
+    made = np.empty(2, dtype=object)
+    made[0], made[1] = [n], n
+    return made
+
+
+def queue_of(n: int) -> Any:
+    made: queue.Queue[int] = queue.Queue()
+    made.put(n)
+    return made
+
+
+def referred(n: int) -> Any:
+    box = Box(n)
+    return box, weakref.ref(box)
+
+
+# what is made of a counter and a tensor; what is looked at; what the caller writes to it afterwards
+KINDS: dict[str, tuple[Callable[[int, torch.Tensor], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "set": (lambda n, x: Tags({n}), sorted, lambda made: made.add(90)),
+    "deque": (lambda n, x: Recent([n, x]), lambda made: [float(torch.as_tensor(v).sum()) for v in made], lambda made: made.append(9)),
+    "dict": (lambda n, x: Groups(list, a=[n]), dict, lambda made: made["b"].append(1)),
+    "tuple": (lambda n, x: Row((n, x)), lambda made: (made[0], made[1].tolist()), lambda made: setattr(made, "tag", 1)),
+    "exception": (lambda n, x: Failed(n), lambda made: (made.args, made.n), lambda made: setattr(made, "n", 9)),
+    "method in C": (lambda n, x: [n].append, lambda made: list(made.__self__), lambda made: made(9)),
+    "read-only dict": (lambda n, x: types.MappingProxyType({"a": n}), dict, lambda made: None),
+    "view": (lambda n, x: {"a": n}.values(), list, lambda made: None),
+    "array": (lambda n, x: array.array("d", [n]), list, lambda made: made.append(9)),
+    "array of objects": (lambda n, x: objects_of(n), lambda made: [list(made[0]), made[1]], lambda made: made[0].append(9)),
+    "queue": (lambda n, x: queue_of(n), lambda made: list(made.queue), lambda made: made.put(9)),
+    "iterator": (lambda n, x: iter([n, 2]), lambda made: list(copy.copy(made)), next),
+    "lock": (lambda n, x: threading.Lock(), lambda made: made.locked(), lambda made: made.acquire(blocking=False)),
+    "class": (lambda n, x: type("Kind", (), {"n": n}), lambda made: made.n, lambda made: setattr(made, "n", 9)),
+    "module": (lambda n, x: Scaled(x), lambda made: made.weight.tolist(), lambda made: made.weight.data.add_(1)),
+    "weak reference": (lambda n, x: referred(n), lambda made: made[1]() is made[0], lambda made: None),
+}
+
+
+def test_what_no_list_or_dict_is_every_call_makes_too() -> None:
+    def outcomes(device: str) -> list[Any]:
+        kept, held = list[list[Any]](), types.SimpleNamespace(n=0)
+
+        def make(x: torch.Tensor) -> torch.Tensor:
+            held.n += 1
+            kept.append([new(held.n, x) for new, _, _ in KINDS.values()])
+            return x
+
+        step = make if device == "cpu" else spmd.compile(make)
+        found: list[Any] = []
+        for i in range(4):
+            step(torch.full((2,), i + 1.0).to(device))
+            found.append([[look(made) for (_, look, _), made in zip(KINDS.values(), each, strict=True)] for each in kept])
+            for (_, _, write), made in zip(KINDS.values(), kept[-1], strict=True):
+                write(made)
+        return found
+
+    assert outcomes("jax") == outcomes("cpu")

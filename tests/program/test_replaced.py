@@ -265,6 +265,29 @@ def test_a_container_that_is_written_before_it_is_replaced_is_right() -> None:
     require_equal(body, "list")
 
 
+class Slotted:
+    __slots__ = ("h", "state")
+
+    def __init__(self, device: str) -> None:
+        self.h: torch.Tensor = torch.zeros(2, device=device)
+        self.state = (torch.ones(2, device=device), 1)
+
+
+def test_state_in_slots_is_replaced_in_one_program() -> None:
+    ours, torchs = Slotted("jax"), Slotted("cpu")
+
+    def step(held: Slotted, x: torch.Tensor) -> torch.Tensor:
+        held.h = held.h * 0.5 + x
+        held.state = (held.state[0] + held.h, held.state[1] + 1)
+        return held.h * held.state[1]
+
+    compiled = spmd.compile(lambda x: step(ours, x))
+    for i in range(5):
+        x = torch.full((2,), float(i))
+        assert_same((compiled(x.to("jax")), ours.h, ours.state), (step(torchs, x), torchs.h, torchs.state))
+    assert compiled.num_traces == 2
+
+
 def test_the_hidden_state_of_an_lstm_goes_on_between_calls() -> None:
     def run(device: str) -> tuple[list[Any], Any]:
         torch.manual_seed(0)

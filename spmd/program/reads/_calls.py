@@ -420,11 +420,14 @@ def _container_method(recording: Recording, owner: Any, name: str, args: tuple[A
         recording.look_into(owner)
     elif name not in ("__init__", "__new__"):
         recording.mutate(owner)
-    for arg in args:
-        if isinstance(arg, Iterator):
-            recording.advance(arg, f"handed to {name}()")
-        elif name in ("extend", "update", "union", "intersection", "difference"):
-            recording.look_into(arg)
+    for arg in args if name in _TAKE_ALL else ():
+        recording.advance(arg, f"handed to {name}()") if isinstance(arg, Iterator) else recording.look_into(arg)
+
+
+_TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection", "symmetric_difference")) | {
+    *("extend", "extendleft", "update", "subtract", "union", "intersection", "difference", "symmetric_difference", "join", "fromkeys"),
+    *("issubset", "issuperset", "isdisjoint", "fromlist", "__init__", "__iadd__", "__ior__"),
+}
 
 
 def is_generator(value: Any) -> bool:

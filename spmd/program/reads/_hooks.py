@@ -171,7 +171,7 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
-    **{name: _teller(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys")},
+    **{name: _teller(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys", "imported")},
     **{name: _item(name) for name in ("load_item", "store_item", "delete_item")},
     **{name: _caller(name) for name in ("call", "call_ex", "match_class", "as_key", "contains", "operate", "operate_in_place")},
     "load_attr": _load_attr,

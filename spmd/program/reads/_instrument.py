@@ -39,6 +39,7 @@ _LOOKS_INTO = {
     **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
     "MATCH_KEYS": 2,
 }
+_OF_ATTRIBUTES = {"IMPORT_FROM": "load_attr", "STORE_ATTR": "store_attr", "DELETE_ATTR": "store_attr"}
 _SHOW = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 _HOOK_DEPTH = 16  # a hook's own operands, and what a call has under it
 
@@ -185,10 +186,10 @@ class Instrumenter:
         elif op in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             yield from self._attribute(instr, op == "LOAD_METHOD" or (isinstance(arg, tuple) and bool(arg[0])), name)
             return
-        elif op == "IMPORT_FROM":
-            yield from self._tell("load_attr", [*copies(1), constant(name)], at)
-        elif op in ("STORE_ATTR", "DELETE_ATTR"):
-            yield from self._tell("store_attr", [*copies(1), constant(name)], at)
+        elif op == "IMPORT_NAME":  # how many packages up it starts lies on the stack, under the names
+            yield from self._tell("imported", [constant(name), Instr("COPY", 5, location=at)], at)
+        elif op in _OF_ATTRIBUTES:
+            yield from self._tell(_OF_ATTRIBUTES[op], [*copies(1), constant(name)], at)
         elif op in ("BINARY_SUBSCR", "BINARY_SLICE"):
             yield from self._item("load_item", op == "BINARY_SLICE", at)
             instr = Instr("BINARY_SUBSCR", location=at)

@@ -64,6 +64,8 @@ _RECORDED = (
 
 def is_library(module_name: str | None) -> bool:
     """Whether a module is a library's, and not the user's own."""
+    if not isinstance(module_name, str):  # of some classes in C it is a descriptor
+        return module_name is not None
     return bool(module_name) and module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_USERS)
 
 

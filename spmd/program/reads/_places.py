@@ -390,7 +390,16 @@ class ContentPlace(Place):
         return f"the content of {self.title} changed"
 
 
-class CellPlace(ContentPlace):
+class _ValuePlace(ContentPlace):
+    """A place that holds one value."""
+
+    __slots__ = ()
+
+    def values(self) -> list[Any]:
+        return [self.content]
+
+
+class CellPlace(_ValuePlace):
     """The cell of a closure's variable."""
 
     __slots__ = ()
@@ -399,7 +408,7 @@ class CellPlace(ContentPlace):
         super().__init__(cell, name, lambda: content_of(cell), partial(setattr, cell, "cell_contents"))
 
 
-class SlotPlace(ContentPlace):
+class SlotPlace(_ValuePlace):
     """An attribute that lies in a slot (`__slots__`) of an object."""
 
     __slots__ = ("descriptor",)
@@ -418,7 +427,7 @@ class FunctionPlace(ContentPlace):
         super().__init__(fn, title, lambda: _definition(fn))
 
 
-class AttributePlace(ContentPlace):
+class AttributePlace(_ValuePlace):
     """An attribute that C code keeps: a function's name, an array's shape."""
 
     __slots__ = ("get",)

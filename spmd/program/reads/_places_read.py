@@ -104,6 +104,11 @@ class PlacesRead:
             if place is not None:
                 self.places[hash(question[0])] = place
 
+    def place_of(self, holder: Any, key: Any) -> Place | None:
+        """What was read of the entry `key` of a holder, or of all of it."""
+        slot = self.places.get(hash((id(holder), key))) if type(key) is str else None
+        return slot or self.places.get(id(holder))
+
     def has_met(self, holder: Any) -> bool:
         """Whether something of a container was read or written."""
         return id(holder) in self.places or self.journal.has_met(holder)

@@ -11,6 +11,7 @@ random generator, a clock) is refused.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import collections.abc
 import functools
@@ -85,6 +86,14 @@ class Recording(PlacesWritten):
             self._entry(variables, name, "", "")
         else:
             self._dict(variables, "{}").present.setdefault(name, False)
+            found = variables.get("__builtins__", builtins)
+            self._entry(found if type(found) is dict else found.__dict__, name, "builtins", ".")
+
+    def imported(self, module: str, level: int) -> None:
+        """A module is about to be imported: which one Python has under the name."""
+        for name in {module, module.partition(".")[0]} if level == 0 else ():
+            if name in sys.modules:
+                self._entry(sys.modules, name, "sys.modules", "[")
 
     def load_cell(self, cell: Any, name: str) -> None:
         self.seen[id(cell)] = cell
@@ -214,8 +223,8 @@ class Recording(PlacesWritten):
             self.look_into(value)
 
     def advance(self, iterator: Any, how: str) -> None:
-        """An iterator from before the trace cannot be advanced again by every call."""
-        self.advanced.setdefault(id(iterator), (iterator, how))
+        """An iterator from before the trace cannot be advanced again by every call, unless Python says how."""
+        self.look_into(iterator) if is_python(iterator) else self.advanced.setdefault(id(iterator), (iterator, how))
 
     def look_into(self, value: Any) -> None:
         """All of a container, and nothing of what lies in it."""
@@ -251,7 +260,7 @@ class Recording(PlacesWritten):
             return
         if id(value) in self._handed or depth > _MAX_DEPTH:
             return
-        if isinstance(value, collections.abc.Iterator):
+        if isinstance(value, collections.abc.Iterator) and not is_python(value):
             self.advance(value, "handed to a library")
             return
         self._handed[id(value)] = value
@@ -361,7 +370,7 @@ class Recording(PlacesWritten):
         for place in places:
             place.settle(lambda holder, key, value: INPUT if (id(holder), key) in self._ignored else expected(holder, key, value))
         for effect, value in self._accepted:
-            if effect.holder is not ABSENT and (place := self.places.get(id(effect.holder))) is not None:
+            if effect.holder is not ABSENT and (place := self.place_of(effect.holder, effect.key)) is not None:
                 place.expect(effect.key, value)
         return places
 
@@ -385,7 +394,7 @@ class Recording(PlacesWritten):
         """What it wrote to objects that existed before it."""
 
         def is_read(holder: Any, key: Any) -> bool:
-            place = self.places.get(id(holder))
+            place = self.place_of(holder, key)
             return place is not None and place.has_read(key)
 
         return self.journal.effects(self.is_before, is_read)
@@ -396,6 +405,12 @@ def _with_those_in_tuples(values: Iterable[Any]) -> Iterator[Any]:
         yield value
         if isinstance(value, tuple):
             yield from _with_those_in_tuples(value)
+
+
+def is_python(iterator: Any) -> bool:
+    """Whether an iterator is an object of the user's whose `__next__` is Python: what it reads and writes is recorded."""
+    cls: Any = type(iterator)
+    return is_recorded(cls.__module__) and type(getattr(cls, "__next__", None)) is types.FunctionType
 
 
 @contextmanager
@@ -415,4 +430,4 @@ def recorded(
             cache.forget()
 
 
-__all__ = ["Recording", "recorded"]
+__all__ = ["Recording", "is_python", "recorded"]

@@ -21,10 +21,9 @@ from spmd.device._numbers import NumberNode, carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
+from spmd.program.trace._apart import RUNNING
 from spmd.program.trace._arguments import of_caller
 from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
-
-_RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
 
 
 @dataclass
@@ -126,7 +125,7 @@ class Results:
             return Leaf("number", kind) if evaluate is None else Leaf("computed", lambda: evaluate() if kind is float else kind(evaluate()))
         if isinstance(value, torch.Tensor):
             raise _elsewhere(value)
-        if isinstance(value, _RUNNING):
+        if isinstance(value, RUNNING):
             raise _running(f"the compiled function returns a {type(value).__name__}")
         return Leaf("static", value)
 

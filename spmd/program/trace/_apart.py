@@ -1,0 +1,262 @@
+"""How what a trace made and left is made again from its parts, by its kind: containers, objects, functions, weak references.
+
+It knows no program, and of tensors only that they are no containers. What it cannot take apart is copied by every call if the copy
+is another object, and shared by all calls if not.
+"""
+
+from __future__ import annotations
+
+import _thread
+import collections
+import copy
+import functools
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from spmd.base._torch import pytree
+from spmd.program.find._objects import is_object
+from spmd.program.find._static import attributes_of, slots_of
+from spmd.program.reads import Varying, code_of, is_library
+
+# what makes it empty, or None if it is made at once; (it or None, parts) -> it; the parts
+Apart = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
+
+_HEAP = 1 << 9  # a class made by Python code
+_COLLECTIONS = (collections.Counter, collections.UserDict, collections.UserList, collections.ChainMap)
+_OF_LIBRARIES = ("queue", "threading", "string", "textwrap")  # objects of their classes are taken apart too
+_NOT_APART = (threading.Thread, threading.local)
+_PROXIES = frozenset(weakref.ProxyTypes)
+_VIEWS = {type(getattr(cls(), name)()): name for cls in (dict, collections.OrderedDict) for name in ("keys", "values", "items")}
+RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
+_MAX_LOOKS = 10_000
+_LOCK, _RLOCK = type(_thread.allocate_lock()), type(threading.RLock())
+
+
+def apart(value: Any) -> Apart | None:
+    """How a container is made from its parts; None if it is none."""
+    return _apart(value, type(value))
+
+
+def _apart(value: Any, cls: Any) -> Apart | None:
+    if cls is list:
+        return list, list.extend, list(value)
+    if cls is dict or cls is collections.OrderedDict:
+        return cls, _fill_dict, _pairs(value)
+    if cls is collections.deque:
+        return functools.partial(cls, maxlen=value.maxlen), cls.extend, list(value)
+    if cls is tuple or (cls not in _PROXIES and isinstance(value, tuple) and hasattr(cls, "_fields")):
+        return None, lambda _, parts: tuple.__new__(cls, parts), list(value)
+    if cls is set:
+        return set, set.update, list(value)
+    if cls is frozenset:
+        return None, lambda _, parts: frozenset(parts), list(value)
+    if cls is collections.defaultdict:
+        return _object_apart(value, cls)
+    if cls is np.ndarray and (array := cast(Any, value)).dtype == object:
+        return functools.partial(np.empty_like, array), _fill_array, list(map(array.__getitem__, np.ndindex(array.shape)))
+    if cls is bytearray or cls is np.ndarray:
+        return (lambda: copy.copy(value)), (lambda made, parts: made), ()
+    if cls in (types.FunctionType, types.CellType, types.MethodType, functools.partial):
+        return _code_apart(value, cls)
+    if (found := _shown_apart(value, cls)) is not None:
+        return found
+    if not pytree.tree_is_leaf(value):
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+        return None, lambda _, parts: pytree.tree_unflatten(parts, spec), parts
+    is_of_library = isinstance(value, _COLLECTIONS) or (cls.__module__ in _OF_LIBRARIES and not isinstance(value, _NOT_APART))
+    is_module = isinstance(value, torch.nn.Module)
+    return _object_apart(value, cls) if is_module or is_object(value) or is_of_library else None
+
+
+def is_proxy(value: Any) -> bool:
+    """Whether a value is a weak proxy, which says of itself that it is of another class."""
+    return type(value) in _PROXIES
+
+
+def copy_apart(value: Any) -> Apart | None:
+    """A copy for every call, of what cannot be taken apart; None if a copy is the same object, or there is none."""
+    cls: Any = type(value)
+    if isinstance(value, (type, *RUNNING)) or str(cls.__module__).partition(".")[0] not in sys.stdlib_module_names | {"numpy"}:
+        return None
+    try:
+        kept = copy.copy(value)
+    except Exception:  # it says in its own way that it cannot be copied
+        return None
+    return None if kept is value else ((lambda: copy.copy(kept)), (lambda made, parts: made), ())
+
+
+def holds_varying(value: Any, is_before: Callable[[Any], bool]) -> bool:
+    """Whether a number that varies lies in `value`, however deep in what was not there before."""
+    waiting, seen = [value], {id(value)}
+    while waiting and len(seen) < _MAX_LOOKS:
+        found = waiting.pop()
+        if type(found) is Varying:
+            return True
+        if isinstance(found, (torch.Tensor, types.ModuleType, types.FrameType)):
+            continue
+        for part in gc.get_referents(found):
+            if id(part) not in seen and (type(part) is Varying or (gc.is_tracked(part) and not is_before(part))):
+                seen.add(id(part))
+                waiting.append(part)
+    return False
+
+
+def _fill_dict(made: dict[Any, Any], parts: list[Any]) -> None:
+    made.update(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _fill_array(made: Any, parts: list[Any]) -> None:
+    for place, part in zip(np.ndindex(made.shape), parts, strict=True):
+        made[place] = part
+
+
+def _pairs(value: dict[Any, Any]) -> list[Any]:
+    return [part for pair in value.items() for part in pair]
+
+
+def _shown_apart(value: Any, cls: Any) -> Apart | None:
+    """What shows another object or refers to it, and locks."""
+    if cls is types.MappingProxyType:
+        return None, lambda _, parts: types.MappingProxyType(parts[0]), gc.get_referents(value)
+    if cls in _VIEWS:
+        return None, lambda _, parts: getattr(parts[0], _VIEWS[cls])(), gc.get_referents(value)
+    if cls in (types.BuiltinMethodType, types.MethodWrapperType):
+        owner = value.__self__
+        return None if owner is None or isinstance(owner, (type, types.ModuleType)) else (None, _method_of(value.__name__), [owner])
+    if cls is weakref.ReferenceType or cls in _PROXIES:
+        refer = weakref.ref if cls is weakref.ReferenceType else weakref.proxy
+        referent = value() if cls is weakref.ReferenceType else _behind(value)
+        callback = value.__callback__ if cls is weakref.ReferenceType else None
+        return None if referent is None else (None, lambda _, parts: refer(*parts), [referent, *([callback] if callback else [])])
+    if cls is _LOCK or cls is _RLOCK:
+        return (threading.Lock if cls is _LOCK else threading.RLock), (lambda made, parts: made), ()
+    return None
+
+
+def _method_of(name: str) -> Callable[[Any, list[Any]], Any]:
+    return lambda _, parts: getattr(parts[0], name)
+
+
+def _behind(proxy: Any) -> Any:
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
+def _code_apart(value: Any, cls: type) -> Apart | None:
+    """Functions, what they close over, and what is bound to them."""
+    if cls is types.MethodType:
+        return None, lambda _, parts: types.MethodType(*parts), [value.__func__, value.__self__]
+    if cls is functools.partial:
+        return None, lambda _, parts: functools.partial(parts[0], *parts[1], **parts[2]), [value.func, value.args, value.keywords]
+    if cls is types.CellType:
+        try:
+            return types.CellType, lambda made, parts: setattr(made, "cell_contents", parts[0]), [value.cell_contents]
+        except ValueError:  # empty
+            return types.CellType, lambda made, parts: made, []
+    if is_library(value.__module__):
+        return None
+    code, cells, names = code_of(value), list(value.__closure__ or ()), list(vars(value))
+
+    def function(_: Any, parts: list[Any]) -> Any:
+        defaults, keywords, *rest = parts
+        closure = rest[len(names) :]
+        made = types.FunctionType(code, value.__globals__, value.__name__, defaults, tuple(closure) or None)
+        made.__kwdefaults__, made.__qualname__, made.__doc__ = keywords, value.__qualname__, value.__doc__
+        made.__module__, made.__annotations__ = value.__module__, value.__annotations__
+        made.__dict__.update(zip(names, rest, strict=False))
+        return made
+
+    return None, function, [value.__defaults__, value.__kwdefaults__, *vars(value).values(), *cells]
+
+
+def _object_apart(value: Any, cls: Any) -> Apart | None:
+    """An object: its attributes and slots, and what the class holds that it is made of."""
+    own = next((c for c in cls.__mro__ if not c.__flags__ & _HEAP), object)
+    kind = next((kind for kind in _KINDS if issubclass(own, kind)), None) if own is not object else None
+    if own is not object and (kind is None or (own is not kind and kind is not BaseException)):
+        return None
+    attributes, slots = attributes_of(value) or {}, slots_of(value)
+    names, num_slots = list(attributes), len(slots)
+    items, start, put = _KINDS[kind](value) if kind is not None else _OBJECT
+
+    def fill(made: Any, parts: list[Any]) -> Any:
+        rest = parts[names_end:]
+        if made is None:
+            made = start(cls, rest)
+        held = attributes_of(made)
+        if held is not None:
+            held.update(zip(names, parts, strict=False))
+        for descriptor, part in zip(slots, parts[len(names) :], strict=False):
+            descriptor.__set__(made, part)
+        if put is not None:
+            put(made, rest)
+        return made
+
+    names_end = len(names) + num_slots
+    is_at_once = kind is not None and put is None
+    return None if is_at_once else (lambda: start(cls)), fill, [*attributes.values(), *slots.values(), *items]
+
+
+# items, what makes an object of a class (of items, if nothing puts them in), and what puts items in
+_Kind = tuple[list[Any], Callable[..., Any], Callable[[Any, list[Any]], None] | None]
+
+
+def _of_dict(own: Any) -> Callable[[Any], _Kind]:
+    def kind(value: Any) -> _Kind:
+        def put(made: Any, parts: list[Any]) -> None:
+            for key, part in zip(parts[::2], parts[1::2], strict=True):
+                own.__setitem__(made, key, part)  # past what its class does when an item is set
+
+        return [part for pair in own.items(value) for part in pair], own.__new__, put
+
+    return kind
+
+
+def _of_default_dict(value: Any) -> _Kind:
+    def put(made: Any, parts: list[Any]) -> None:
+        made.default_factory = parts[0]
+        for key, part in zip(parts[1::2], parts[2::2], strict=True):
+            dict.__setitem__(made, key, part)
+
+    return [value.default_factory, *(part for pair in dict.items(value) for part in pair)], collections.defaultdict.__new__, put
+
+
+def _of_deque(value: Any) -> _Kind:
+    def put(made: Any, parts: list[Any]) -> None:
+        collections.deque.__init__(made, parts, value.maxlen)
+
+    return list(collections.deque.__iter__(value)), collections.deque.__new__, put
+
+
+def _of_exception(value: Any) -> _Kind:
+    def put(made: Any, parts: list[Any]) -> None:
+        made.args, made.__cause__, made.__context__, made.__suppress_context__ = parts
+
+    return [value.args, value.__cause__, value.__context__, value.__suppress_context__], BaseException.__new__, put
+
+
+_OBJECT: _Kind = [], object.__new__, None
+_KINDS: dict[Any, Callable[[Any], _Kind]] = {
+    collections.defaultdict: _of_default_dict,
+    collections.OrderedDict: _of_dict(collections.OrderedDict),
+    dict: _of_dict(dict),
+    list: lambda value: (list(list.__iter__(value)), list.__new__, list.extend),
+    set: lambda value: (list(set.__iter__(value)), set.__new__, set.update),
+    collections.deque: _of_deque,
+    tuple: lambda value: (list(tuple.__iter__(value)), tuple.__new__, None),
+    frozenset: lambda value: (list(frozenset.__iter__(value)), frozenset.__new__, None),
+    BaseException: _of_exception,
+}
+
+
+__all__ = ["RUNNING", "Apart", "apart", "copy_apart", "holds_varying", "is_proxy"]
