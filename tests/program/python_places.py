@@ -2,18 +2,22 @@
 
 import argparse
 import array
+import bisect
 import builtins
 import collections
 import contextvars
+import ctypes
 import dataclasses
 import enum
 import functools
+import logging
 import operator
 import os
 import queue
 import sys
 import tempfile
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1110,6 +1114,45 @@ def in_a_setting_that_is_an_attribute() -> tuple[Read, Write]:
     cudnn = torch.backends.cudnn
     cudnn.benchmark_limit = 2
     return lambda: float(cudnn.benchmark_limit), lambda v: setattr(cudnn, "benchmark_limit", int(v))
+
+
+@place
+def in_a_number_of_c() -> tuple[Read, Write]:
+    held = ctypes.c_double(2.0)
+    return lambda: held.value, lambda v: setattr(held, "value", v)
+
+
+@place
+def in_an_array_of_objects() -> tuple[Read, Write]:
+    held: Any = np.empty(1, dtype=object)
+    held[0] = {"scale": 2.0}
+    return lambda: held[0]["scale"], lambda v: held[0].update(scale=v)
+
+
+@place
+def behind_a_weak_proxy() -> tuple[Read, Write]:
+    held = Plain()
+    proxy = weakref.proxy(held)
+    return lambda: proxy.scale, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_level_of_logging() -> tuple[Read, Write]:
+    parent, child = logging.getLogger("of_a_test"), logging.getLogger("of_a_test.child")
+    parent.setLevel(2)
+    return lambda: float(child.getEffectiveLevel()), lambda v: parent.setLevel(int(v))
+
+
+@place
+def in_the_home_folder() -> tuple[Read, Write]:
+    os.environ["HOME_OF_A_TEST"] = "/2.0"
+    return lambda: float(os.path.expandvars("$HOME_OF_A_TEST")[1:]), lambda v: os.environ.update(HOME_OF_A_TEST=f"/{v}")
+
+
+@place
+def in_a_schedule_that_is_searched() -> tuple[Read, Write]:
+    held, steps = Plain(), [2.5, 4.0]
+    return lambda: (2.0, 3.0, 5.0)[bisect.bisect(steps, held.scale)], lambda v: setattr(held, "scale", v)
 
 
 @place

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import heapq
 import io
+import os
 import queue
 import threading
 import types
@@ -92,6 +93,12 @@ def printed(s: Any) -> None:
     s.name += out.getvalue()
 
 
+def in_the_environment(s: Any) -> None:
+    name = f"OF_A_TEST_{id(s)}"
+    os.environ[name] = os.environ.get(name, "") + "x"
+    s.name = os.environ[name]
+
+
 class State:
     """Everything that the rows below write to."""
 
@@ -118,7 +125,7 @@ class State:
         self.module.register_buffer("mean", torch.zeros(2))
         self.tensor: Any = None
         self.bytes = bytearray(2)
-        self.own = Own()
+        self.own, self.number = Own(), ctypes.c_int(0)
         self.queue: queue.Queue[Any] = queue.Queue()
         self.queue.put(0)
 
@@ -143,6 +150,8 @@ ROWS: dict[str, Write] = {
     "a flag": lambda s, x: setattr(s, "flag", not s.flag),
     "several": lambda s, x: swap(s),
     "an iterator of one's own": lambda s, x: (next(s.own), sum(s.own), [v for v in s.own]),
+    "the environment": lambda s, x: in_the_environment(s),
+    "a number of C": lambda s, x: (setattr(s.number, "value", s.number.value + 1), setattr(s, "count", s.number.value)),
     "output that is kept": lambda s, x: printed(s),
     "a class": lambda s, x: setattr(type(s), "total", type(s).total + 1),
     "the class of an object": lambda s, x: setattr(s.scaled, "__class__", Other if type(s.scaled) is Scaled else Scaled),

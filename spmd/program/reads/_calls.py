@@ -10,6 +10,7 @@ import datetime
 import functools
 import itertools
 import math
+import operator
 import os
 import random
 import threading
@@ -126,6 +127,8 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
         chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
         return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
+    if id(fn) == id(collections.deque) and len(args) == 2 and type(args[1]) is Varying:
+        return lambda given, maxlen: fn(given, fixed(maxlen))
     if any(map(_holds_varying, args)) and not _takes_varying(fn):
         if getattr(fn, "__module__", None) in _KEEP_NUMBERS and not fn.__name__.startswith("bisect"):
             raise NumbersNeeded
@@ -165,6 +168,10 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     elif isinstance(fn, functools.partial):
         recording.look_into(recording.parts(fn, fn.keywords))
         note_call(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
+    elif kind is operator.methodcaller and args:
+        found = fn.__reduce__()
+        recording.load_attr(args[0], found[1][0] if found[0] is kind else found[0].args[0])
+        recording.hand((*args, fn))
     elif isinstance(fn, functools._lru_cache_wrapper):
         recording.hand(args)
         return functools.partial(recording.caches.setdefault(id(fn), Cache(fn)).call, recording)
@@ -230,6 +237,8 @@ def _require_here(fn: Any) -> None:
 
 def _note_method(recording: Recording, name: str, owner: Any) -> None:
     """What a method of a library's class does to what other code reads of its object."""
+    if owner is os.environ and name in ("pop", "popitem", "update", "setdefault", "clear"):
+        recording.mutate(owner)
     if isinstance(owner, threading.Event):
         recording.load_attr(owner, "_flag")
         if name in ("set", "clear"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import itertools
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._places import content_of, is_same, items_of, slot_value
+from spmd.program.reads._places import CDATA, content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
 Writes = dict[Any, tuple[str, Any, Callable[[], Any]]]  # by place: its title, what it held before, what it holds now
@@ -255,6 +257,12 @@ def is_same_content(now: Any, before: Any) -> bool:
     return is_same(now, before)
 
 
+def _put_environment(content: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name not in content]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in content.items() if os.environ.get(name) != value})
+
+
 def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
     """What copies the content of a container and what puts a copy back; None for other objects."""
     if isinstance(holder, dict):
@@ -294,6 +302,14 @@ def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
                 array.array.frombytes(holder, content)
 
         return lambda: array.array.tobytes(holder), put_array
+    if isinstance(holder, CDATA):
+
+        def put_number(content: Any) -> None:
+            ctypes.memmove(ctypes.addressof(holder), content, len(content))
+
+        return lambda: bytes(holder), put_number
+    if holder is os.environ:
+        return lambda: dict(os.environ), _put_environment
     if isinstance(holder, ContextVar):
         return lambda: holder.get(ABSENT), lambda content: None if content is ABSENT else holder.set(content) and None
     if isinstance(holder, np.ndarray):

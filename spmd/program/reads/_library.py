@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
+from typing import Any
 
 _OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # whose objects are the user's, as are their attributes
 _OF_TUPLES = "namedtuple_"  # where `__new__` of each named tuple is defined: it puts what it is given into a tuple
@@ -75,3 +77,8 @@ def is_recorded(module_name: str | None) -> bool:
     if not is_library(module_name):
         return module_name not in _OF_NAMESPACES and not str(module_name).startswith(_OF_TUPLES)
     return any(module_name == name or str(module_name).startswith(name + ".") for name in _RECORDED)
+
+
+def is_librarys_property(found: Any) -> bool:
+    """Whether an attribute of a class is a property that code of a library computes."""
+    return type(found) is property and type(found.fget) is types.FunctionType and not is_recorded(found.fget.__module__)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import gc
+import locale
+import logging
 import os
 import pathlib
 import re
+import socket
 import stat
+import sys
+import tempfile
 import types
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +48,15 @@ _READS_FILES = {
         *(np.load, np.loadtxt, np.genfromtxt, np.fromfile, np.memmap),
     )
 }
+_ASKS_OF_PATHS = frozenset(("abspath", "realpath", "relpath", "expanduser", "expandvars", "absolute", "resolve", "readlink"))
+_ASKS = {
+    id(fn)
+    for fn in (
+        *(os.getcwd, os.getcwdb, sys.getrecursionlimit, sys.getswitchinterval, gc.isenabled, gc.get_threshold),
+        *(np.geterr, np.get_printoptions, locale.getlocale, tempfile.gettempdir, socket.getdefaulttimeout),
+        *(logging.Logger.getEffectiveLevel, logging.Logger.isEnabledFor, logging.Logger.hasHandlers),
+    )
+}
 _READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
 _WRITES = frozenset("wxa+")
 _ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
@@ -62,6 +77,10 @@ def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
         if name in _IN_THE_SIGNATURE or module.startswith(_OTHERWISE_IN_A_TRACE):
             return None
         return (id(fn), *args), f"torch's {name}()", partial(_answer, fn, args)
+    if id(fn) in _ASKS:
+        return (id(fn), *(a if isinstance(a, PLAIN) else id(a) for a in args)), f"{name}()", partial(_answer, fn, args)
+    if name in ("cwd", "home") and args and isinstance(args[0], type) and issubclass(args[0], pathlib.PurePath):
+        return (name,), f"Path.{name}()", partial(_answer, getattr(pathlib.Path, name), ())
     return _of_file(fn, name, module, args) if args and isinstance(args[0], (str, bytes, os.PathLike)) else None
 
 
@@ -86,6 +105,8 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
     if name in _ASKS_OF_FILES and (is_method or module in ("posixpath", "ntpath", "genericpath", "os.path")):
         paths = args[:2] if name == "samefile" else args[:1]
         return (id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
+    if name in _ASKS_OF_PATHS and (is_method or module in ("posixpath", "ntpath")) and isinstance(path, (str, pathlib.Path)):
+        return (name, *map(str, args)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, args)
     if (is_method and name in _READS_OF_PATHS) or id(fn) in _READS_FILES:
         if name == "open" and any(isinstance(mode, str) and set(mode) & _WRITES for mode in args[1:2]):
             return None  # what is written is written while the function is traced
@@ -95,9 +116,12 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
 
 def _answer(fn: Any, args: tuple[Any, ...]) -> Any:
     try:
-        return fn(*args)
+        found = fn(*args)
     except (OSError, RuntimeError, ValueError):
         return ABSENT
+    if isinstance(found, dict):
+        return tuple(found.items())
+    return os.fspath(found) if isinstance(found, pathlib.PurePath) else found
 
 
 def _state_of_file(path: Any) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -25,6 +27,7 @@ from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, is_tupl
 from spmd.program.reads._varying import Varying
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
+CDATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: of all numbers
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _MOST_SHOWN = 8  # items of a container in a message
 
@@ -377,7 +380,7 @@ class ContentPlace(Place):
                 with torch.no_grad(), torch.inference_mode(self.holder.is_inference()):
                     self.holder.copy_(torch.frombuffer(bytearray(values), dtype=self.holder.dtype).reshape(shape))
             return
-        shape, dtype, values = self.content
+        shape, dtype, values, _ = self.content
         if (self.holder.shape, self.holder.dtype.str) == (shape, dtype):
             self.holder[...] = np.frombuffer(values, dtype).reshape(shape)
 
@@ -449,13 +452,19 @@ def _reader_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, (set, frozenset)):
         return lambda: frozenset(value) if all(isinstance(v, PLAIN) for v in value) else tuple(sorted(map(id, value)))
     if isinstance(value, np.ndarray):
-        return lambda: (value.shape, value.dtype.str, value.tobytes())
+        if value.dtype.hasobject:
+            return lambda: tuple(value.ravel().tolist())
+        return lambda: (value.shape, value.dtype.str, value.tobytes(), value.flags.writeable)
     if isinstance(value, (bytearray, memoryview)):
         return lambda: bytes(value)
     if isinstance(value, array.array):
         return value.tobytes
     if isinstance(value, ContextVar):
         return lambda: value.get(ABSENT)
+    if isinstance(value, CDATA):
+        return lambda: ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+    if isinstance(value, weakref.ReferenceType):
+        return lambda: value() is None
     if isinstance(value, threading.local):
         return threading.get_ident  # its attributes are those of one thread
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import types
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from spmd.program.reads._places import (
     shown_key,
 )
 
+PROXIES = frozenset(weakref.ProxyTypes)
 _HEAP = 1 << 9  # a class made by Python code
 
 
@@ -304,6 +306,14 @@ class PlacesRead:
         if found is not None:
             self._owners[id(found)] = instance
         return found
+
+
+def behind(proxy: Any) -> Any:
+    """What a weak proxy stands for; None if that is gone."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
 
 
 def _may_change(cls: type) -> bool:

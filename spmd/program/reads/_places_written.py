@@ -14,10 +14,10 @@ import torch
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls
 from spmd.program.reads._hooks import QUIET
-from spmd.program.reads._library import is_recorded
+from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._places import shown_key
-from spmd.program.reads._places_read import PlacesRead, is_simple
+from spmd.program.reads._places import CDATA, shown_key
+from spmd.program.reads._places_read import PROXIES, PlacesRead, behind, is_simple
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, written_at
 
@@ -54,8 +54,13 @@ class PlacesWritten(PlacesRead):
         self.journal.cell(cell, name)
 
     def store_attr(self, instance: Any, name: str) -> None:
+        if type(instance) in PROXIES:
+            instance = behind(instance)
         cls = type(instance)
         if name in MEMOS:
+            return
+        if isinstance(instance, CDATA):
+            self.mutate(instance)
             return
         self.meet(cls)
         if isinstance(instance, type):
@@ -64,9 +69,11 @@ class PlacesWritten(PlacesRead):
             self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
-            if isinstance(found, types.MemberDescriptorType) or (
-                isinstance(found, types.GetSetDescriptorType) and (isinstance(instance, (*WITH_PARTS, *KEPT_IN_C)) or name == "__class__")
-            ):
+            is_in_c = isinstance(found, types.GetSetDescriptorType) and (
+                isinstance(instance, (*WITH_PARTS, *KEPT_IN_C)) or name == "__class__"
+            )
+            is_librarys = is_librarys_property(found) and not isinstance(instance, torch.Tensor)
+            if isinstance(found, types.MemberDescriptorType) or is_in_c or is_librarys:
                 self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
             elif not hasattr(type(found), "__set__"):
                 self._store_attribute(instance, name)

@@ -34,14 +34,14 @@ from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect
-from spmd.program.reads._library import is_recorded
+from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._membership import asked
 from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
-from spmd.program.reads._places import CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
-from spmd.program.reads._places_read import is_simple, written_tensor
+from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
+from spmd.program.reads._places_read import PROXIES, behind, is_simple, written_tensor
 from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
 from spmd.program.reads._replaced import ReplacedState, replaced
 from spmd.program.reads._varying import Varying, beside, fixed, is_noted, plain_key
@@ -106,6 +106,9 @@ class Recording(PlacesWritten):
         if cls in QUIET:
             return
         key = (id(instance), name)
+        if cls in PROXIES:
+            self.seen[key], instance = instance, behind(instance)
+            cls, key = type(instance), (id(instance), name)
         if name == "grad" and isinstance(instance, torch.Tensor):
             self.note_gradient(instance)
             return
@@ -143,7 +146,11 @@ class Recording(PlacesWritten):
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
         if isinstance(instance, KEPT_IN_C) and isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+            self._content(instance) if name == "flags" else self.attribute_in_c(instance, name)
+        elif is_librarys_property(found):
             self.attribute_in_c(instance, name)
+        elif isinstance(instance, CDATA):
+            self._content(instance)
         if isinstance(found, types.MemberDescriptorType):
             if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
                 title = f"{self._title(instance)}.{name}"
@@ -229,6 +236,9 @@ class Recording(PlacesWritten):
     def look_into(self, value: Any) -> None:
         """All of a container, and nothing of what lies in it."""
         cls = type(value)
+        if cls in PROXIES:
+            value = behind(value)
+            cls = type(value)
         if cls in QUIET or self._is_ignored(value):
             return
         self.meet(cls)

@@ -143,6 +143,8 @@ class Varying:
         return hash(self.concrete())
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__dict__":  # code of a library that looks into what it is given (json)
+            raise NumbersNeeded
         if name not in _METHODS:
             raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")  # torch asks any object
         return getattr(self.concrete(), name)
@@ -282,6 +284,8 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
     if getattr(fn, "__name__", "") == "__instancecheck__":
         return lambda value: fn(value.evaluate() if isinstance(value, Varying) else value)
+    if fn is builtins.vars:  # as above
+        raise NumbersNeeded
     if fn is builtins.type and len(args) == 1:
         return lambda value: type(value.evaluate())
     if id(fn) in _PURE and all(isinstance(a, (int, float, Varying)) for a in args):
