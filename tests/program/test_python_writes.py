@@ -126,6 +126,7 @@ class State:
         self.tensor: Any = None
         self.bytes = bytearray(2)
         self.own, self.number = Own(), ctypes.c_int(0)
+        os.environ.pop(f"OF_A_TEST_{id(self)}", None)
         self.queue: queue.Queue[Any] = queue.Queue()
         self.queue.put(0)
 

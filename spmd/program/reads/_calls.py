@@ -16,7 +16,7 @@ import random
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._classes import ask_classes, ask_names
+from spmd.program.reads._journal import is_environment
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._membership import got
 from spmd.program.reads._memos import Cache, num_keys, read_registry
@@ -127,15 +128,8 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
         chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
         return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
-    if id(fn) == id(collections.deque) and len(args) == 2 and type(args[1]) is Varying:
-        return lambda given, maxlen: fn(given, fixed(maxlen))
-    if any(map(_holds_varying, args)) and not _takes_varying(fn):
-        if getattr(fn, "__module__", None) in _KEEP_NUMBERS and not fn.__name__.startswith("bisect"):
-            raise NumbersNeeded
-        given = substitute(fn, args)
-        if given is not None:
-            note_call(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
-            return given
+    if any(map(_holds_varying, args)) and (given := _with_varying(recording, fn, args)) is not None:
+        return given
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(known(number), *more, **options)
     if any(map(is_lifted, args)) and (own := of_numbers(fn)) is not fn:
@@ -183,6 +177,20 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     else:
         recording.class_of(fn)
     return fn
+
+
+def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to call when some of the arguments vary, its reads noted; None: it may get them."""
+    if len(args) == 2 and type(args[1]) is Varying and fn is collections.deque:
+        return lambda given, maxlen: fn(given, fixed(maxlen))
+    if _takes_varying(fn):
+        return None
+    if getattr(fn, "__module__", None) in _KEEP_NUMBERS and not fn.__name__.startswith("bisect"):
+        raise NumbersNeeded
+    given = substitute(fn, args)
+    if given is not None:
+        note_call(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
+    return given
 
 
 def _lists_varying(value: Any) -> bool:
@@ -237,7 +245,7 @@ def _require_here(fn: Any) -> None:
 
 def _note_method(recording: Recording, name: str, owner: Any) -> None:
     """What a method of a library's class does to what other code reads of its object."""
-    if owner is os.environ and name in ("pop", "popitem", "update", "setdefault", "clear"):
+    if is_environment(owner) and name in ("pop", "popitem", "update", "setdefault", "clear"):
         recording.mutate(owner)
     if isinstance(owner, threading.Event):
         recording.load_attr(owner, "_flag")

@@ -6,7 +6,6 @@ import array
 import collections
 import ctypes
 import itertools
-import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -257,10 +256,15 @@ def is_same_content(now: Any, before: Any) -> bool:
     return is_same(now, before)
 
 
-def _put_environment(content: dict[str, str]) -> None:
-    for name in [name for name in os.environ if name not in content]:
-        del os.environ[name]
-    os.environ.update({name: value for name, value in content.items() if os.environ.get(name) != value})
+def is_environment(holder: Any) -> bool:
+    """Whether an object shows the environment of the process."""
+    return type(holder).__module__ == "os" and type(holder).__name__ == "_Environ"
+
+
+def _put_environment(holder: Any, content: dict[str, str]) -> None:
+    for name in [name for name in holder if name not in content]:
+        del holder[name]
+    holder.update({name: value for name, value in content.items() if holder.get(name) != value})
 
 
 def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
@@ -308,8 +312,8 @@ def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
             ctypes.memmove(ctypes.addressof(holder), content, len(content))
 
         return lambda: bytes(holder), put_number
-    if holder is os.environ:
-        return lambda: dict(os.environ), _put_environment
+    if is_environment(holder):
+        return partial(dict, holder), partial(_put_environment, holder)
     if isinstance(holder, ContextVar):
         return lambda: holder.get(ABSENT), lambda content: None if content is ABSENT else holder.set(content) and None
     if isinstance(holder, np.ndarray):

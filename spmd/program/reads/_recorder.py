@@ -33,7 +33,7 @@ from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hooks import QUIET
-from spmd.program.reads._journal import Effect
+from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._membership import asked
 from spmd.program.reads._memos import read_registry, require_unwritten
@@ -250,7 +250,7 @@ class Recording(PlacesWritten):
             self._whole_list(value)
         elif isinstance(value, types.MappingProxyType):
             self._whole_dict(self._behind(value))
-        elif cls.__module__ == "os" and cls.__name__ == "_Environ":
+        elif is_environment(value):
             self._title_of(value._data, "os.environ")
             self._whole_dict(self.parts(value, value._data))
         elif isinstance(value, (collections.UserDict, collections.UserList)):
