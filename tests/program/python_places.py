@@ -1137,6 +1137,20 @@ def behind_a_weak_proxy() -> tuple[Read, Write]:
 
 
 @place
+def behind_a_weak_proxy_of_a_dict() -> tuple[Read, Write]:
+    held = MyDict(scale=2.0)
+    proxy = weakref.proxy(held)
+    return lambda: proxy["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_a_view_of_a_dict() -> tuple[Read, Write]:
+    held = {"scale": 2.0}
+    values = held.values()
+    return lambda: sum(values), lambda v: held.update(scale=v)
+
+
+@place
 def in_a_level_of_logging() -> tuple[Read, Write]:
     parent, child = logging.getLogger("of_a_test"), logging.getLogger("of_a_test.child")
     parent.setLevel(2)

@@ -347,6 +347,7 @@ KINDS: dict[str, tuple[Callable[[int, torch.Tensor], Any], Callable[[Any], Any],
     "lock": (lambda n, x: threading.Lock(), lambda made: made.locked(), lambda made: made.acquire(blocking=False)),
     "class": (lambda n, x: type("Kind", (), {"n": n}), lambda made: made.n, lambda made: setattr(made, "n", 9)),
     "module": (lambda n, x: Scaled(x), lambda made: made.weight.tolist(), lambda made: made.weight.data.add_(1)),
+    "state": (lambda n, x: Scaled(x).state_dict(), lambda made: (made["weight"].tolist(), dict(made._metadata)), lambda made: None),
     "weak reference": (lambda n, x: referred(n), lambda made: made[1]() is made[0], lambda made: None),
 }
 

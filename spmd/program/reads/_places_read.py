@@ -33,6 +33,7 @@ from spmd.program.reads._places import (
 )
 
 PROXIES = frozenset(weakref.ProxyTypes)
+VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
 _HEAP = 1 << 9  # a class made by Python code
 
 
@@ -314,6 +315,11 @@ def behind(proxy: Any) -> Any:
         return proxy.__repr__.__self__
     except ReferenceError:
         return None
+
+
+def itself(value: Any) -> Any:
+    """A value, or what it stands for."""
+    return behind(value) if type(value) in PROXIES else value
 
 
 def _may_change(cls: type) -> bool:

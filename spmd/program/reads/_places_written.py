@@ -17,7 +17,7 @@ from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import CDATA, shown_key
-from spmd.program.reads._places_read import PROXIES, PlacesRead, behind, is_simple
+from spmd.program.reads._places_read import PlacesRead, is_simple, itself
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, written_at
 
@@ -54,8 +54,7 @@ class PlacesWritten(PlacesRead):
         self.journal.cell(cell, name)
 
     def store_attr(self, instance: Any, name: str) -> None:
-        if type(instance) in PROXIES:
-            instance = behind(instance)
+        instance = itself(instance)
         cls = type(instance)
         if name in MEMOS:
             return
@@ -101,6 +100,7 @@ class PlacesWritten(PlacesRead):
 
     def store_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be written; returns the key and the container to use."""
+        holder = itself(holder)
         self.look_into_key(key)
         if may_vary(holder, key):
             rows = None if self.fixes_indices else written_at(holder, key)
@@ -112,6 +112,7 @@ class PlacesWritten(PlacesRead):
 
     def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be deleted; returns the key and the container to use."""
+        holder = itself(holder)
         self.look_into_key(key)
         key = fixed_if_varying(key)
         self._write_item(holder, key)

@@ -41,7 +41,7 @@ from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
-from spmd.program.reads._places_read import PROXIES, behind, is_simple, written_tensor
+from spmd.program.reads._places_read import PROXIES, VIEWS, behind, is_simple, itself, written_tensor
 from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
 from spmd.program.reads._replaced import ReplacedState, replaced
 from spmd.program.reads._varying import Varying, beside, fixed, is_noted, plain_key
@@ -168,6 +168,7 @@ class Recording(PlacesWritten):
 
     def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """An item is about to be read; returns the key and the container to use."""
+        holder = itself(holder)
         self.look_into_key(key)
         if may_vary(holder, key):
             if not self.fixes_indices and (found := read_at(holder, key)) is not None:
@@ -202,7 +203,7 @@ class Recording(PlacesWritten):
 
     def contains(self, item: Any, holder: Any) -> Any:
         """`item in holder` is about to be asked; returns the item to ask for."""
-        return asked(self, item, holder)
+        return asked(self, item, itself(holder))
 
     def operate(self, left: Any, right: Any) -> Any:
         """Both are about to be operands; returns the first one to use."""
@@ -224,6 +225,7 @@ class Recording(PlacesWritten):
         return self.operate(left, right)
 
     def iterate(self, value: Any) -> None:
+        value = itself(value)
         if isinstance(value, collections.abc.Iterator):
             self.advance(value, "iterated")
         else:
@@ -236,8 +238,8 @@ class Recording(PlacesWritten):
     def look_into(self, value: Any) -> None:
         """All of a container, and nothing of what lies in it."""
         cls = type(value)
-        if cls in PROXIES:
-            value = behind(value)
+        if cls in PROXIES or cls in VIEWS:
+            value = behind(value) if cls in PROXIES else self.parts(value, gc.get_referents(value)[0])
             cls = type(value)
         if cls in QUIET or self._is_ignored(value):
             return
@@ -266,6 +268,7 @@ class Recording(PlacesWritten):
 
     def hand(self, value: Any, depth: int = 0) -> None:
         """A value goes to code that is not recorded: all of it counts as read, as deep as it can change."""
+        value = itself(value)
         if type(value) in QUIET and type(value) is not tuple:
             return
         if id(value) in self._handed or depth > _MAX_DEPTH:

@@ -36,6 +36,7 @@ _NOT_APART = (threading.Thread, threading.local)
 _PROXIES = frozenset(weakref.ProxyTypes)
 _VIEWS = {type(getattr(cls(), name)()): name for cls in (dict, collections.OrderedDict) for name in ("keys", "values", "items")}
 RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
+_MAY_HAVE_ATTRIBUTES = (collections.OrderedDict,)
 _MAX_LOOKS = 10_000
 _LOCK, _RLOCK = type(_thread.allocate_lock()), type(threading.RLock())
 
@@ -48,12 +49,14 @@ def apart(value: Any) -> Apart | None:
 def _apart(value: Any, cls: Any) -> Apart | None:
     if cls is list:
         return list, list.extend, list(value)
+    if cls in _MAY_HAVE_ATTRIBUTES and attributes_of(value):  # `state_dict()` has some
+        return _object_apart(value, cls)
     if cls is dict or cls is collections.OrderedDict:
         return cls, _fill_dict, _pairs(value)
     if cls is collections.deque:
         return functools.partial(cls, maxlen=value.maxlen), cls.extend, list(value)
     if cls is tuple or (cls not in _PROXIES and isinstance(value, tuple) and hasattr(cls, "_fields")):
-        return None, lambda _, parts: tuple.__new__(cls, parts), list(value)
+        return None, lambda _, parts: cast(Any, tuple).__new__(cls, parts), list(value)
     if cls is set:
         return set, set.update, list(value)
     if cls is frozenset:
