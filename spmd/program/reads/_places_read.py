@@ -301,6 +301,12 @@ class PlacesRead:
         self._owners.setdefault(id(inner), owner)
         return inner
 
+    def shown_by(self, view: Any) -> Any:
+        """The dict of which a view shows the keys, values or items: it was there if the view was."""
+        held = gc.get_referents(view)[0]
+        self.places.setdefault(id(view), ContentPlace(view, "a view", lambda: held))
+        return held
+
     def attributes(self, instance: Any) -> dict[str, Any] | None:
         """The dict of an object's attributes, known to be its."""
         found = attributes_of(instance)

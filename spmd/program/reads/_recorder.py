@@ -239,7 +239,7 @@ class Recording(PlacesWritten):
         """All of a container, and nothing of what lies in it."""
         cls = type(value)
         if cls in PROXIES or cls in VIEWS:
-            value = behind(value) if cls in PROXIES else self.parts(value, gc.get_referents(value)[0])
+            value = behind(value) if cls in PROXIES else self.shown_by(value)
             cls = type(value)
         if cls in QUIET or self._is_ignored(value):
             return
