@@ -83,6 +83,21 @@ def test_numbers_in_tuples_are_inputs(name: str, where: str) -> None:
     assert step.num_traces == 3
 
 
+def test_a_named_tuple_whose_numbers_are_replaced_has_one_program() -> None:
+    ours, torchs = types.SimpleNamespace(held=Point(0, 1.0)), types.SimpleNamespace(held=Point(0, 1.0))
+
+    def counted(state: Any, x: torch.Tensor) -> torch.Tensor:
+        state.held = state.held._replace(x=state.held.x + 1)
+        state.held = Point._make([state.held.x, state.held.y * 0.5])
+        return x * state.held.y + state.held.x
+
+    step = spmd.compile(lambda x: counted(ours, x))
+    for _ in range(4):
+        torch.testing.assert_close(step(torch.ones(2).to("jax")).cpu(), counted(torchs, torch.ones(2)))
+        assert ours.held == torchs.held and type(ours.held) is Point
+    assert step.num_traces == 2
+
+
 class Slotted:
     __slots__ = ("held",)
 

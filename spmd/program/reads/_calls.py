@@ -204,7 +204,8 @@ def _holds_varying(value: Any) -> bool:
 def _takes_varying(fn: Any) -> bool:
     """Whether `fn` may be handed numbers that vary: recorded code, and what only stores its arguments."""
     if isinstance(fn, (types.FunctionType, types.MethodType)):
-        return is_recorded(fn.__module__)
+        of_tuple = getattr(fn, "__self__", None) if fn.__name__ in ("_replace", "_make") else None
+        return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields")
     if isinstance(fn, type):
         return fn in (list, tuple, dict, set, frozenset, collections.deque) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
     if isinstance(fn, functools.partial):
