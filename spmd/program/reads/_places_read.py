@@ -244,11 +244,15 @@ class PlacesRead:
         if isinstance(type.__dict__.get(name), types.GetSetDescriptorType):
             self.attribute_in_c(cls, name)
 
-    def attribute_in_c(self, instance: Any, name: str) -> None:
-        """An attribute that C code keeps."""
+    def attribute_in_c(self, instance: Any, name: str, is_property: bool = False) -> None:
+        """An attribute that C code keeps, or a property that a library computes."""
         key = hash(("in C", id(instance), name))
         if key not in self.places and not self.journal.is_written(instance, name):
-            place = AttributePlace(instance, name, f"{self._title(instance)}.{name}")
+            title = f"{self._title(instance)}.{name}"
+            if is_property:
+                place = ContentPlace(instance, title, partial(_computed, instance, name))
+            else:
+                place = AttributePlace(instance, name, title)
             if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:  # others are made whenever they are asked for
                 self.places[key] = place
                 self._met(place.content, place.title)
@@ -321,6 +325,13 @@ def behind(proxy: Any) -> Any:
         return proxy.__repr__.__self__
     except ReferenceError:
         return None
+
+
+def _computed(instance: Any, name: str) -> Any:
+    try:
+        return getattr(instance, name)
+    except Exception:  # a library's, which the function meets itself
+        return ABSENT
 
 
 def itself(value: Any) -> Any:

@@ -148,7 +148,7 @@ class Recording(PlacesWritten):
         if isinstance(instance, KEPT_IN_C) and isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):
             self._content(instance) if name == "flags" else self.attribute_in_c(instance, name)
         elif is_librarys_property(found):
-            self.attribute_in_c(instance, name)
+            self.attribute_in_c(instance, name, is_property=True)
         elif isinstance(instance, CDATA):
             self._content(instance)
         if isinstance(found, types.MemberDescriptorType):
