@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.base._torch import DisableTorchFunctionSubclass
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole
+from spmd.program.reads._host_bytes import put_host_bytes
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, is_tuple, part_of, paths_of
 from spmd.program.reads._varying import Varying
 
@@ -375,14 +375,11 @@ class ContentPlace(Place):
     def put_back(self) -> None:
         """The array or CPU tensor that was read holds again what the trace saw."""
         if isinstance(self.holder, torch.Tensor):
-            shape, _, _, values = self.content
-            if self.holder.shape == shape and values:
-                with torch.no_grad(), torch.inference_mode(self.holder.is_inference()):
-                    self.holder.copy_(torch.frombuffer(bytearray(values), dtype=self.holder.dtype).reshape(shape))
-            return
-        shape, dtype, values, _ = self.content
-        if (self.holder.shape, self.holder.dtype.str) == (shape, dtype):
-            self.holder[...] = np.frombuffer(values, dtype).reshape(shape)
+            put_host_bytes(self.holder, self.content)
+        elif not self.holder.dtype.hasobject:
+            shape, dtype, values, _ = self.content
+            if (self.holder.shape, self.holder.dtype.str) == (shape, dtype):
+                self.holder[...] = np.frombuffer(values, dtype).reshape(shape)
 
     def difference(self) -> str | None:
         now = self.read()
@@ -490,16 +487,3 @@ def _definition(fn: types.FunctionType) -> tuple[Any, ...]:
     from spmd.program.reads._swap import code_of
 
     return (code_of(fn), fn.__defaults__, fn.__kwdefaults__ is None, *(fn.__kwdefaults__ or {}).items())
-
-
-def host_bytes(tensor: torch.Tensor) -> Any:
-    """The values of a CPU tensor, as something that `is_same` compares."""
-    with DisableTorchFunctionSubclass(), torch.no_grad():
-        plain = tensor.detach().as_subclass(torch.Tensor)
-        values = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
-        return (
-            tuple(plain.shape),
-            str(plain.dtype),
-            plain.requires_grad,
-            values.view(torch.uint8).numpy().tobytes() if values.numel() else b"",
-        )

@@ -15,6 +15,7 @@ import torch
 from spmd.base._errors import TraceError, message
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
+from spmd.program.reads._host_bytes import host_bytes
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
@@ -27,7 +28,6 @@ from spmd.program.reads._places import (
     ListPlace,
     Place,
     content_place,
-    host_bytes,
     items_of,
     shown_key,
 )

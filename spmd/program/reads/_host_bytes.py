@@ -1,0 +1,33 @@
+"""The values of a CPU tensor as bytes, which can be compared and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd.base._torch import DisableTorchFunctionSubclass
+
+
+def host_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, requires_grad and values of a CPU tensor."""
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        plain = tensor.detach().as_subclass(torch.Tensor)
+        values = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+        return (
+            tuple(plain.shape),
+            str(plain.dtype),
+            plain.requires_grad,
+            values.view(torch.uint8).numpy().tobytes() if values.numel() else b"",
+        )
+
+
+def put_host_bytes(tensor: torch.Tensor, content: tuple[Any, ...]) -> None:
+    """Give a tensor the values of `host_bytes`, unless it has another shape now."""
+    shape, _, _, values = content
+    if tensor.shape == shape and values:
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(torch.frombuffer(bytearray(values), dtype=tensor.dtype).reshape(shape))
+
+
+__all__ = ["host_bytes", "put_host_bytes"]
