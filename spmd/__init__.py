@@ -1,6 +1,6 @@
-"""PyTorch models, annotated with `mark_sharding` over a device mesh, as one sharded `jax.jit` program.
+"""Runs PyTorch models, annotated with `mark_sharding` over a device mesh, as one sharded `jax.jit` program.
 
-Importing it makes `torch.device("jax")` a real PyTorch device. See `docs/architecture.md` for how.
+Importing the package makes `torch.device("jax")` a real PyTorch device. `docs/architecture.md` explains how.
 """
 
 from mesh import HybridMesh as HybridMesh

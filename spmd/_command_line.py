@@ -1,6 +1,6 @@
-"""A command line read by tyro, and what is wrong with it in one line.
+"""Reads a command line with tyro and reports an error in one line.
 
-tyro says it in a box with the help of the argument; here it is "no option '--stpes'; did you mean '--steps'?".
+tyro prints a box with the argument's help. Here the error is "no option '--stpes'; did you mean '--steps'?".
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from spmd.base._errors import UsageError
 
 
 def read(prog: str, arguments: Sequence[str], commands: Mapping[str, Callable[..., Any]]) -> Callable[[], Any]:
-    """What the arguments ask for, to be called: one of the commands with its values. Ends the process where they ask for help.
+    """Parse the arguments. Returns the selected command bound to its values, to be called. `--help` ends the process.
 
     Raises:
-        UsageError: they make no sense.
+        UsageError: the arguments are invalid.
     """
     app = tyro.extras.SubcommandApp()
     for name, function in commands.items():
-        app.command(name=name)(_later(function))
-    heard = io.StringIO()
+        app.command(name=name)(_deferred(function))
+    captured = io.StringIO()
     try:
-        with redirect_stderr(heard):
+        with redirect_stderr(captured):
             return app.cli(prog=prog, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
         if end.code in (0, None):
             raise
         known = [*commands] if not arguments or arguments[0] not in commands else words(commands[arguments[0]])
-        raise UsageError(_line(_said(heard.getvalue()), known)) from None
+        raise UsageError(_one_line(_box_text(captured.getvalue()), known)) from None
 
 
-def _later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called when its result is: so that what it writes is not taken for tyro's."""
+def _deferred(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Bind the arguments and call `function` only when the result is called, so that its stderr is not taken for tyro's."""
 
     @functools.wraps(function)
     def later(*args: Any, **kwargs: Any) -> Callable[[], Any]:
@@ -51,7 +51,7 @@ def _later(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def words(function: Callable[..., Any]) -> list[str]:
-    """The options and subcommands of a command."""
+    """The options and subcommands that a command accepts."""
     found: list[str] = []
     hints = get_type_hints(function)
     for name in inspect.signature(function).parameters:
@@ -62,12 +62,12 @@ def words(function: Callable[..., Any]) -> list[str]:
     return found
 
 
-def _said(box: str) -> str:
-    """What stands in tyro's box below its title and above its first rule, as one line."""
+def _box_text(box: str) -> str:
+    """The text of tyro's error box between its title and its first rule, as one line."""
     parts: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip(" │")
-        if line.startswith("╭") or not text.strip("─-"):  # the title with the box's upper edge; a rule, which stands under a title too
+        if line.startswith("╭") or not text.strip("─-"):  # the box's top edge with its title, or a rule
             parts.append([])
         else:
             parts[-1].append(text)
@@ -76,30 +76,30 @@ def _said(box: str) -> str:
     return filled[at] if at < len(filled) else " ".join(filled)
 
 
-def _line(said: str, known: Iterable[str]) -> str:
-    """What tyro said, in our words where these are shorter."""
+def _one_line(text: str, known: Iterable[str]) -> str:
+    """tyro's message, reworded where that is shorter."""
     known = list(known)
-    if match := re.match(r"Unrecognized options: ([^,]+)", said):
+    if match := re.match(r"Unrecognized options: ([^,]+)", text):
         word = match[1].strip()
         return f"{'no option' if word.startswith('-') else 'no argument or command'} {word!r}{nearest(word, known)}"
-    if match := re.match(r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", said):
+    if match := re.match(r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", text):
         return f"{match[1]} takes a whole number, not {match[2]}"
-    if match := re.match(r"Error parsing (\S+): could not convert string to float: (.*)", said):
+    if match := re.match(r"Error parsing (\S+): could not convert string to float: (.*)", text):
         return f"{match[1]} takes a number, not {match[2]}"
-    if match := re.match(r"Error parsing (\S+): no type matching \{None\}\|INT could be instantiated from \['(.*)'\]", said):
+    if match := re.match(r"Error parsing (\S+): no type matching \{None\}\|INT could be instantiated from \['(.*)'\]", text):
         return f"{match[1]} takes a whole number, not {match[2]!r}"
-    if match := re.match(r"invalid choice '(.*?)' for argument '(.*?)'. Expected one of \((.*?),?\)", said):
+    if match := re.match(r"invalid choice '(.*?)' for argument '(.*?)'. Expected one of \((.*?),?\)", text):
         choices = [choice.strip(" '") for choice in match[3].split(",")]
         option = match[2].rpartition(".")[2]
         return f"{option} is one of {', '.join(choices)}, not {match[1]!r}{nearest(match[1], choices)}"
-    if match := re.match(r"Expected one of \{(.*)\}", said):
-        return f"say what: one of {match[1]}"
-    if match := re.match(r"Missing from spmd [\w ]+: (.*?) ?\(required\)", said):
+    if match := re.match(r"Expected one of \{(.*)\}", text):
+        return f"choose one of {match[1]}"
+    if match := re.match(r"Missing from spmd [\w ]+: (.*?) ?\(required\)", text):
         name, _, what = match[1].partition(" ")
         return f"{name} is missing: {what}"
-    if match := re.match(r"Missing value for argument '(.*?)'", said):
+    if match := re.match(r"Missing value for argument '(.*?)'", text):
         return f"{match[1]} takes a value"
-    return said or "these arguments make no sense"
+    return text or "invalid arguments"
 
 
 __all__ = ["read", "words"]

@@ -1,4 +1,4 @@
-"""Batches with the sizes of a few buckets, for models that mask what is padding: `shard_loader(..., pad_to=..., fill=...)`.
+"""Pads batches to the sizes of a few buckets, for models that mask padding: `shard_loader(..., pad_to=..., fill=...)`.
 
 pad_to={"input_ids": {1: spmd.Dim("seq", max=512)}, "attention_mask": {1: "seq"}, "labels": {1: "seq"}}, fill={"labels": -100}
 """
@@ -16,15 +16,15 @@ from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, message
 from spmd.program.sizes._dims import AskedDims, Named
 
-Parts = Callable[[tuple[Any, ...], int], int]  # into how many pieces a dim of the array at a path is cut
+Parts = Callable[[tuple[Any, ...], int], int]  # (path of an array, dim) -> number of shards of that dim
 _EXAMPLE = 'pad_to={"input_ids": {1: spmd.Dim("seq", max=512)}}, fill={"labels": -100}'
 
 
 class Padding:
-    """What `pad_to` and `fill` say."""
+    """The parsed `pad_to` and `fill` options of `shard_loader`."""
 
     def __init__(self, pad_to: Any, fill: Any) -> None:
-        """Raises SpmdError: they say nothing."""
+        """Raises SpmdError: `pad_to` names no dim, or `fill` does not fit it."""
         if not isinstance(pad_to, Mapping) or not pad_to:
             raise SpmdError(message(f"shard_loader's pad_to is {pad_to!r}, which names no dim", fix=_EXAMPLE))
         self._asked = AskedDims({"batch": dict(pad_to)}, None, "pad_to")
@@ -32,39 +32,39 @@ class Padding:
         for path, value in _leaves((), fill):
             if isinstance(value, bool | int | float):
                 continue
-            raise SpmdError(message(f"fill{_title(path)} is {value!r}: padding holds a number", fix=_EXAMPLE))
+            raise SpmdError(message(f"fill{_title(path)} is {value!r}, not a number", fix=_EXAMPLE))
         self._require_named(pad_to, fill, "fill")
 
     def _require_named(self, tree: Any, fill: Any, title: str) -> None:
-        """Raise if `fill` says something of what has no padding."""
+        """Raise SpmdError if `fill` has an entry without one in `pad_to`."""
         for key, value in fill.items() if isinstance(fill, Mapping) else ():
             if key not in tree or not isinstance(tree[key], Mapping):
-                what = f"{title} names {key!r}, of which pad_to says nothing{nearest(str(key), list(map(str, tree)))}"
+                what = f"{title} names {key!r}, which pad_to does not have{nearest(str(key), list(map(str, tree)))}"
                 raise SpmdError(
                     message(what, f"pad_to has {', '.join(map(repr, tree))}", fix=f"name its dims in pad_to, or drop it from {title}")
                 )
             self._require_named(tree[key], value, f"{title}[{key!r}]")
 
     def sizes(self, batch: Any) -> dict[str, int]:
-        """The size of each name in a batch.
+        """The size of every named dim in a batch.
 
         Raises:
-            SpmdError: the batch has not what pad_to names, or a size is not within its dim's.
+            SpmdError: the batch lacks an array or dim of `pad_to`, or a size is outside the range of its dim.
         """
         return self._asked.sizes(self._found(batch))
 
     def has_rows(self, batch: Any) -> bool:
-        """Whether dim 0 of some array is among what is padded."""
+        """Whether dim 0 of any array is padded."""
         return any(0 in named.dims for named in self._found(batch))
 
     def _found(self, batch: Any) -> list[Named]:
         return self._asked.found({"batch": batch})
 
     def padded(self, batch: Any, sizes: Mapping[str, int], parts: Parts) -> Any:
-        """The batch with its arrays padded to the buckets of these sizes.
+        """The batch with its arrays padded to the buckets of `sizes`.
 
         Args:
-            parts: a bucket is a multiple of these.
+            parts: number of shards of each dim; a bucket is a multiple of it.
         """
         named = self._found(batch)
         multiples = dict.fromkeys(sizes, 1)
@@ -79,9 +79,9 @@ class Padding:
         filled = torch.tensor(fill).to(value.dtype) if isinstance(value, torch.Tensor) else np.asarray(fill).astype(value.dtype)
         is_whole = not value.dtype.is_floating_point if isinstance(value, torch.Tensor) else value.dtype.kind in "iub"
         if (is_whole and filled.item() != fill) or (math.isfinite(fill) and not math.isfinite(filled.item())):
-            what = f"fill of batch{_title(named.path[1:])} is {fill}, which {value.dtype} does not hold"
-            raise SpmdError(message(what, fix="give a number of that dtype"))
-        if 0 in value.shape:  # of a process that has no batch any more: of another size, and without an element
+            what = f"fill of batch{_title(named.path[1:])} is {fill}, which {value.dtype} cannot represent"
+            raise SpmdError(message(what, fix="use a number of that dtype"))
+        if 0 in value.shape:  # this process has run out of batches: an empty array of another size
             value = value[tuple(slice(0, buckets[named.dims[d]] if d in named.dims else None) for d in range(value.ndim))]
         widths = [(0, buckets[named.dims[d]] - n if d in named.dims else 0) for d, n in enumerate(value.shape)]
         if not isinstance(value, torch.Tensor):
@@ -89,7 +89,7 @@ class Padding:
         return torch.nn.functional.pad(value, [w for pair in reversed(widths) for w in pair], value=filled.item())
 
     def _fill_of(self, named: Named) -> Any:
-        """What the padding of an array holds: what `fill` says of it, or else its first dim."""
+        """The padding value of an array: its entry in `fill`, else the `fill` of its first padded dim."""
         found = self._fill
         for key in named.path[1:]:
             found = found.get(key) if isinstance(found, Mapping) else found
@@ -109,7 +109,7 @@ def _title(path: tuple[Any, ...]) -> str:
 
 
 def _replaced(value: Any, others: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> Any:
-    """The batch with other arrays at some paths."""
+    """The batch with the arrays at some paths replaced."""
     if path in others:
         return others[path]
     if isinstance(value, Mapping):

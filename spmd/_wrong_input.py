@@ -1,7 +1,7 @@
-"""What commands check of their input before any work: each finding is one line.
+"""Checks that commands make of their input before any work.
 
 Raises:
-    UsageError: always, with that line.
+    UsageError: from every check that fails, with a message of one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spmd.base._errors import UsageError
 
 
 def require_least(given: Mapping[str, float], least: Mapping[str, float]) -> None:
-    """Each option named in `least` is that large."""
+    """Check that every option named in `least` is finite and at least that large."""
     for option, smallest in least.items():
         value = given[option.removeprefix("--").replace("-", "_")]
         if not smallest <= value < math.inf:
@@ -24,7 +24,7 @@ def require_least(given: Mapping[str, float], least: Mapping[str, float]) -> Non
 
 
 def require_writable(option: str, path: Path | None) -> None:
-    """A file can be written there; folders on the way are made."""
+    """Check that a file can be written at `path`. Missing parent folders are created."""
     if path is None:
         return
     is_new = not path.exists()
@@ -34,30 +34,30 @@ def require_writable(option: str, path: Path | None) -> None:
             pass
         if is_new:
             path.unlink()
-    except FileExistsError as error:  # of `mkdir`
-        raise UsageError(f"{option} {path} cannot be written: {path.parent} is no folder") from error
+    except FileExistsError as error:  # from `mkdir`
+        raise UsageError(f"{option} {path} cannot be written: {path.parent} is not a folder") from error
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be written: {error.strerror or error}") from error
 
 
 def require_exists(option: str, path: Path | None, *, is_folder: bool | None = None) -> None:
-    """There is such a file or folder."""
+    """Check that a file or folder exists at `path`."""
     if path is None:
         return
     with suppress(OSError):
         if path.is_dir() if is_folder else path.is_file() if is_folder is False else path.exists():
             return
     kind = "folder" if is_folder else "file" if is_folder is False else "file or folder"
-    raise UsageError(f"{option} {path}: there is no such {kind}")
+    raise UsageError(f"{option} {path}: no such {kind}")
 
 
 def mesh_axes(option: str, text: str, known: Sequence[str] = ()) -> dict[str, int]:
-    """Axes and their sizes, of "data=4,model=2"; `known`: the only names that mean something, all if empty."""
+    """Parse "data=4,model=2" to axes and sizes. `known`: the only valid axis names; empty: any name is valid."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
         if not name or not equals or not size.isdecimal() or not int(size):
-            raise UsageError(f"{option} {text!r} is no mesh: write axes and their sizes, as in data=4,model=2")
+            raise UsageError(f"{option} {text!r} is not a mesh: write axes and their sizes, like data=4,model=2")
         if known and name not in known:
             raise UsageError(f"{option} {text!r}: no axis {name!r}{nearest(name, known) or ', only ' + ' and '.join(known)}")
         if name in axes:

@@ -1,12 +1,12 @@
-"""The command `spmd`: reads arguments, calls one floor down, renders what comes back. Decides nothing itself.
+"""The command `spmd`: parses arguments, calls the command's module and renders the result. It decides nothing itself.
 
-A command's module is imported only when that command is asked for. To add one: a loader, and a line in `COMMANDS`.
+A command's module is imported only when that command runs. To add a command, write a loader and a line in `COMMANDS`.
 
     spmd doctor
     spmd ckpt verify runs/a
     spmd demo --help
 
-A command line that makes no sense is one line on stderr and exit code 2, before any work.
+An invalid command line is reported in one line on stderr, with exit code 2, before any work.
 """
 
 import sys
@@ -31,7 +31,7 @@ from spmd.ops import How, Operator
 
 @dataclass(frozen=True)
 class Command:
-    """`load` returns the function whose parameters tyro turns into options; what it returns is the exit code."""
+    """`load` returns a function. tyro turns its parameters into options, and its result is the exit code."""
 
     summary: str
     load: Callable[[], Callable[..., Any]]
@@ -41,7 +41,7 @@ def doctor_command() -> Callable[..., Any]:
     from spmd import doctor
 
     def run() -> int:
-        """Check versions, devices and conflicts of this machine; exit code 1 when something is wrong."""
+        """Check versions, devices and conflicts on this machine; exit code 1 when something is wrong."""
         report = doctor.examine()
         show_report(report, Console(markup=False, highlight=False))
         return 1 if report.problems else 0
@@ -66,7 +66,7 @@ def ckpt_command() -> Callable[..., Any]:
     from spmd.checkpoint._ckpt_command import Ls, Reshard, Verify
 
     def run(action: Ls | Verify | Reshard) -> int:
-        """Look at checkpoints, check them, cut them for another mesh."""
+        """List checkpoints, verify them, or reshard them for another mesh."""
         console = Console(markup=False, highlight=False, soft_wrap=True)
         try:
             require_exists("PATH", action.source if isinstance(action, Reshard) else action.path, is_folder=True)
@@ -76,7 +76,7 @@ def ckpt_command() -> Callable[..., Any]:
                 return 0
             found = checkpoint.steps(action.path)
             if not found:
-                console.print(f"{action.path} holds no checkpoint")
+                console.print(f"{action.path} has no checkpoint")
                 return 1
             if isinstance(action, Ls):
                 show_steps(found, console)
@@ -98,10 +98,10 @@ def ops_command() -> Callable[..., Any]:
     from spmd import ops
 
     def run(pattern: Annotated[str, tyro.conf.Positional] = "", markdown: bool = False) -> int:
-        """Show what computes each of PyTorch's operators.
+        """Show how each of PyTorch's operators is computed.
 
         Args:
-            pattern: a regular expression that is found in the operator's name; all operators when left out.
+            pattern: a regular expression to search for in operator names; all operators if omitted.
             markdown: print the page docs/ops.md instead of a table.
         """
         try:
@@ -110,7 +110,7 @@ def ops_command() -> Callable[..., Any]:
             raise UsageError("; ".join(map(str.strip, str(error).splitlines()))) from error
         if not found:
             names = {operator.name.partition(".")[0] for operator in ops.coverage("")}
-            raise UsageError(f"no operator's name has {pattern!r} in it{nearest(pattern, names)}")
+            raise UsageError(f"no operator name matches {pattern!r}{nearest(pattern, names)}")
         if markdown:
             print(ops.markdown(found), end="")
         else:
@@ -132,30 +132,30 @@ def train_command() -> Callable[..., Any]:
     return _train_command.main
 
 
-# torch._dynamo: torch's optimizers import it when the first one is made, in a second or two
+# torch's optimizers import torch._dynamo when the first one is made, which takes a second or two.
 PRELOADED = ("spmd", "torch._dynamo")
 
 COMMANDS = {
-    "doctor": Command("Check versions, devices and conflicts of this machine.", doctor_command),
-    "ckpt": Command("Look at checkpoints, check them, cut them for another mesh.", ckpt_command),
-    "ops": Command("Show what computes each of PyTorch's operators.", ops_command),
+    "doctor": Command("Check versions, devices and conflicts on this machine.", doctor_command),
+    "ckpt": Command("List checkpoints, verify them, or reshard them for another mesh.", ckpt_command),
+    "ops": Command("Show how each of PyTorch's operators is computed.", ops_command),
     "launch": Command("Run a program as one job of several processes.", launch_command),
-    "train": Command("Train a model as a recipe says.", train_command),
+    "train": Command("Train a model from a recipe.", train_command),
     "bench": Command("Run a benchmark beside hand-written JAX and other peers.", bench_command),
     "demo": Command("Train a sharded model on virtual devices.", demo_command),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with the command's exit code.
+    """Run the command line and exit with the command's exit code.
 
     Args:
-        argv: arguments after the program's name; those of the process when None.
+        argv: arguments after the program's name; None: those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["launch"]:  # what follows the program's name is the program's own: nothing for tyro
+    if arguments[:1] == ["launch"]:  # arguments after the program's name belong to it, not to tyro
         raise SystemExit(launch_command()(arguments[1:], prog="spmd launch", preload=PRELOADED))
-    if arguments[:1] == ["train"]:  # overrides are read as the recipe is, with its errors
+    if arguments[:1] == ["train"]:  # overrides are parsed like the recipe, with the same errors
         raise SystemExit(train_command()(arguments[1:]))
     if arguments in (["--version"], ["-V"]):
         print(f"spmd {_version.__version__}")
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def listed(command: Command) -> Callable[[], None]:
-    """A command that was not asked for: shows up in the help, without the cost of importing it."""
+    """A placeholder for a command that was not selected. It appears in the help without the cost of an import."""
 
     def stand_in() -> None: ...
 
@@ -202,13 +202,13 @@ def show_steps(found: Sequence[Step], console: Console) -> None:
 
 def show_verdict(verdict: Verdict, console: Console) -> None:
     if not verdict.problems:
-        console.print(f"{verdict.folder}: {verdict.nbytes / 2**20:.1f} MiB as they were written")
+        console.print(f"{verdict.folder}: {verdict.nbytes / 2**20:.1f} MiB, all checksums match")
     for problem in verdict.problems:
         console.print(Text(f"{verdict.folder}: {problem}", style="red"))
 
 
 def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, int]], ops: Any, console: Console) -> None:
-    """`ops`: the module, for what its words mean."""
+    """`ops`: the module `spmd.ops`, for the meaning of its words."""
     table = Table(
         "overload", "computed by", Column("where", no_wrap=True), Column("in-place and out=", overflow="fold"), box=rich.box.SIMPLE
     )
@@ -221,7 +221,7 @@ def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, in
         summary.add_row(how, str(count), str(num_variants), ops.MEANING[how])
     summary.add_row("total", str(len(found)), str(sum(len(operator.variants) for operator in found)), "")
     console.print(summary)
-    order = Table("mechanism", "here", "the first that has an overload serves it", box=rich.box.SIMPLE)
+    order = Table("mechanism", "here", "the first one that has an overload is used", box=rich.box.SIMPLE)
     for name, text in ops.MECHANISMS.items():
         served = [operator.name for operator in found if operator.mechanism == name]
         order.add_row(name, served[0] if len(served) == 1 else str(len(served)), text)

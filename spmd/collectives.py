@@ -1,10 +1,10 @@
-"""Communication inside a manual region (`spmd.shard_map`): what torch.distributed's functional collectives do, over mesh axes.
+"""Communication inside a manual region (`spmd.shard_map`): torch.distributed's functional collectives over mesh axes.
 
     total = all_reduce(x, "sum", "data")
     rows = all_gather(x, 0, "model")
 
-A `group` is an axis of the mesh or a tuple of axes. Tensors are pieces, results are new tensors; every function has a gradient;
-that of "max" and "min" goes to the members that have the largest or smallest value, in equal parts, as `torch.amax` gives it.
+A `group` is a mesh axis or a tuple of axes. Arguments are shards, and results are new tensors. Every function is differentiable. The
+gradient of "max" and "min" is divided equally among the members that have the extreme value, as in `torch.amax`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Group = str | Sequence[str]
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extreme(x: Any, axes: Any, of: Callable[[Any, Any], Any]) -> Any:
-    """The group's largest or smallest values, elementwise; jax's own have no gradient."""
+    """The group's elementwise maximum or minimum, with a gradient; jax's own has none."""
     return of(x, axes)
 
 
@@ -49,34 +49,40 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def all_reduce(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
-    """The reduction of the group's tensors, on each of them.
+    """Reduce `tensor` over the group. Every member gets the result.
 
     Args:
         reduce_op: "sum", "avg", "max", "min" or "product".
 
     Raises:
-        SpmdError: another reduction, or not inside a manual region over the group's axes.
+        SpmdError: unknown reduction, or the call is not inside a manual region over the group's axes.
     """
     reduce = _reduction(reduce_op)
     return _run(lambda x: reduce(x, _axes(group)), tensor)
 
 
 def all_gather(tensor: torch.Tensor, gather_dim: int, group: Group) -> torch.Tensor:
-    """The group's tensors one behind the other along a dim, on each of them."""
+    """Concatenate the group's tensors along `gather_dim`. Every member gets the result.
+
+    Raises:
+        SpmdError: the call is not inside a manual region over the group's axes.
+    """
     return _run(lambda x: lax.all_gather(x, _axes(group), axis=gather_dim % x.ndim, tiled=True), tensor)
 
 
 def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group: Group) -> torch.Tensor:
-    """The sum or mean of the group's tensors, each one a piece of it along a dim, which the group's size divides.
+    """Reduce `tensor` over the group and return this member's shard of the result along `scatter_dim`.
 
     Args:
         reduce_op: "sum" or "avg".
 
     Raises:
-        SpmdError: another reduction, a dim that the group does not divide, or not inside a manual region.
+        SpmdError: unknown reduction, the group's size does not divide the dim, or the call is not inside a manual region.
     """
     if reduce_op not in ("sum", "avg"):
-        raise SpmdError(message(f"reduce_scatter cannot take {reduce_op!r}", "known: 'sum', 'avg'", fix="all_reduce, then take a slice"))
+        raise SpmdError(
+            message(f"reduce_scatter does not support {reduce_op!r}", "known: 'sum', 'avg'", fix="use all_reduce, then take a slice")
+        )
 
     def scatter(x: Any) -> Any:
         size, dim = _size(group), scatter_dim % x.ndim
@@ -88,10 +94,10 @@ def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group
 
 
 def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Group) -> torch.Tensor:
-    """Each tensor is cut along `split_dim`, piece i goes to the group's member i; what comes is joined along `concat_dim`.
+    """Split `tensor` along `split_dim`, send part i to member i of the group, and concatenate the received parts along `concat_dim`.
 
     Raises:
-        SpmdError: a dim that the group does not divide, or not inside a manual region.
+        SpmdError: the group's size does not divide the dim, or the call is not inside a manual region.
     """
 
     def exchange(x: Any) -> Any:
@@ -102,11 +108,11 @@ def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Gro
 
 
 def permute(tensor: torch.Tensor, pairs: Sequence[tuple[int, int]], group: Group) -> torch.Tensor:
-    """Member `source` sends its tensor to member `target`, for each (source, target); who receives nothing has zeros.
+    """Send this member's tensor from `source` to `target` for each pair (source, target). A member that receives nothing gets zeros.
 
     Raises:
-        SpmdError: a pair names a member that the group does not have, a member sends or receives twice, or not inside a manual
-            region.
+        SpmdError: a pair names a member that the group does not have, a member sends or receives twice, or the call is not
+            inside a manual region.
     """
 
     def send(x: Any) -> Any:
@@ -126,7 +132,7 @@ def permute(tensor: torch.Tensor, pairs: Sequence[tuple[int, int]], group: Group
 
 
 def axis_index(group: Group) -> torch.Tensor:
-    """Which member of the group runs this: a 0-dim int64 tensor on the device."""
+    """The index of this member in the group: a 0-dim int64 tensor on the device."""
     with exact_dtypes():
         return wrap(_checked(lambda: lax.axis_index(_axes(group))).astype(jnp.int64))
 
@@ -140,7 +146,7 @@ def _run(collective: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor
 def _checked(collective: Callable[[], Any]) -> Any:
     try:
         return collective()
-    except NameError as error:  # jax's word for an axis that nothing maps over here
+    except NameError as error:  # jax raises it for an axis that is not manual here
         recorder = recording.get()
         axes = None if recorder is None else recorder.axes
         if axes is not None:
@@ -159,7 +165,7 @@ def _checked(collective: Callable[[], Any]) -> Any:
 
 def _reduction(name: str) -> Callable[[Any, Any], Any]:
     if name not in _REDUCTIONS:
-        raise SpmdError(message(f"{name!r} is no reduction", f"known: {', '.join(map(repr, _REDUCTIONS))}", fix="write one of these"))
+        raise SpmdError(message(f"{name!r} is not a reduction", f"known: {', '.join(map(repr, _REDUCTIONS))}", fix="use one of these"))
     return _REDUCTIONS[name]
 
 
@@ -175,9 +181,9 @@ def _require_divisible(what: str, shape: tuple[int, ...], dim: int, size: int, g
     if shape[dim] % size:
         raise SpmdError(
             message(
-                f"{what} over {group!r} cannot cut dim {dim} of shape {shape}",
+                f"{what} over {group!r} cannot split dim {dim} of shape {shape}",
                 f"dim {dim} has {shape[dim]} elements, the group {size} members",
-                fix="cut a dim that the group's size divides, or pad it",
+                fix="split a dim that the group's size divides, or pad it",
             )
         )
 

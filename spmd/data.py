@@ -1,4 +1,4 @@
-"""`shard_loader`: batches of any loader, laid out over a mesh, ahead of the step that takes them; its place can be saved.
+"""`shard_loader`: prefetches batches of any loader to the devices, laid out over a mesh. Its position can be saved.
 
     batches = spmd.shard_loader(DataLoader(dataset, 64, shuffle=True, num_workers=4), m, ("data", None))
     for x, y in batches:
@@ -6,10 +6,10 @@
     spmd.checkpoint.save(path, step, {"model": model, "optimizer": optimizer, "batches": batches})
 
 Note [Loaders and random numbers]. Batches are taken from the loader on the caller's thread, right after the last step was
-dispatched: while the devices compute, the loader works and its batches are sent. Not on a thread of its own, because most
-loaders draw from the process's global random streams, and where those draws fall between the program's own would be a matter
-of luck. The loader draws from streams that are swapped in for it alone, so neither the prefetch nor a resume changes a number
-anywhere. Heavy work on the host belongs into the loader's own workers.
+dispatched. So the loader works and its batches are uploaded while the devices compute. A separate thread would not do: most loaders
+draw from the process's global random streams, and the order of those draws among the program's own would be undetermined. The loader
+draws from random streams of its own, which are swapped in only while it runs. So neither prefetch nor a resume changes a random number
+anywhere. Heavy work on the host belongs in the loader's own workers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spmd.device._storage import buffer_of, wrap, wrap_host
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
 
-_END = -1  # in place of a batch's size
+_END = -1  # sent instead of a batch's size at the end
 
 
 def shard_loader(
@@ -55,44 +55,44 @@ def shard_loader(
     """Batches of `loader` as device tensors laid out over `mesh`.
 
     Args:
-        loader: any iterable of batches: torch DataLoader, grain, Hugging Face datasets, a list. Batches are arrays of torch or
-            numpy, or dicts, lists and tuples of them; other values in them are passed on.
-        mesh: the devices.
-        spec: a PartitionSpec or tuple for all arrays (dims beyond it are not split, trailing Nones may exceed an array's rank);
-            or a dict or list of such that mirrors the batch.
-        prefetch: how many batches are sent ahead.
-        ragged: what to do with a last batch of fewer elements along dim 0: an error, leave it out, or pad it with zeros; with
-            "pad" every batch comes as `(batch, mask)`, mask bool[B], False where padded.
-        feeds: on several processes, whether each one's loader yields its own part of the global batch, or all of it.
-        check: on several processes, compare what they feed, and name the one that feeds other or the same data.
-        gang: the job's processes; those that jax knows by default.
-        pad_to: sizes that vary, for a model that masks what is padding: for each array of the batch a `Dim`, or the name of one, by the
-            number of its dim. Arrays are padded to the dim's next bucket, so that few shapes arrive, the last short batch's too where dim
-            0 is among them (then `ragged` is not asked). In a job the largest size of all processes counts.
-        fill: what that padding holds: a number, or a dict with one for each array by key; None: the dim's own `fill`, which is 0.
+        loader: any iterable of batches: a torch DataLoader, grain, Hugging Face datasets, a list. Batches are torch or numpy
+            arrays, or dicts, lists and tuples of them; other values in them are passed through.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+        spec: a PartitionSpec or tuple for all arrays (dims beyond it are not split, trailing Nones may exceed an array's rank),
+            or a dict or list of specs with the structure of the batch.
+        prefetch: number of batches that are uploaded ahead.
+        ragged: what to do with a last batch that is smaller along dim 0: raise an error, drop it, or pad it with zeros. With
+            "pad" every batch is `(batch, mask)`, mask bool[B], False where padded.
+        feeds: in a job, whether each process's loader yields its own slice of the global batch ("slice") or all of it ("batch").
+        check: in a job, compare a checksum of what the processes feed, and name the one that feeds wrong data.
+        gang: the processes of the job; default: those that jax knows.
+        pad_to: dims of varying size, for a model that masks padding: for each array of the batch a dict from dim number to a `Dim`
+            or its name. Arrays are padded to the dim's next bucket, so that few shapes occur. If dim 0 is among them, that covers
+            the smaller last batch and `ragged` does not apply. In a job the largest size over all processes is used.
+        fill: padding value: a number, or a dict of numbers by the array's key; None: the dim's own `fill`, which is 0 by default.
 
     Raises:
-        SpmdError: an option means nothing; while iterating: batches do not fit the spec, pad_to or each other.
+        SpmdError: an option is invalid. While iterating: batches do not fit the spec, `pad_to` or each other.
     """
     if ragged not in ("error", "drop", "pad") or feeds not in ("slice", "batch") or prefetch < 0:
         what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) has an invalid option"
         raise SpmdError(message(what, fix='ragged is "error", "drop" or "pad", feeds is "slice" or "batch", prefetch is 0 or more'))
     if pad_to is None and fill is not None:
-        what = f"shard_loader was given fill={fill!r}, and no pad_to that says what is padded"
+        what = f"shard_loader was given fill={fill!r} without pad_to, which says what is padded"
         raise SpmdError(message(what, fix='pad_to={"labels": {1: spmd.Dim("seq", max=512)}}'))
     padding = None if pad_to is None else Padding(pad_to, fill)
     return ShardedLoader(loader, as_mesh(mesh), spec, prefetch, ragged, feeds, check, current_gang() if gang is None else gang, padding)
 
 
 class ShardedLoader:
-    """Made by `shard_loader`; each `iter()` is one pass over the loader, or the rest of one after a restore.
+    """Returned by `shard_loader`. Each `iter()` is one pass over the loader, or after a restore the rest of a pass.
 
     Attributes:
-        epoch: passes finished.
-        batch: batches handed out in this pass.
+        epoch: number of finished passes.
+        batch: number of batches yielded in this pass.
     """
 
-    per_process = True  # a checkpoint keeps each process's place
+    per_process = True  # a checkpoint saves each process's own state
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class ShardedLoader:
         self.epoch = self.batch = 0
         self._loader, self._mesh, self._spec, self._prefetch = loader, mesh, spec, prefetch
         self._ragged, self._feeds, self._check, self._gang, self._padding = ragged, feeds, check, gang, padding
-        self._full: int | None = None  # elements along dim 0 of a whole batch on this process
-        self._streams: dict[str, Any] | None = None  # the loader's own random streams now
-        self._began: dict[str, Any] | None = None  # ... and when this pass began
-        self._source: Any = None  # the loader's own account of its place after the last batch handed out
+        self._full: int | None = None  # elements along dim 0 of a full batch on this process
+        self._streams: dict[str, Any] | None = None  # the loader's own random streams, now ...
+        self._began: dict[str, Any] | None = None  # ... and at the start of this pass
+        self._source: Any = None  # the loader's own state after the last batch yielded
         self._resumes = False
         self._template: Any = None
 
@@ -120,13 +120,13 @@ class ShardedLoader:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place: what was handed out, not what was prefetched."""
+        """The position after the last batch yielded, not the last one prefetched."""
         streams = self._began if self.batch else self._streams
-        full = None if self._full is None else self._full * self._feeders  # of the job: it may go on with other processes
+        full = None if self._full is None else self._full * self._feeders  # of the whole job: it may resume with other processes
         return {"epoch": self.epoch, "batch": self.batch, "full": full, "streams": streams, "source": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a place: the next `iter()` yields the batches after it."""
+        """Restore a position: the next `iter()` yields the batches after it."""
         self.epoch, self.batch = state["epoch"], state["batch"]
         self._full = None if state["full"] is None else state["full"] // self._feeders
         self._streams, self._source, self._resumes = state["streams"], state["source"], self.batch > 0 or state["source"] is not None
@@ -149,7 +149,7 @@ class ShardedLoader:
         self.epoch, self.batch, self._source = self.epoch + 1, 0, None
 
     def _started(self) -> Iterator[Any]:
-        """The loader's iterator, at the place to continue from."""
+        """An iterator over the loader from the position to continue from."""
         resumes, self._resumes = self._resumes, False
         if self._streams is None:
             self._streams = host_streams()
@@ -171,13 +171,13 @@ class ShardedLoader:
                 return source
             for number in range(self.batch):
                 if next(source, None) is None:
-                    what = f"the loader ended after {number} batches, the checkpoint's place is after {self.batch}"
-                    raise SpmdError(message(what, fix="resume with the dataset and batch size that the checkpoint was made with"))
+                    what = f"the loader ended after {number} batches, but the checkpoint was saved after batch {self.batch}"
+                    raise SpmdError(message(what, fix="resume with the dataset and batch size of the saved run"))
             return source
 
     @property
     def _feeders(self) -> int:
-        """How many processes' batches make up a global one."""
+        """Number of processes whose batches together are one global batch."""
         return self._gang.size if self._feeds == "slice" else 1
 
     @contextmanager
@@ -193,16 +193,16 @@ class ShardedLoader:
             set_host_streams(outer)
 
     def _fetched(self, source: Iterator[Any]) -> tuple[Any, Any] | None:
-        """The next batch on the devices and the loader's place after it; None at the end."""
+        """The next batch on the devices and the loader's state after it; None at the end."""
         with self._own_streams():
             batch = next(source, None)
             place = _place_of(self._loader, source)
         size = _END if batch is None else _size(batch)
-        sizes, varying = self._agreed(batch, size)
-        if not self._goes_on(batch, sizes):
+        sizes, varying = self._exchanged_sizes(batch, size)
+        if not self._has_next(batch, sizes):
             return None
         if batch is None:
-            batch, size = self._nothing(), 0
+            batch, size = self._empty_batch(), 0
         if self._full is None:
             self._full = self._divisible(size) if self._ragged == "pad" else size
         self._template = batch
@@ -215,8 +215,8 @@ class ShardedLoader:
         placed = self._placed(batch, self._spec)
         return (placed if mask is None else (placed, self._array(mask, self._mask_spec()))), place
 
-    def _goes_on(self, batch: Any, sizes: Sequence[int]) -> bool:
-        """Whether there is another batch, the same answer on every process."""
+    def _has_next(self, batch: Any, sizes: Sequence[int]) -> bool:
+        """Whether there is another batch. All processes get the same answer."""
         if all(found == _END for found in sizes):
             return False
         known = self._template if batch is None else batch
@@ -225,21 +225,23 @@ class ShardedLoader:
         full = max(self._full or 0, *sizes)
         short = {index: found for index, found in enumerate(sizes) if found < full}
         if self._full is not None and full > self._full:
-            raise SpmdError(message(f"a batch has {full} elements, those before had {self._full}", fix="give all but the last one size"))
+            raise SpmdError(
+                message(f"a batch has {full} elements, but earlier ones had {self._full}", fix="make all batches but the last one size")
+            )
         if short and self._ragged == "error":
             number, found = next(iter(short.items()))
             where = f"process {number}'s" if self._gang.size > 1 else "the"
             raise SpmdError(
                 message(
-                    f"{where} last batch has {max(found, 0)} elements, the others have {full}",
-                    "a program is compiled for one size",
-                    fix='shard_loader(..., ragged="drop") leaves it out, ragged="pad" pads it and yields (batch, mask)',
+                    f"{where} last batch has {max(found, 0)} elements, all others have {full}",
+                    "a program is compiled for a single size",
+                    fix='shard_loader(..., ragged="drop") drops it, ragged="pad" pads it and yields (batch, mask)',
                 )
             )
         return not short or self._ragged == "pad"
 
-    def _agreed(self, batch: Any, size: int) -> tuple[list[int], dict[str, int]]:
-        """Every process's size, and the largest of each name of `pad_to`; what they feed is compared on the way."""
+    def _exchanged_sizes(self, batch: Any, size: int) -> tuple[list[int], dict[str, int]]:
+        """Exchange sizes: every process's batch size, and the largest size per name of `pad_to`. Compares what the processes feed."""
         varying = {} if self._padding is None or batch is None else self._padding.sizes(batch)
         if self._gang.size == 1:
             return [size], varying
@@ -254,29 +256,29 @@ class ShardedLoader:
         return [int(found) for found, *_ in answers], varying
 
     def _require_distinct(self, fed: Sequence[tuple[int, str]]) -> None:
-        """Processes that hold the same part must feed the same, others must not."""
+        """Require that processes with the same shards feed the same data, and that other processes do not."""
         for number, (digest, place) in enumerate(fed):
             for other, (digest_before, place_before) in enumerate(fed[:number]):
                 if (digest == digest_before) != (place == place_before):
                     same = digest == digest_before
                     raise SpmdError(
                         message(
-                            f"process {number} feeds {'the same data as' if same else 'other data than'} process {other}",
-                            f"pass {self.epoch}: their devices hold {'different parts' if same else 'the same part'} of a batch",
+                            f"process {number} feeds {'the same data as' if same else 'different data from'} process {other}",
+                            f"pass {self.epoch}: their devices have {'different shards' if same else 'the same shard'} of a batch",
                             fix="give each loader its own part (DistributedSampler), or feeds='batch'; check=False for constant data",
                         )
                     )
 
     def _part(self) -> list[Any]:
-        """Which pieces along dim 0 this process's devices hold."""
+        """The ranges along dim 0 of the shards on this process's devices."""
         sharding = ShardingSpec(self._mesh, self._mask_spec()).to_jax()
-        pieces = self._mesh.size()  # divisible by whatever splits it
+        pieces = self._mesh.size()  # divisible by any number of shards
         return sorted(
             {(part[0].start, part[0].stop) for part in sharding.addressable_devices_indices_map((pieces,)).values() if part}, key=str
         )
 
     def _mask_spec(self) -> PartitionSpec:
-        """How dim 0 of a batch is split."""
+        """The spec of dim 0 of a batch."""
         first = self._spec
         while isinstance(first, dict | list):
             first = next(iter(first.values() if isinstance(first, dict) else first))
@@ -284,12 +286,12 @@ class ShardedLoader:
         return PartitionSpec(*(entries[:1] or (None,)))
 
     def _divisible(self, size: int) -> int:
-        """The least number of elements on this process, not below `size`, that its devices share evenly."""
+        """The smallest number of elements on this process, at least `size`, that its devices share evenly."""
         parts = max(1, len(self._part())) if self._feeds == "slice" else ShardingSpec(self._mesh, self._mask_spec()).num_shards
         return -(-max(size, 1) // parts) * parts
 
     def _parts(self, path: tuple[Any, ...], dim: int) -> int:
-        """Into how many pieces what this process feeds of a dim is cut."""
+        """The number of shards into which this process's part of a dim is split."""
         if dim == 0:
             return self._divisible(1)
         spec = self._spec
@@ -298,19 +300,23 @@ class ShardedLoader:
         entries = () if spec is None else tuple(as_spec(spec))
         return 1 if dim >= len(entries) else ShardingSpec(self._mesh, PartitionSpec(entries[dim])).num_shards
 
-    def _nothing(self) -> Any:
-        """A batch of nothing, for a process whose loader ended before the others'."""
+    def _empty_batch(self) -> Any:
+        """An empty batch, for a process whose loader ended before those of the others."""
         if self._template is None:
-            raise SpmdError(message(f"the loader of process {self._gang.index} has no batch", fix="give every process at least one batch"))
+            raise SpmdError(
+                message(f"the loader of process {self._gang.index} yields no batch", fix="give every process at least one batch")
+            )
         return _mapped(self._template, lambda value: value[:0] if value.ndim else value)
 
     def _placed(self, value: Any, spec: Any) -> Any:
-        """A batch with its arrays on the devices."""
+        """A batch with its arrays on the devices, laid out by `spec`."""
         if isinstance(value, torch.Tensor | np.ndarray):
             if isinstance(spec, dict | list):
-                raise SpmdError(message("the spec has a container where the batch has an array", f"spec: {spec}", fix="give one spec"))
-            array = host_array(value) if isinstance(value, torch.Tensor) else np.array(value, order="C")  # loaders reuse their memory
-            return self._array(array, _fitted(spec, array.ndim))
+                raise SpmdError(
+                    message("the spec has a dict or list where the batch has an array", f"spec: {spec}", fix="write a single spec there")
+                )
+            array = host_array(value) if isinstance(value, torch.Tensor) else np.array(value, order="C")  # loaders reuse memory
+            return self._array(array, _spec_of_rank(spec, array.ndim))
         if isinstance(value, Mapping):
             return {key: self._placed(item, _entry(spec, key, dict)) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -320,7 +326,7 @@ class ShardedLoader:
         return value
 
     def _array(self, host: np.ndarray[Any, Any], spec: PartitionSpec) -> torch.Tensor:
-        """One array: each device gets its own piece, from the process that has it."""
+        """One array on the devices. Each device gets its shard from the process that has it."""
         placed = ShardingSpec(self._mesh, spec)
         if self._gang.size > 1 and self._feeds == "slice":
             with exact_dtypes():
@@ -329,7 +335,7 @@ class ShardedLoader:
         else:
             placed.validate(host.shape, "a batch's array")
             tensor = wrap_host(host)
-            buffer_of(tensor).annotate(placed)  # each device gets its piece now; uneven dims are padded where they are stored
+            buffer_of(tensor).annotate(placed)  # uploads each device's shard; uneven dims are padded in device memory
         return become_sharded(tensor)
 
 
@@ -338,7 +344,7 @@ def _has(value: Any, name: str) -> bool:
 
 
 def _place_of(loader: Any, source: Any) -> Any:
-    """The loader's own account of its place, where it keeps one: torchdata's and datasets' way, or grain's."""
+    """The state that the loader or its iterator keeps itself: as in torchdata and datasets, or as in grain; else None."""
     if _has(loader, "state_dict") and _has(loader, "load_state_dict"):
         return loader.state_dict()
     return source.get_state() if _has(source, "get_state") and _has(source, "set_state") else None
@@ -353,7 +359,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _mapped(value: Any, fn: Any) -> Any:
-    """The batch with `fn` of each array."""
+    """The batch with `fn` applied to each array."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return fn(value)
     if isinstance(value, Mapping):
@@ -366,7 +372,7 @@ def _mapped(value: Any, fn: Any) -> Any:
 
 
 def _size(batch: Any) -> int:
-    """Elements along dim 0 of the first array that has one."""
+    """Elements along dim 0 of the first array that has a dim."""
     for value in _leaves(batch):
         if value.ndim:
             return value.shape[0]
@@ -376,7 +382,7 @@ def _size(batch: Any) -> int:
 
 
 def _padded(value: Any, size: int, full: int) -> Any:
-    """Zeros added along dim 0 of an array that has the batch's size there."""
+    """The array padded with zeros along dim 0 to `full`, if it has the batch's size there."""
     if not value.ndim or value.shape[0] != size or size == full:
         return value
     if isinstance(value, torch.Tensor):
@@ -385,7 +391,7 @@ def _padded(value: Any, size: int, full: int) -> Any:
 
 
 def _digest(batch: Any) -> int:
-    """A checksum of the batch's arrays, never 0."""
+    """A checksum of the batch's arrays; never 0."""
     crc = 0
     for value in _leaves(batch):
         array = host_array(value) if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
@@ -394,21 +400,21 @@ def _digest(batch: Any) -> int:
 
 
 def _entry(spec: Any, key: Any, kind: type) -> Any:
-    """The spec of one entry of a container: the same for all, or that of a mirroring dict or list."""
+    """The spec of one entry of a container: its own entry of a dict or list, else the shared spec."""
     if not isinstance(spec, dict | list):
         return spec
     if isinstance(spec, kind) and (key in spec if isinstance(spec, dict) else key < len(spec)):
         return spec[key]
     raise SpmdError(
-        message(f"the batch has an entry {key!r}, the spec has none", f"spec: {spec}", fix="name it; None: whole on all devices")
+        message(f"the batch has an entry {key!r} that the spec lacks", f"spec: {spec}", fix="add it to the spec; None replicates it")
     )
 
 
-def _fitted(spec: Any, ndim: int) -> PartitionSpec:
-    """The spec for an array of another rank: further dims are not split, Nones beyond the rank are dropped."""
+def _spec_of_rank(spec: Any, ndim: int) -> PartitionSpec:
+    """The spec adapted to an array's rank: missing dims are not split, Nones beyond the rank are dropped."""
     entries = () if spec is None else tuple(as_spec(spec))
     if any(entry is not None for entry in entries[ndim:]) and ndim:
-        raise SpmdError(message(f"an array of rank {ndim} cannot be laid out by {entries}", fix="give a dict or list of specs"))
+        raise SpmdError(message(f"an array of rank {ndim} cannot be laid out by {entries}", fix="pass a dict or list of specs"))
     return PartitionSpec(*entries[:ndim], *[None] * (ndim - len(entries)))
 
 

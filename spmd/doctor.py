@@ -1,7 +1,7 @@
-"""What this machine has and what stands in the way: the facts behind `spmd doctor`.
+"""What this machine has, and what is wrong with it: the facts behind `spmd doctor`.
 
-Every check is a value; nothing here prints, and nothing is imported to learn its version, so that a broken package is
-reported instead of raised. Knows no tensor and no program.
+Every check is a value, and nothing here prints. No package is imported to learn its version, so a broken package is reported
+instead of raising. The module does not know tensors or programs.
 
     for problem in doctor.examine().problems:
         print(problem.name, problem.problem, problem.fix)
@@ -23,17 +23,17 @@ from packaging.specifiers import SpecifierSet
 import mesh
 from spmd.base._program_files import default_folder
 
-# The lower bounds of pyproject.toml; tests/test_doctor.py holds the two together.
+# The lower bounds of pyproject.toml; tests/test_doctor.py compares the two.
 SUPPORTED = {"python": ">=3.11", "torch": ">=2.11", "jax": ">=0.10", "libtpu": ">=0.0.42"}
 
-# Distributions that take PyTorch's single slot for an out-of-tree device. PyTorch loads such backends when it is
-# imported, if they ask for it, so one that is merely installed can already be in the way.
-RIVALS = ("torch_xla", "torchax", "torch_tpu")
+# Distributions that take PyTorch's only slot for an out-of-tree device. PyTorch loads such backends when it is imported, if
+# they declare an entry point, so merely installing one can cause a conflict.
+CONFLICTING = ("torch_xla", "torchax", "torch_tpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report; `problem` and `fix` are both set or both None."""
+    """One line of the report. `problem` and `fix` are both set or both None."""
 
     name: str
     found: str
@@ -43,12 +43,12 @@ class Check:
 
     def __post_init__(self) -> None:
         if (self.problem is None) != (self.fix is None):
-            raise ValueError(f"check {self.name!r} needs a problem and its fix together, or neither")
+            raise ValueError(f"check {self.name!r} needs both a problem and a fix, or neither")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Devices of one kind that jax sees; `memory_bytes` is that of one device, None where the platform does not say."""
+    """Devices of one kind that jax sees. `memory_bytes` is per device; None if the platform does not report it."""
 
     platform: str
     kind: str
@@ -58,7 +58,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything `spmd doctor` shows."""
+    """All results of `spmd doctor`."""
 
     checks: tuple[Check, ...]
     devices: tuple[DeviceGroup, ...]
@@ -69,7 +69,7 @@ class Report:
 
 
 def check_version(name: str, found: str | None, supported: str) -> Check:
-    """Check a package that must be there, in a version that `supported` allows."""
+    """Check a required package whose version must be in `supported`."""
     install = f"pip install '{name}{supported}'" if name != "python" else f"make a new environment with Python {supported}"
     if found is None:
         return Check(name=name, found="not installed", supported=supported, problem=f"{name} is not installed", fix=install)
@@ -79,22 +79,22 @@ def check_version(name: str, found: str | None, supported: str) -> Check:
 
 
 def check_libtpu(found: str | None) -> Check:
-    """Check the TPU compiler; without it everything but planning for TPU pods works, so its absence is no problem."""
+    """Check the TPU compiler. Only planning for TPU pods needs it, so its absence is not a problem."""
     if found is None:
         return Check(name="libtpu", found="not installed (plans TPU pods: pip install 'spmd-mesh[tpu]')", supported=SUPPORTED["libtpu"])
     return check_version("libtpu", found, SUPPORTED["libtpu"])
 
 
-def check_rival(name: str, found: str | None) -> Check:
-    """Check a package that claims the same device slot, and therefore should not share an environment with us."""
+def check_conflict(name: str, found: str | None) -> Check:
+    """Check for a package that claims the same device slot, so that both should not be in one environment."""
     if found is None:
         return Check(name=name, found="not installed", supported="not installed")
     return Check(
         name=name,
         found=found,
         supported="not installed",
-        problem=f"{name} claims the device slot of PyTorch that 'jax' needs; one process can hold only one of them",
-        fix=f"pip uninstall {name}, or keep it in an environment of its own",
+        problem=f"{name} claims the device slot of PyTorch that 'jax' needs; a process can use only one of them",
+        fix=f"pip uninstall {name}, or install it in another environment",
     )
 
 
@@ -104,13 +104,13 @@ def check_host(num_cores: int, memory_bytes: int | None) -> Check:
 
 
 def check_kept_programs(folder: Path) -> Check:
-    """Compiled programs of earlier processes: where, how many, how large."""
+    """Count the compiled programs that earlier processes saved on disk, and their size."""
     sizes = [file.stat().st_size for file in folder.glob("machine-*/*.program")]
     return Check(name="kept programs", found=f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB")
 
 
 def group_devices(devices: Iterable[mesh.Device]) -> tuple[DeviceGroup, ...]:
-    """Count devices by platform and kind, in the order in which the kinds first appear."""
+    """Count devices by platform and kind, in order of first appearance."""
     groups: dict[tuple[str, str], list[mesh.Device]] = {}
     for device in devices:
         groups.setdefault((device.platform, device.device_kind), []).append(device)
@@ -121,7 +121,7 @@ def group_devices(devices: Iterable[mesh.Device]) -> tuple[DeviceGroup, ...]:
 
 
 def memory_bytes(device: mesh.Device) -> int | None:
-    """Memory that jax may use on `device`; None where its platform keeps no statistics (cpu, ahead-of-time devices)."""
+    """Memory in bytes that jax may use on `device`; None if its platform keeps no statistics (cpu, ahead-of-time devices)."""
     read_stats: Callable[[], dict[str, Any] | None] | None = getattr(device, "memory_stats", None)
     if read_stats is None:
         return None
@@ -134,7 +134,7 @@ def memory_bytes(device: mesh.Device) -> int | None:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution, read without importing it; None when there is none."""
+    """Version of an installed distribution, read without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -142,7 +142,7 @@ def installed_version(name: str) -> str | None:
 
 
 def jaxlib_range() -> str:
-    """The versions of jaxlib that the installed jax asks for; any, when it does not say."""
+    """The jaxlib versions that the installed jax requires; empty (any) if it does not say."""
     try:
         lines = importlib.metadata.requires("jax") or []
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def jaxlib_range() -> str:
 
 
 def host_memory_bytes() -> int | None:
-    """Physical memory of this machine; None where the system does not tell."""
+    """Physical memory of this machine in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -165,7 +165,7 @@ def num_usable_cores() -> int:
 
 @contextmanager
 def quiet_stderr() -> Generator[None]:
-    """While active, nothing is written to stderr, from C++ neither: libtpu logs there what it does not find on a machine without a TPU."""
+    """While active, discard stderr, also from C++: on a machine without a TPU libtpu logs there what it does not find."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -178,18 +178,18 @@ def quiet_stderr() -> Generator[None]:
 
 
 def see_devices() -> tuple[tuple[DeviceGroup, ...], Check | None]:
-    """Devices that jax sees, or the check that says why it sees none."""
+    """Devices that jax sees, or a failed check with the reason why it sees none."""
     try:
         with quiet_stderr():
             return group_devices(mesh.devices()), None
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         problem = f"jax cannot list its devices: {reason}"
-        return (), Check(name="devices", found="none", problem=problem, fix="JAX_PLATFORMS=cpu runs without the accelerator")
+        return (), Check(name="devices", found="none", problem=problem, fix="set JAX_PLATFORMS=cpu to run without the accelerator")
 
 
 def examine() -> Report:
-    """Look at this machine and this environment."""
+    """Examine this machine and this Python environment."""
     devices, failure = see_devices()
     checks = [
         check_version("python", platform.python_version(), SUPPORTED["python"]),
@@ -198,7 +198,7 @@ def examine() -> Report:
         check_version("jaxlib", installed_version("jaxlib"), jaxlib_range()),
         check_libtpu(installed_version("libtpu")),
         Check(name="spmd", found=installed_version("spmd-mesh") or "from a source tree, not installed"),
-        *(check_rival(name, installed_version(name)) for name in RIVALS),
+        *(check_conflict(name, installed_version(name)) for name in CONFLICTING),
         check_host(num_usable_cores(), host_memory_bytes()),
         check_kept_programs(default_folder()),
     ]

@@ -1,13 +1,12 @@
-"""`fully_shard`: parameters, gradients and optimizer state split over the devices that share the batch (FSDP, ZeRO).
+"""`fully_shard`: shards parameters, gradients and optimizer state over the devices that split the batch (FSDP, ZeRO).
 
     for block in model.blocks:
         spmd.fully_shard(block, m)
-    spmd.fully_shard(model, m)                # what is left: embeddings, the last norm, the head
+    spmd.fully_shard(model, m)                # the rest: embeddings, the last norm, the head
 
-Each call makes one unit. Its parameters lie split over an axis of the mesh; while the module runs they are seen whole, by an
-all-gather each, and again while its backward runs; their gradients are summed straight into pieces. All of it is layout
-constraints in the compiled program: there is no flat parameter, no stream, no communication hook, and losses are those of
-the unsharded model.
+Each call makes one unit. Its parameters are sharded over an axis of the mesh. They are all-gathered while the module runs, and
+again while its backward pass runs; gradients are reduce-scattered. All of this is layout constraints in the compiled program: there
+is no flat parameter, no stream and no communication hook, and losses are those of the unsharded model.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Placer: TypeAlias = Callable[[nn.Parameter], Any]
 
 
 class MixedPrecision(Protocol):
-    """What `fully_shard` reads of a policy; torch's `MixedPrecisionPolicy` has these."""
+    """The fields of a policy that `fully_shard` reads. torch's `MixedPrecisionPolicy` has them."""
 
     @property
     def param_dtype(self) -> torch.dtype | None: ...
@@ -64,42 +63,42 @@ def fully_shard(
     ignored_params: Collection[torch.Tensor] | None = None,
     shard_placement_fn: Placer | None = None,
 ) -> nn.Module:
-    """Make `module` one unit of fully sharded data parallelism; inner modules first, each parameter belongs to one unit.
+    """Make `module` one unit of fully sharded data parallelism. Call it on inner modules first; a parameter belongs to one unit.
 
     Args:
         module: on device 'jax', on the host or on 'meta'.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
-        axis: the axis or axes to split over; default: the one named 'fsdp', 'shard', 'data' or 'dp'. Over the mesh's other
-            axes parameters are replicated (hybrid sharding) unless an annotation splits them already (tensor parallelism);
-            the batch should be split over these axes and the replicating ones.
-        stage: 3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone.
-        reshard_after_forward: gather again for the backward, so that whole parameters live for one module at a time; False
-            keeps them and saves the second all-gather; None means False for the outermost unit alone. Stage 3 only.
-        mp_policy: `param_dtype` to gather and compute in, `reduce_dtype` to sum gradients in, `output_dtype`,
-            `cast_forward_inputs`; the parameters themselves keep their dtype.
-        ignored_params: parameters to leave as they are.
-        shard_placement_fn: for a parameter a DTensor `Shard(dim)`, or None for the default: its largest dim that the axis
-            divides; one that has no such dim stays whole.
+        axis: the axis or axes to shard over; default: the axis named 'fsdp', 'shard', 'data' or 'dp'. Over the other axes of
+            the mesh parameters are replicated (hybrid sharding), unless an annotation already splits them (tensor parallelism).
+            The batch should be split over `axis` and the axes that replicate parameters.
+        stage: 3 shards parameters, gradients and optimizer state; 2 gradients and optimizer state; 1 optimizer state only.
+        reshard_after_forward: gather again for the backward pass, so that only one module's full parameters exist at a time. False
+            keeps them and saves the second all-gather. None means False for the outermost unit only. Applies to stage 3.
+        mp_policy: `param_dtype` for the all-gather and computation, `reduce_dtype` for gradient sums, `output_dtype` and
+            `cast_forward_inputs`; the parameters keep their own dtype.
+        ignored_params: parameters that are left alone.
+        shard_placement_fn: returns DTensor's `Shard(dim)` for a parameter, or None for the default: its largest dim that the
+            axis divides. A parameter without such a dim is not sharded.
 
     Returns:
         `module`.
 
     Raises:
-        SpmdError: the mesh has no such axis, there is no such stage, the module is a unit already or inside one, or a placement
-            cannot be.
+        SpmdError: the mesh has no such axis, the stage is unknown, the module is already a unit or inside one, or a placement
+            is impossible.
     """
     mesh = as_mesh(mesh)
     axes = _axes(mesh, axis)
     require_no_unit([module])
     if stage not in (1, 2, 3):
-        known = "3 splits parameters, gradients and optimizer state; 2 gradients and state; 1 the state alone"
+        known = "3 shards parameters, gradients and optimizer state; 2 gradients and state; 1 state only"
         raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
     if mp_policy is not None:
         require_policy(mp_policy)
     if _INSIDE in vars(module):
         outer = vars(module)[_INSIDE]
-        what = f"{type(module).__name__} is inside a {outer} that is a unit of fully_shard already, and its parameters belong to that one"
-        raise SpmdError(message(what, fix="call fully_shard on inner modules first, on the whole model last"))
+        what = f"{type(module).__name__} is inside a {outer} that is already a unit of fully_shard and owns its parameters"
+        raise SpmdError(message(what, fix="call fully_shard on inner modules first and on the whole model last"))
     ignored = {id(p) for p in ignored_params or ()}
     own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
     for parameter in own.values():
@@ -115,20 +114,20 @@ def fully_shard(
 
 
 def require_no_unit(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules that are units already.
+    """Refuse modules that are already units.
 
     Raises:
-        SpmdError: one of them is.
+        SpmdError: one of them is a unit.
     """
     for module in modules:
         if _UNIT in vars(module):
             raise SpmdError(
-                message(f"{type(module).__name__} is a unit of fully_shard already", fix="call it once per module, inner ones first")
+                message(f"{type(module).__name__} is already a unit of fully_shard", fix="call it once per module, inner ones first")
             )
 
 
 def dissolve(model: nn.Module) -> None:
-    """The units in a model are plain modules again; their parameters stay where they lie."""
+    """Turn the units in a model back into plain modules. Their parameters keep their layout."""
     for module in model.modules():
         vars(module).pop(_INSIDE, None)
         unit = vars(module).pop(_UNIT, None)
@@ -144,12 +143,12 @@ _INSIDE = "_spmd_fsdp_inside"
 
 
 def unit_of(module: nn.Module) -> _Unit:
-    """What `fully_shard` settled for a module that is a unit."""
+    """The unit that `fully_shard` made of `module`."""
     return vars(module)[_UNIT]
 
 
 def is_outermost(module: nn.Module) -> bool:
-    """Whether a unit is inside no other."""
+    """Whether a unit is not inside another one."""
     return _INSIDE not in vars(module)
 
 
@@ -163,7 +162,7 @@ def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name) of the parameters below `module` that belong to no inner unit."""
+    """(module, name) of the parameters below `module` that are not in an inner unit."""
     for name, parameter in module.__dict__["_parameters"].items():
         if parameter is not None:
             yield module, name
@@ -184,7 +183,7 @@ def _slot_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def _lay_out(
     parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None
 ) -> None:
-    """Mark one parameter, or for stages 1 and 2 only where its gradient and state go."""
+    """Mark one parameter. In stages 1 and 2 its spec only applies to its gradient and optimizer state."""
     shape = tuple(parameter.shape)
     marked = annotation_of(parameter)
     before = PartitionSpec(*(None,) * len(shape)) if marked is None else marked.partition_spec
@@ -203,7 +202,7 @@ def _lay_out(
 
 @dataclass(frozen=True)
 class _Unit:
-    """What one call of `fully_shard` settled; its methods are the module's hooks. The state of a running forward is in `calls`."""
+    """The options of one `fully_shard` call; its methods are the module's hooks. State of running forward passes is in `calls`."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -214,7 +213,7 @@ class _Unit:
     calls: list[_Call] = field(default_factory=list["_Call"], compare=False)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Forward pre-hook: put whole parameters in place."""
+        """Forward pre-hook: replace the parameters by gathered ones."""
         call = _Call(self)
         self.calls.append(call)
         call.gather(module)
@@ -223,7 +222,7 @@ class _Unit:
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Forward hook, also after an error: put the parameters back."""
+        """Forward hook, which also runs after an error: put the parameters back."""
         call = self.calls.pop()
         call.put_back()
         if result is not None and self.policy is not None and self.policy.output_dtype is not None:
@@ -231,7 +230,7 @@ class _Unit:
         return call.fenced(result)
 
     def reduce_wide(self) -> None:
-        """Tell a traced program to sum gradients in a wider dtype than it computes in."""
+        """Make a traced program sum gradients in the policy's `reduce_dtype` if it is wider."""
         if self.policy is not None:
             sum_gradients_wide(self.policy.param_dtype, self.policy.reduce_dtype)
 
@@ -243,7 +242,7 @@ class _Unit:
 
 
 class _Call:
-    """One forward of a unit's module: which parameters were replaced, and how its backward sees them whole again."""
+    """One forward pass of a unit's module: the parameters that were replaced, and how the backward pass gathers them again."""
 
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
@@ -257,10 +256,10 @@ class _Call:
         self._outer: _Call | None = None
 
     def gather(self, module: nn.Module) -> None:
-        """Replace the parameters of the unit by whole ones, on autograd's tape."""
+        """Replace the unit's parameters by gathered ones, on autograd's tape."""
         unit = self.unit
         unit.reduce_wide()
-        # In a backward this forward is a recomputation (torch.utils.checkpoint): XLA must not merge it with the first one.
+        # During a backward pass this forward is a recomputation (torch.utils.checkpoint). XLA must not merge it with the first one.
         is_again = current_graph_task_id() != -1
         wholes: dict[int, torch.Tensor] = {}
         for owner, name in list(_slots(module)):
@@ -277,7 +276,7 @@ class _Call:
             registry[name] = whole
         reshard = not is_outermost(module) if unit.reshard is None else unit.reshard
         drops = unit.stage == 3 and reshard and not is_again and torch.is_grad_enabled()
-        # Under somebody else's hooks (checkpointing) nothing is kept from forward to backward anyway, and two would not nest.
+        # Under another's saved-tensor hooks (checkpointing) nothing is kept from forward to backward anyway, and the two would not nest.
         outer = top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
         if drops and (outer is None or isinstance(self._outer, _Call)):
@@ -285,19 +284,19 @@ class _Call:
             self._hooks.__enter__()
 
     def put_back(self) -> None:
-        """The module has its own parameters again."""
+        """Put the module's own parameters back."""
         if self._hooks is not None:
             self._hooks.__exit__()
-            self._hooks = None  # it holds this call: in a circle, whole parameters would outlive the graph
+            self._hooks = None  # breaks a reference cycle, which would keep gathered parameters alive after the graph
         for registry, name, parameter in self._replaced:
             registry[name] = parameter
         self._wholes.clear()
 
     def fenced(self, result: Any) -> Any:
-        """The module's result; when its gradient arrives, the parameters are gathered anew and not before.
+        """The module's result. The parameters are gathered again when its gradient arrives, not before.
 
-        The pieces go through one optimization barrier with the gradient: so XLA neither merges the gathers with those of
-        the forward, which would keep every whole parameter alive, nor moves them ahead of the backward of later modules.
+        The shards pass an optimization barrier together with the gradient. So XLA does not merge these gathers with those of the
+        forward pass, which would keep every gathered parameter alive, nor move them ahead of the backward pass of later modules.
         """
         if self._drops and is_fencing():
             for tensor in pytree.tree_leaves(result):
@@ -313,7 +312,7 @@ class _Call:
         return first
 
     def _forget_after_backward(self) -> None:
-        """Whole parameters, which a graph that lives on would keep, are gone when the backward pass is."""
+        """Drop gathered parameters when the backward pass ends. A graph that is kept would otherwise keep them."""
         if not self._again and not self._fence and current_graph_task_id() != -1:
             current("torch.autograd.Variable._execution_engine").queue_callback(self._forget)
 
@@ -332,10 +331,10 @@ class _Call:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _View):
             return packed
-        return strided_alias(packed.call._whole_again(packed.index), packed.size, packed.stride, packed.offset)
+        return strided_alias(packed.call._gathered_again(packed.index), packed.size, packed.stride, packed.offset)
 
-    def _whole_again(self, index: int) -> torch.Tensor:
-        """A parameter gathered for the backward, once for all that saved it."""
+    def _gathered_again(self, index: int) -> torch.Tensor:
+        """A parameter gathered for the backward pass, once for all views that autograd saved."""
         whole = self._again.get(index)
         if whole is None:
             source = self._sources[index]
@@ -346,7 +345,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd saved of a whole parameter: which one, and how it was seen."""
+    """A view of a gathered parameter that autograd saved: the parameter's index and the view's geometry."""
 
     call: _Call
     index: int
@@ -356,7 +355,7 @@ class _View:
 
 
 class _Whole(torch.autograd.Function):
-    """A parameter as its module computes with it: whole along the unit's axes and in its dtype; the gradient in pieces."""
+    """The parameter for computation: gathered along the unit's axes and cast. Its gradient is reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, unit: _Unit, is_again: bool) -> torch.Tensor:
@@ -370,15 +369,15 @@ class _Whole(torch.autograd.Function):
         gradient = grads[0]
         if policy is not None and policy.reduce_dtype is not None:
             gradient = gradient.to(policy.reduce_dtype)
-        return _placed_copy(gradient, _held(ctx.sharding), None).to(ctx.dtype), None, None
+        return _placed_copy(gradient, _by_identity(ctx.sharding), None).to(ctx.dtype), None, None
 
 
 def _gathered(source: torch.Tensor, parameter: torch.Tensor, unit: _Unit) -> torch.Tensor:
-    """The values of `source`, which are the parameter's, in the dtype to compute in and whole along the unit's axes."""
+    """`source`, the values of `parameter`, cast to the dtype of computation and gathered along the unit's axes."""
     policy, annotation = unit.policy, annotation_of(parameter)
     casts = policy is not None and policy.param_dtype is not None and parameter.is_floating_point()
     whole = None if annotation is None or unit.stage < 3 else _without(annotation, unit.axes)
-    return _placed_copy(source, _held(whole), policy.param_dtype if casts and policy is not None else None)
+    return _placed_copy(source, _by_identity(whole), policy.param_dtype if casts and policy is not None else None)
 
 
 def _placed(tensor: torch.Tensor, sharding: ByIdentity, dtype: torch.dtype | None) -> torch.Tensor:
@@ -393,13 +392,13 @@ _placed_copy = Deferrable("fully_shard", _placed)
 
 
 @functools.cache
-def _held(sharding: ShardingSpec | None) -> ByIdentity:
-    """The same object for the same layout: so it is compared where operations wait."""
+def _by_identity(sharding: ShardingSpec | None) -> ByIdentity:
+    """The same object for equal layouts, because deferred operations are compared by identity."""
     return ByIdentity(sharding)
 
 
 def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:
-    """Where the sum of the gradients over the devices goes."""
+    """The layout of the gradient after it is summed over devices."""
     return annotation_of(parameter) if unit.stage != 2 else state_sharding_of(parameter)
 
 

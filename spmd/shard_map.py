@@ -1,12 +1,12 @@
-"""`shard_map`: a torch function that runs once per device, on the pieces of its arguments. A region without the compiler's
-choice of communication: what is sent is what the function sends.
+"""`shard_map`: runs a torch function once per device, on the shards of its arguments. The compiler adds no communication: only
+what the function sends is sent.
 
     def matmul(x, w):                                    # x [B, D / model], w [D / model, H]
         return collectives.all_reduce(x @ w, "sum", "model")
 
     y = spmd.shard_map(matmul, m, in_specs=((None, "model"), ("model", None)), out_specs=(None, None))(x, w)
 
-Gradients of the arguments come from jax, which differentiates the whole region. Eagerly or inside a compiled function.
+Gradients of the arguments come from jax, which differentiates the whole region. Works eagerly and inside a compiled function.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from spmd.sharding._tensor import become_sharded
 
 
 def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`fn` as a function of whole tensors that runs on every device with that device's pieces.
+    """Turn `fn`, a function of shards, into a function of global tensors that runs on every device with that device's shards.
 
     Args:
-        fn: a function of tensors; sees pieces, returns pieces; parameters too must be passed to it.
+        fn: a function of tensors, which takes and returns shards. Parameters must be arguments too.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`; all its axes are manual inside.
         in_specs: one spec per argument.
-        out_specs: the spec of the result, or a tuple or list of them if `fn` returns several; a dim without axes must be
-            equal on all devices of the axes that no dim names.
+        out_specs: the spec of the result, or a tuple or list of specs if `fn` returns several values. Along mesh axes that a spec
+            does not name, the result must be equal on all devices.
 
     Returns:
-        A function of device tensors; its results are laid out by `out_specs`. Differentiable.
+        A differentiable function of device tensors, whose results are laid out by `out_specs`.
 
     Raises:
-        SpecError: a spec does not fit the mesh.
-        SpmdError: on a call: another number of arguments or results, a dim that its axes do not divide, a tensor that was
-            not passed.
+        SpecError: a spec does not fit the mesh; when called: the axes of a dim do not divide it.
+        SpmdError: when called: the number of arguments or results differs from the specs, or `fn` uses a tensor that is not an
+            argument.
     """
     mesh = as_mesh(mesh)
     inputs = tuple(ShardingSpec(mesh, spec) for spec in in_specs)
@@ -68,13 +68,13 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
 
 
 def _is_one_spec(out_specs: Any, mesh: Mesh) -> bool:
-    """Whether a tuple of tuples is one spec whose dims are split over several axes each, e.g. (("data", "model"),)."""
+    """Whether a tuple of tuples is a single spec with several axes per dim, e.g. (("data", "model"),)."""
     flat = [axis for entry in out_specs for axis in (entry if isinstance(entry, tuple) else ())]
     return all(isinstance(e, tuple) and len(e) > 1 and all(axis in mesh.axis_names for axis in e) for e in out_specs) and bool(flat)
 
 
 class _Region:
-    """One mapped function."""
+    """One function mapped by `shard_map`."""
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, inputs: tuple[ShardingSpec, ...], outputs: tuple[ShardingSpec, ...]) -> None:
         self.fn, self.mesh, self.inputs, self.outputs = fn, mesh, inputs, outputs
@@ -102,15 +102,15 @@ class _Region:
             self._require_even(tuple(arg.shape), sharding, f"argument {position} of {self.name}")
 
     def _require_even(self, shape: tuple[int, ...], sharding: ShardingSpec, name: str) -> None:
-        """A region sees pieces of one size: what padding would mean in it, nobody said."""
+        """Require shards of one size. Padding inside a region would have no defined meaning."""
         padded = sharding.padded_shape(shape)
         dim = next((i for i, (n, m) in enumerate(zip(shape, padded, strict=True)) if n != m), None)
         if dim is not None:
             raise SpecError(
                 message(
-                    f"{name} of shape {shape} cannot be cut into equal pieces by {tuple(sharding.partition_spec)}",
-                    f"dim {dim} has {shape[dim]} elements, its axes make {math.prod(self._sizes(sharding, dim))} pieces of it",
-                    fix=f"pad dim {dim} to {padded[dim]} before the region, or leave it whole: None in in_specs",
+                    f"{name} of shape {shape} cannot be split into equal shards by {tuple(sharding.partition_spec)}",
+                    f"dim {dim} has {shape[dim]} elements, its axes make {math.prod(self._sizes(sharding, dim))} shards of it",
+                    fix=f"pad dim {dim} to {padded[dim]} before the region, or do not split it: None in in_specs",
                 )
             )
 
@@ -119,7 +119,7 @@ class _Region:
         return [self.mesh.to_jax().shape[axis] for axis in (entry if isinstance(entry, tuple) else (entry,))]
 
     def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """The region on whole arrays. Eagerly it is traced on every call and compiled once per program that this gives."""
+        """Run the region on global arrays. Eagerly, every call traces it and compiles each distinct program once."""
         run = jax.shard_map(
             self._on_pieces,
             mesh=self.mesh.to_jax(),
@@ -138,7 +138,7 @@ class _Region:
         return tuple(compiled(closed.consts, *values))
 
     def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
-        """Called by jax once per trace, with tracers for one device's pieces."""
+        """Called by jax once per trace, with tracers for one device's shards."""
         inside = _Inside(self.name, tuple(map(str, self.mesh.axis_names)))
         token, num_flags = recording.set(inside), len(inside.finite)
         try:
@@ -149,7 +149,7 @@ class _Region:
                 return tuple(load(tensor) for tensor in flat)
         finally:
             recording.reset(token)
-            del inside.finite[num_flags:]  # flags of modules that ran inside cannot leave it
+            del inside.finite[num_flags:]  # flags from inside the region cannot leave it
 
     def _check_results(self, flat: list[Any]) -> None:
         if len(flat) != len(self.outputs) or not all(is_device_tensor(t) for t in flat):
@@ -158,7 +158,7 @@ class _Region:
 
 
 class _Mapped(torch.autograd.Function):
-    """A region on autograd's tape."""
+    """A region as a node on autograd's tape."""
 
     @staticmethod
     def forward(ctx: Any, region: _Region, *tensors: torch.Tensor) -> Any:
@@ -192,13 +192,13 @@ class _Mapped(torch.autograd.Function):
 
 
 class _Inside(Part):
-    """The recorder of a region: refuses what has no meaning per device, and lets the outer trace know of the rest."""
+    """The recorder of a region. It refuses what has no meaning per device and passes the rest on to the outer trace."""
 
     def __init__(self, name: str, axes: tuple[str, ...]) -> None:
         super().__init__(None, 0)
         self.name, self._axes = name, axes
         self.own: set[int] = set()
-        self.kept: list[Buffer] = []  # an id names nothing once its owner is gone
+        self.kept: list[Buffer] = []  # kept alive, so that their ids in `own` stay unique
         self._scalars: dict[Any, Any] = {}
 
     @property
@@ -211,14 +211,14 @@ class _Inside(Part):
 
     @property
     def platform(self) -> None:
-        """Not told: rules that ask make equations that are to be split over devices."""
+        """None: rules that ask for the platform would make equations to be split over devices."""
 
     @property
     def reduce_dtype(self) -> None:
-        """None: a region sums by itself."""
+        """None: a region does its own sums."""
 
     def reduce_in(self, dtype: Any) -> None:
-        """Nothing: a region sums by itself."""
+        """Do nothing: a region does its own sums."""
 
     def born(self, buffer: Buffer) -> None:
         self.own.add(id(buffer))
@@ -235,9 +235,9 @@ class _Inside(Part):
     def _not_passed(self, buffer: Buffer, verb: str) -> TraceError:
         return TraceError(
             message(
-                f"{self.name} {verb} a tensor of shape {buffer.shape} that is not an argument of it",
+                f"{self.name} {verb} a tensor of shape {buffer.shape} that is not an argument",
                 *called_at(),
-                "inside shard_map a tensor is one device's piece, and only arguments have a spec that says which",
+                "inside shard_map a tensor is one device's shard, and only arguments have a spec",
                 fix="pass the tensor (a parameter too) as an argument, with a spec",
             )
         )
@@ -250,8 +250,8 @@ class _Inside(Part):
             message(
                 f"{self.name} draws random numbers inside shard_map",
                 *called_at(),
-                "every device would draw the same ones",
-                fix="draw outside and pass the numbers, split as the device should see them",
+                "every device would draw the same numbers",
+                fix="draw outside and pass the numbers as an argument, split by its spec",
             )
         )
 

@@ -1,4 +1,4 @@
-"""Seeing where things lie: tensors of any rank, sharding strings, meshes, modules and reports.
+"""Pictures of layouts: tensors of any rank, sharding strings, meshes, modules and reports.
 
 rich.print(spmd.visualize(model.head.weight))       # coloured tiles; in a notebook the last line of a cell is enough
 spmd.visualize(m).to_svg()                           # the same for a file; .to_html() for a page
@@ -27,17 +27,17 @@ from spmd.sharding._tensor import sharding_of
 
 
 def visualize(thing: Any) -> Picture | RulesReport:
-    """A picture of where something lies.
+    """Draw the layout of an object.
 
     Args:
         thing: a tensor on device 'jax', or marked on the host or on 'meta'; a `mesh.ShardingSpec`, a `mesh.Mesh`, a
             `jax.sharding.Mesh` or a torch `DeviceMesh`; a module; or a sharding as XLA writes it.
 
     Returns:
-        A `Picture`, for a module a report that shows as a table. Both show themselves by `rich.print`.
+        A `Picture`, or for a module a report, which is shown as a table. `rich.print` and notebooks display both.
 
     Raises:
-        SpmdError: it lies nowhere that could be drawn.
+        SpmdError: the object has no layout.
     """
     if isinstance(thing, str):
         return visualize_sharding(thing)
@@ -60,26 +60,26 @@ def visualize_sharding(sharding: str, num_devices: int | None = None) -> Picture
     """A picture of a sharding as XLA and torch_xla write it, e.g. "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}".
 
     Args:
-        num_devices: for "{replicated}", which does not say how many.
+        num_devices: for "{replicated}", which does not contain the number of devices.
 
     Raises:
-        SpmdError: the text is no sharding.
+        SpmdError: the string is not a sharding.
     """
     tiling = Tiling.of_string(sharding, num_devices)
     return Picture(tiling, f"{math.prod(tiling.tiles)} tiles, each on {tiling.copies} device{'s' * (tiling.copies > 1)}")
 
 
 def module_report(module: nn.Module) -> RulesReport:
-    """Where the parameters and buffers of a module lie, as a report; unmarked ones count as whole on every device.
+    """The layouts of a module's parameters and buffers as a report. Unmarked tensors count as replicated.
 
     Raises:
-        SpmdError: nothing in it is marked, or marks name several meshes.
+        SpmdError: no tensor is marked, or tensors are marked over several meshes.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     marks = {name: annotation_of(tensor) for name, tensor in tensors.items()}
     meshes = list(dict.fromkeys(mark.mesh for mark in marks.values() if mark is not None))
     if len(meshes) != 1:
-        what = "lies on no mesh" if not meshes else f"lies on {len(meshes)} meshes: {', '.join(map(str, meshes))}"
+        what = "is not on a mesh" if not meshes else f"is on {len(meshes)} meshes: {', '.join(map(str, meshes))}"
         raise SpmdError(message(f"{type(module).__name__} {what}", fix="mark it first: spmd.shard_module(model, mesh, rules)"))
     found: list[Placement] = []
     for name, sized in sized_tensors(module).items():
@@ -96,14 +96,14 @@ def _tensor_picture(tensor: torch.Tensor) -> Picture:
     shape = tuple(tensor.shape)
     if sharding is None:
         where = f"on device '{tensor.device}'" if tensor.device.type != "jax" else "on one device"
-        raise SpmdError(message(f"{name_of(tensor)} lies on no mesh: it is {where}", fix="mark it: spmd.mark_sharding(t, mesh, spec)"))
+        raise SpmdError(message(f"{name_of(tensor)} is not on a mesh: it is {where}", fix="mark it: spmd.mark_sharding(t, mesh, spec)"))
     name, size = name_of(tensor), "×".join(map(str, shape)) or "scalar"
     title = name if name.startswith("tensor ") else f"{name}  {size}"
     tiling = Tiling.of_spec(sharding, shape, f"{title}  {sharding.partition_spec}")
     piece = sharding.shard_shape(shape)
     num_bytes = math.prod(piece) * tensor.element_size()
     copies = f", {tiling.copies} copies" if tiling.copies > 1 else ""
-    return Picture(tiling, f"{sharding.mesh}: pieces of {'×'.join(map(str, piece)) or 'scalar'}, {num_bytes} bytes per device{copies}")
+    return Picture(tiling, f"{sharding.mesh}: shards of {'×'.join(map(str, piece)) or 'scalar'}, {num_bytes} bytes per device{copies}")
 
 
 __all__ = ["module_report", "visualize", "visualize_sharding"]

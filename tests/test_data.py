@@ -190,7 +190,7 @@ RAGGED = TensorDataset(torch.arange(1.0, 21.0), torch.ones(20, 3))
 
 
 def test_a_ragged_batch_is_an_error_unless_something_is_asked_for(mesh_4x2: mesh.Mesh) -> None:
-    with pytest.raises(spmd.SpmdError, match=r"the last batch has 4 elements, the others have 8(.|\n)*ragged=\"drop\""):
+    with pytest.raises(spmd.SpmdError, match=r"the last batch has 4 elements, all others have 8(.|\n)*ragged=\"drop\""):
         list(spmd.shard_loader(DataLoader(RAGGED, 8), mesh_4x2, ("data", None)))
 
 
@@ -222,9 +222,9 @@ def test_one_program_serves_all_batches(mesh_4x2: mesh.Mesh) -> None:
     ("batches", "spec", "text"),
     [
         ([torch.ones(8)], (None, "data"), "cannot be laid out"),
-        ([{"x": torch.ones(8)}], {"y": None}, "the spec has none"),
+        ([{"x": torch.ones(8)}], {"y": None}, "that the spec lacks"),
         (["text"], ("data",), "without an array"),
-        ([torch.ones(8), torch.ones(12)], ("data",), "those before had 8"),
+        ([torch.ones(8), torch.ones(12)], ("data",), "but earlier ones had 8"),
     ],
 )
 def test_batches_that_do_not_fit_are_named(batches: Any, spec: Any, text: str, mesh_4x2: mesh.Mesh) -> None:
@@ -267,7 +267,7 @@ class Peers:
     ("other", "text"),
     [
         ("8|same|elsewhere", "feeds the same data as process 0"),
-        ("8|5|[(None, None)]", "feeds other data than process 0"),
+        ("8|5|[(None, None)]", "feeds different data from process 0"),
         ("3|5|x", "process 1's last"),
     ],
 )

@@ -111,9 +111,9 @@ NO_OPTION: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"pad_to": {}}, r"pad_to is \{\}, which names no dim"),
     "a number": ({"pad_to": {"x": {1: 512}}}, r"pad_to has 512 where a dim is described(?s:.*)fix: pad_to="),
     "an unknown name": ({"pad_to": {"x": {1: "seq"}}}, r"pad_to names a dim 'seq' that is described nowhere"),
-    "a fill alone": ({"fill": 0}, "was given fill=0, and no pad_to"),
-    "a fill of nothing": ({"pad_to": X, "fill": {"labels": -100}}, r"fill names 'labels', of which pad_to says nothing"),
-    "a fill that is no number": ({"pad_to": X, "fill": {"x": "[PAD]"}}, r"fill\['x'\] is '\[PAD\]': padding holds a number"),
+    "a fill alone": ({"fill": 0}, "was given fill=0 without pad_to"),
+    "a fill of nothing": ({"pad_to": X, "fill": {"labels": -100}}, r"fill names 'labels', which pad_to does not have"),
+    "a fill that is no number": ({"pad_to": X, "fill": {"x": "[PAD]"}}, r"fill\['x'\] is '\[PAD\]', not a number"),
 }
 
 
@@ -132,12 +132,12 @@ NO_BATCH: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a fill of another dtype": (
         {"x": np.ones((8, 5), np.uint8)},
         {"pad_to": X, "fill": -100},
-        r"fill of batch\['x'\] is -100, which uint8 does not hold",
+        r"fill of batch\['x'\] is -100, which uint8 cannot represent",
     ),
     "a fill beyond a dtype": (
         {"x": torch.ones(8, 5, dtype=torch.float16)},
         {"pad_to": X, "fill": -1e9},
-        r"fill of batch\['x'\] is -1000000000.0, which torch.float16 does not hold",
+        r"fill of batch\['x'\] is -1000000000.0, which torch.float16 cannot represent",
     ),
 }
 

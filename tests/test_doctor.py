@@ -69,16 +69,16 @@ def test_absent_libtpu_is_no_problem_and_an_old_one_is() -> None:
     assert doctor.check_libtpu("0.0.30").problem == "libtpu 0.0.30 is outside >=0.0.42"
 
 
-@pytest.mark.parametrize("name", doctor.RIVALS)
+@pytest.mark.parametrize("name", doctor.CONFLICTING)
 def test_rival_for_the_device_slot_is_a_problem(name: str) -> None:
-    check = doctor.check_rival(name, "0.0.13")
+    check = doctor.check_conflict(name, "0.0.13")
     assert "device slot" in (check.problem or "")
     assert (check.fix or "").startswith(f"pip uninstall {name}")
-    assert doctor.check_rival(name, None).problem is None
+    assert doctor.check_conflict(name, None).problem is None
 
 
 def test_problem_without_a_fix_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="needs a problem and its fix together"):
+    with pytest.raises(ValueError, match="needs both a problem and a fix"):
         doctor.Check(name="torch", found="1.0", problem="too old")
 
 
@@ -114,7 +114,7 @@ def test_report_names_every_fact_and_no_problem(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_report_shows_each_problem_with_its_fix() -> None:
-    checks = (doctor.check_version("torch", "2.9.0", ">=2.11"), doctor.check_rival("torchax", "0.0.13"))
+    checks = (doctor.check_version("torch", "2.9.0", ">=2.11"), doctor.check_conflict("torchax", "0.0.13"))
     text = rendered(doctor.Report(checks=checks, devices=()))
     assert text.count("fix: ") == 2
     assert "torch 2.9.0 is outside >=2.11\n  fix: pip install 'torch>=2.11'" in text

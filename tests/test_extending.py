@@ -40,7 +40,7 @@ class TestPresets:
 
     def test_registered_presets_are_among_the_known(self) -> None:
         spmd.rules.register_preset("tests-known")(lambda model, grid: mesh.Rules())
-        with pytest.raises(spmd.SpmdError, match="'unheard-of' names no rules\n  known: .*'tests-known'"):
+        with pytest.raises(spmd.SpmdError, match="'unheard-of' is not a preset\n  known: .*'tests-known'"):
             spmd.shard_module(nn.Linear(2, 2), mesh.Mesh(range(1), (1,), ("model",)), "unheard-of")
         with pytest.raises(spmd.SpmdError, match="taken: .*tests-known"):
             spmd.rules.register_preset("tests-known")

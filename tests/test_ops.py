@@ -87,7 +87,7 @@ def test_command_prints_overloads_that_match_and_a_summary(capsys: pytest.Captur
     assert re.search(r"total +1 +2", shown)
 
 
-@pytest.mark.parametrize(("pattern", "text"), [("no_such_operator", "no operator's name has"), ("(", "is no regular expression")])
+@pytest.mark.parametrize(("pattern", "text"), [("no_such_operator", "no operator name matches"), ("(", "is not a regular expression")])
 def test_command_fails_when_nothing_is_found(pattern: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["ops", pattern])

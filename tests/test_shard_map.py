@@ -189,10 +189,10 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ((D, None),),
         "draws random numbers inside shard_map",
     ),
-    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements, its axes make 8 pieces of it"),
+    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements, its axes make 8 shards of it"),
     "too few specs": (lambda x: x, (), "0 in_specs and called with 1 arguments"),
     "another result": (lambda x: (x, x), ((D, None),), "returns 2 values, out_specs has 1 spec(s)"),
-    "an unknown reduction": (lambda x: all_reduce(x, "median", D), ((D, None),), "'median' is no reduction"),
+    "an unknown reduction": (lambda x: all_reduce(x, "median", D), ((D, None),), "'median' is not a reduction"),
     "a scatter of uneven dims": (lambda x: reduce_scatter(x, "sum", 0, D), ((D, None),), "dim 0 has 2 elements, the group 4 members"),
     "an axis that is not there": (
         lambda x: all_reduce(x, "sum", "dat"),
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     ),
     "a member that is not there": (lambda x: permute(x, [(0, 9)], D), ((D, None),), "permute over 'data' has no member for (0, 9)"),
     "a member that receives twice": (lambda x: permute(x, [(0, 1), (2, 1)], D), ((D, None),), "member 1 receives twice"),
-    "a scatter of maxima": (lambda x: reduce_scatter(x, "max", 0, M), ((D, None),), "reduce_scatter cannot take 'max'"),
+    "a scatter of maxima": (lambda x: reduce_scatter(x, "max", 0, M), ((D, None),), "reduce_scatter does not support 'max'"),
 }
 
 

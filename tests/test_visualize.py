@@ -93,7 +93,7 @@ def test_the_terminal_shows_ranges_devices_and_bytes(mesh_4x2: mesh.Mesh) -> Non
     assert "parameter 'up.weight'  64×16  ('data', 'model')" in text
     assert "dim 0 over data ↓  dim 1 over model →" in text
     assert "16:32" in text and "8:16" in text and "│ 3 │" in text.replace("  ", " ")
-    assert "pieces of 16×8, 512 bytes per device" in text
+    assert "shards of 16×8, 512 bytes per device" in text
     assert repr(spmd.visualize(model.up.weight)).split() == text.split()
 
 
@@ -164,9 +164,9 @@ def test_device_ids_are_written_short(ids: list[int], text: str) -> None:
 
 
 def test_what_lies_nowhere_is_refused() -> None:
-    with pytest.raises(spmd.SpmdError, match="lies on no mesh: it is on device 'cpu'(?s:.*)mark_sharding"):
+    with pytest.raises(spmd.SpmdError, match="is not on a mesh: it is on device 'cpu'(?s:.*)mark_sharding"):
         spmd.visualize(torch.zeros(2))
-    with pytest.raises(spmd.SpmdError, match="MLP lies on no mesh"):
+    with pytest.raises(spmd.SpmdError, match="MLP is not on a mesh"):
         spmd.visualize(MLP())
     with pytest.raises(spmd.SpmdError, match="dict cannot be drawn"):
         spmd.visualize({})

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: units of FSDP, and where activations are laid out."""
+"""The repeated blocks of a model: the units of FSDP, and the modules whose outputs are laid out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.rules._parallel_plan import Border
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that stand in a list with others of their class."""
+    """The outermost modules that are children of a list in which all modules have the same class."""
     return list(dict.fromkeys(_blocks(model)))
 
 
@@ -32,17 +32,16 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def activation_borders(model: nn.Module, mesh: Mesh, batch: tuple[str, ...]) -> tuple[tuple[nn.Module, Border], ...]:
-    """What tables of tokens and blocks return, split along dim 0 over the axes of the batch and whole otherwise.
+    """Layouts for the outputs of token embeddings and blocks: dim 0 split over the axes of the batch, the rest replicated.
 
-    Without it a program lays its activations out like its parameters: over the axes that FSDP split those over, where the batch
-    should be.
+    Without them the compiler lays activations out like parameters: over the axes of FSDP, which should split the batch.
     """
     border = Border(mesh, (), outputs=(Replicate(),), batch=batch)
     return tuple((module, border) for module in dict.fromkeys([*_tables(model), *blocks_of(model)]))
 
 
 def remove_borders(model: nn.Module) -> None:
-    """Leave alone what tables and blocks return."""
+    """Remove the hooks of `activation_borders` from a model."""
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
             border = getattr(hook, "__self__", None)

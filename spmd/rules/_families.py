@@ -1,8 +1,8 @@
-"""Which linears of a model belong together in Megatron's tensor parallelism, by the names that model families give them.
+"""Pairs of linear layers that Megatron's tensor parallelism splits together, by the names that model families give them.
 
-Of a pair, the first linears are split by outputs (`columns`) and the one that takes what they make by inputs (`row`), so that a pair
-costs one all-reduce forward and one backward (Shoeybi et al., "Megatron-LM", 2019, section 3). A pair is looked for in every
-module, so it is found in a model, and in whatever holds it. One half alone splits nothing.
+The first linears of a pair are split by outputs (`columns`), and the linear that takes their results by inputs (`row`). So a pair
+costs one all-reduce in the forward pass and one in the backward pass (Shoeybi et al., "Megatron-LM", 2019, section 3). Pairs are
+looked for below every module, so they are found in a model and in any wrapper of it. Half a pair splits nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Side: TypeAlias = Literal["column", "row"]
 
 @dataclass(frozen=True)
 class Pair:
-    """Modules below one module, their holder.
+    """Two groups of modules below a common ancestor, the holder.
 
     Attributes:
-        columns: glob of the names, below the holder, of what is split by outputs: modules, or parameters of the holder itself.
-        row: the name of the module that takes what they make.
+        columns: glob of the names, below the holder, of modules or own parameters of the holder that are split by outputs.
+        row: name of the module that takes their results, split by inputs.
         holder: glob of the holder's name.
     """
 
@@ -36,12 +36,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Family:
-    """Models that name their modules alike.
+    """A family of models with the same module names.
 
     Attributes:
-        pairs: what is split together; of two pairs that share a module the earlier one holds.
-        tables: glob of embeddings that are split by rows, usually the vocabulary.
-        heads: glob of linears that are split by outputs with no other half: logits.
+        pairs: what is split together; if two pairs share a module, the earlier one applies.
+        tables: glob of embeddings that are split by rows, usually over the vocabulary.
+        heads: glob of linears that are split by outputs without a second half: logits.
     """
 
     name: str
@@ -117,13 +117,13 @@ FAMILIES = (
 
 @dataclass
 class Split:
-    """What is split of a model, and how.
+    """The modules and parameters of a model that are split.
 
     Attributes:
-        sides: by name, the side of a module or parameter.
-        dims: by name, the dim that is split of a parameter that holds a weight for each expert.
-        families: those of which a pair was found, as keys.
-        findings: halves of a pair without the other.
+        sides: side of each split module or parameter, by name.
+        dims: for parameters with a weight per expert, the dim that is split, by name.
+        families: families of which a pair was found, as keys.
+        findings: halves of pairs whose other half is missing.
     """
 
     sides: dict[str, Side] = field(default_factory=dict[str, Side])
@@ -133,7 +133,7 @@ class Split:
 
 
 def split_of(model: nn.Module) -> Split:
-    """Every pair, embedding and head of the families that the model has; nothing without a pair."""
+    """Find every pair, embedding and head of the known families in a model. The result is empty if there is no pair."""
     split = Split()
     modules = dict(model.named_modules(remove_duplicate=False))
     halves: dict[str, str] = {}
@@ -141,9 +141,9 @@ def split_of(model: nn.Module) -> Split:
         _note_pairs(split, halves, name, module)
     for name, row in halves.items():
         if name not in split.sides:
-            what = f"{name!r} would be split by outputs, but nothing beside it takes them by inputs (looked for {row!r})"
+            what = f"{name!r} would be split by outputs, but no sibling {row!r} takes them by inputs"
             split.findings.append(
-                Finding("pair", what, f"call its other half {row!r}, or write rules for both: ({name + '.weight'!r}, None)")
+                Finding("pair", what, f"rename its other half to {row!r}, or write rules for both: ({name + '.weight'!r}, None)")
             )
     if not split.sides and not split.dims:
         return split
@@ -157,7 +157,7 @@ def split_of(model: nn.Module) -> Split:
 
 
 def is_table(name: str) -> bool:
-    """Whether an embedding of this name holds a vector for each token."""
+    """Whether an embedding of this name maps tokens to vectors."""
     return any(_matches(family.tables, name) for family in FAMILIES)
 
 
@@ -173,7 +173,7 @@ def _note_pairs(split: Split, halves: dict[str, str], name: str, module: nn.Modu
         columns = [k for k in (*below, *own) if _matches(f"^{pair.columns}", k)]
         products = [k for k in columns if k in own or is_product(below[k])]
         rows = [k for k in below if _matches(f"^{pair.row}", k)] if products else []
-        if products and not rows:  # a convolution alone is the stem of a ResNet
+        if products and not rows:  # a single convolution is the stem of a ResNet
             halves.update((_join(name, k), pair.row) for k in products if k not in own and not is_convolution(below[k]))
         elif rows and not any(_join(name, k) in split.sides for k in (*products, *rows)):
             split.families[family] = None
@@ -182,19 +182,19 @@ def _note_pairs(split: Split, halves: dict[str, str], name: str, module: nn.Modu
 
 
 def _expert_dims(module: nn.Module) -> dict[str, int]:
-    """Of a stack of experts, [experts, out, in] or [experts, in, out]: the dim of what they compute inside."""
+    """The dim of the hidden features in stacked expert weights, [experts, out, in] or [experts, in, out], by parameter name."""
     up, down = cast("torch.Tensor", module.gate_up_proj), cast("torch.Tensor", module.down_proj)
     is_transposed = up.shape[-1] == 2 * down.shape[-2]
     return {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1} if is_transposed else {"gate_up_proj": 1, "down_proj": 2}
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether the module multiplies windows of its input by its weight, [out, in, ...]."""
+    """Whether the module is a convolution with weight [out, in, ...]."""
     return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 def is_product(module: nn.Module) -> bool:
-    """Whether the module multiplies by one weight: a linear or convolution, or an adapter around one."""
+    """Whether the module multiplies by a single weight: a linear or convolution, or an adapter around one."""
     weight = getattr(getattr(module, "base_layer", module), "weight", None)
     return isinstance(weight, torch.Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
 

@@ -1,8 +1,8 @@
-"""What a spec does to attention heads and packed projections: findings that need the modules, not only names and shapes.
+"""Findings about attention heads and packed projections, which need the modules, not only names and shapes.
 
-A projection to heads is legal to split anywhere, but a piece that ends inside a head makes the compiler gather the heads
-again; and query, key and value behind each other in one weight ([3, H, K]) are cut across, which costs a reshuffle of
-activations that separate weights, or heads outermost ([H, 3, K]), do not need.
+A projection to heads may be split anywhere. But if a shard ends inside a head, the compiler gathers the heads again. Query, key
+and value concatenated in one weight ([3, H, K]) are cut across, which costs a reshuffle of activations. Separate weights, or
+heads as the outermost dim ([H, 3, K]), avoid it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PACKED_TWO = re.compile(r"(gate_up_proj)(_bias)?(\.base_layer)?(\.weight|\.bias
 
 
 def head_findings(model: nn.Module, report: RulesReport) -> list[Finding]:
-    """Findings about heads and packed dims for the placements of a model, each once for the layers of a stack."""
+    """Findings about heads and packed dims for the placements of a model; equal layers are reported once."""
     found: dict[tuple[str, str], Finding] = {}
 
     def note(name: str, findings: Iterator[Finding]) -> None:
-        for finding in findings:  # once for all layers of a stack, and for the weight alone where the bias has the same
+        for finding in findings:  # once for equal layers, and only for the weight if the bias has the same finding
             found.setdefault((finding.kind, re.sub(r"\d+|\.bias$|\.weight$", "*", name)), finding)
 
     placements = {placement.name: placement for placement in report}
@@ -50,7 +50,7 @@ def head_findings(model: nn.Module, report: RulesReport) -> list[Finding]:
 
 
 def _attention(module: nn.Module) -> tuple[int, int, int]:
-    """(heads, size of a head, key-value heads) of a module that does attention itself, else zeros."""
+    """(heads, head size, key-value heads) of a module that computes attention itself, else zeros."""
     own = vars(module)
     has_own = any(isinstance(own.get(name), int) for name in _HEADS)
     is_attention = has_own or re.search(r"att(ention|n)", type(module).__name__, re.IGNORECASE)
@@ -66,7 +66,7 @@ def _attention(module: nn.Module) -> tuple[int, int, int]:
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> int:
-    """The first of these attributes that is an int, of the module or else of its configuration."""
+    """The first of these attributes that is a positive int, of the module or else of its configuration; else 0."""
     for holder in (module, getattr(module, "config", None)):
         for name in names:
             value: Any = getattr(holder, name, None)
@@ -76,7 +76,7 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def _projection(placement: Placement, heads: int, kv_heads: int, head_dim: int) -> Iterator[Finding]:
-    """One parameter of an attention module: do its pieces end between heads?"""
+    """Findings for one parameter of an attention module whose shards do not end between heads."""
     packed_size = (heads + 2 * kv_heads) * head_dim
     is_packed = _PACKED.search(placement.name) is not None
     for dim, (size, shards) in enumerate(_split_dims(placement)):
@@ -91,20 +91,18 @@ def _projection(placement: Placement, heads: int, kv_heads: int, head_dim: int) 
 
 def _packed(placement: Placement, parts: int, names: str) -> Iterator[Finding]:
     for dim, (size, shards) in enumerate(_split_dims(placement)):
-        if shards == 1 or size % parts or (dim == 0 and len(placement.shape) == 3):  # of a stack, dim 0 counts experts
+        if shards == 1 or size % parts or (dim == 0 and len(placement.shape) == 3):  # dim 0 of a stack counts experts
             continue
         if (size // parts) % shards:
             what = f"{placement.name!r}: dim {dim} packs {names}, {size // parts} each, which {shards} shards do not divide"
             yield Finding("packed", what, f"split over an axis whose size divides {size // parts}, or replicate it")
         else:
-            what = (
-                f"{placement.name!r}: dim {dim} packs {names}; split in {shards}, a device's piece crosses them, unless heads lie outermost"
-            )
+            what = f"{placement.name!r}: dim {dim} packs {names}; split into {shards} shards that cross them, unless heads come first"
             yield Finding("packed", what, "expect a reshuffle of activations, or use separate weights", is_error=False)
 
 
 def _uneven(placement: Placement, dim: int, what: str, shards: int, count: int) -> Finding:
-    text = f"{placement.name!r}: dim {dim} holds {what}, its axes make {shards} shards, so a head lies on several devices"
+    text = f"{placement.name!r}: dim {dim} has {what}, split into {shards} shards, so that some heads are cut"
     return Finding("heads", text, f"split it over an axis whose size divides {count}, or replicate it")
 
 

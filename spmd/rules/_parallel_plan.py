@@ -1,9 +1,9 @@
-"""Tensor-parallel plans as rules and activation layouts: DTensor's `{fqn: ColwiseParallel()}` and Hugging Face's
+"""Converts tensor-parallel plans to rules and activation layouts: DTensor's `{fqn: ColwiseParallel()}` and Hugging Face's
 `{fqn: "colwise"}`.
 
-A plan says for modules how their parameters lie and, DTensor's, how values lie at their borders. Here every tensor is global,
-so what a plan does to keep ranks consistent (gradient all-reduces, masks, local outputs) is the compiler's business; what
-remains is the spec of each parameter and a constraint on the values that the plan redistributes.
+A plan lays out the parameters of modules and, in DTensor's case, the values at their borders. Here every tensor is global, so the compiler
+does what a plan does to keep ranks consistent (gradient all-reduces, masks, local outputs). What remains is a spec for each
+parameter and a constraint on the values that the plan redistributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmd.sharding._constraint import constrain
 
 Axes: TypeAlias = "str | tuple[str, ...]"
 _COLUMN, _ROW, _WHOLE = "column", "row", "whole"
-# Hugging Face's names (transformers.integrations.tensor_parallel). What `_WHOLE` ones add is about gradients of ranks, or experts.
+# Hugging Face's names (transformers.integrations.tensor_parallel). What `_WHOLE` styles add is about ranks' gradients, or experts.
 HUGGING_FACE: dict[str, str] = {
     **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise"), _COLUMN),
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_rowwise", "embedding_rowwise"), _ROW),
@@ -45,14 +45,14 @@ HUGGING_FACE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan read for one model.
+    """A plan resolved for one model.
 
     Attributes:
-        rules: for parameters.
-        borders: module and what happens to values at its border.
-        units: modules that are units of FSDP, inner ones first.
+        rules: specs of parameters.
+        borders: pairs of a module and the layouts at its border.
+        units: modules that are FSDP units, inner ones first.
         fsdp_axis: the axis over which FSDP splits parameters further than the rules do.
-        findings: what is suspicious about the model.
+        findings: suspicious properties of the model.
     """
 
     rules: Rules
@@ -64,14 +64,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Border:
-    """Layouts of the values that enter and leave a module, as placements on the plan's axis; None is left alone.
+    """Layouts of the values that enter and leave a module, as placements on the plan's axis; None leaves a value alone.
 
     Attributes:
-        axis: the plan's axis or axes, if there are any.
-        inputs: of the positional arguments in order; those beyond are left alone.
-        keywords: by keyword argument.
-        outputs: of the outputs in order.
-        batch: axes for dim 0; None: all but the plan's.
+        axis: the plan's axis or axes; empty if it has none.
+        inputs: layouts of the positional arguments in order; further arguments are left alone.
+        keywords: layouts by keyword argument.
+        outputs: layouts of the outputs in order.
+        batch: axes that split dim 0; None: all but the plan's.
     """
 
     mesh: Mesh
@@ -82,19 +82,19 @@ class Border:
     batch: tuple[str, ...] | None = None
 
     def install(self, module: nn.Module) -> None:
-        """Constrain the values at `module`'s border from now on."""
+        """Register hooks that constrain the values at `module`'s border."""
         if self.inputs or self.keywords:
             module.register_forward_pre_hook(self.enter, with_kwargs=True)
         if self.outputs:
             module.register_forward_hook(self.leave)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Forward pre-hook."""
+        """Forward pre-hook: lay out the arguments."""
         keywords = dict(self.keywords)
         return self._laid_out(args, self.inputs), {name: self._value(value, keywords.get(name)) for name, value in kwargs.items()}
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Forward hook."""
+        """Forward hook: lay out the results."""
         if isinstance(result, tuple | list):
             laid_out = self._laid_out(tuple(result), self.outputs)
             return type(result)(*laid_out) if hasattr(result, "_fields") else type(result)(laid_out)
@@ -111,7 +111,7 @@ class Border:
         return constrain(value, spec, spec if value.is_floating_point() else None)
 
     def spec(self, layout: Placement, shape: tuple[int, ...]) -> PartitionSpec:
-        """The plan's axes where the layout says, the axes of the batch on dim 0 as far as they divide it."""
+        """The spec of a value: the plan's axes where `layout` says, and the batch axes on dim 0 as far as they divide it."""
         others = entry_axes(self.axis) if self.batch is None else [a for a in self.mesh.axis_names if a not in self.batch]
         entries = [entry_axes(entry) for entry in batch_over_other_axes(shape, self.mesh, others)]
         if isinstance(layout, Shard):
@@ -120,7 +120,7 @@ class Border:
 
 
 def batch_over_other_axes(shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str | int]) -> PartitionSpec:
-    """A value's layout along all axes but these, where nothing is known: dim 0, the batch, over those that divide it."""
+    """The default layout of a value along all axes but `axes`: dim 0, the batch, is split over those that divide it."""
     over: list[str] = []
     size = shape[0] if shape else 1
     for axis in mesh.axis_names:
@@ -131,10 +131,10 @@ def batch_over_other_axes(shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str
 
 
 def parallelize(style: ParallelStyle, module: nn.Module, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Lay out one module as a style of `parallelize_module` says, over these axes; along others it stays as it is marked.
+    """Lay out one module as a `parallelize_module` style says, over `axes`. Along other axes it keeps its layout.
 
     Returns:
-        False, and nothing is done, for a style or a module that has no meaning here.
+        False, with nothing changed, if the style or the module has no equivalent here.
     """
     kind = _STYLES.get(type(style))
     if kind is None or (isinstance(style, ColwiseParallel | RowwiseParallel) and not isinstance(module, nn.Linear | nn.Embedding)):
@@ -150,7 +150,7 @@ def parallelize(style: ParallelStyle, module: nn.Module, mesh: Mesh, axes: tuple
 
 
 def _joined(before: ShardingSpec | None, split: PartitionSpec | None, rank: int, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """The layout of before along other axes, and the split along these."""
+    """The layout of `before` along other axes, combined with `split` along `axes`."""
     nowhere = PartitionSpec(*(None,) * rank)
     kept = without_axes(before.partition_spec, axes) if before is not None and before.mesh == mesh else nowhere
     pairs = zip(kept, split or nowhere, strict=True)
@@ -158,10 +158,10 @@ def _joined(before: ShardingSpec | None, split: PartitionSpec | None, rank: int,
 
 
 def dtensor_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle], axis: str) -> Plan:
-    """A plan for `parallelize_module`, over one axis of the mesh.
+    """Rules and borders of a plan for `parallelize_module`, over one axis of the mesh.
 
     Raises:
-        SpmdError: a style or a module's class that has no meaning here.
+        SpmdError: a style, or a module's class, has no equivalent here.
     """
     rules: list[Any] = []
     borders: list[tuple[nn.Module, Border]] = []
@@ -171,7 +171,9 @@ def dtensor_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]
         kind = _STYLES.get(type(style))
         if kind is None:
             known = ", ".join(c.__name__ for c in _STYLES)
-            raise SpmdError(message(f"{type(style).__name__} for {key!r} has no meaning here", f"known: {known}", fix="write rules for it"))
+            raise SpmdError(
+                message(f"{type(style).__name__} for {key!r} has no equivalent here", f"known: {known}", fix="write rules for it")
+            )
         held, border = kind(style, mesh, axis)
         borders.extend((module, border) for _, module in modules if border.inputs or border.keywords or border.outputs)
         if held is not None or not modules:
@@ -180,10 +182,10 @@ def dtensor_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]
 
 
 def hugging_face_plan(model: nn.Module, plan: Mapping[str, str], axis: str) -> Plan:
-    """A `base_model_tp_plan`: names of modules or of parameters, below a base model that may be held by another.
+    """Rules of a `base_model_tp_plan`: names of modules or parameters below a base model, which may be inside another model.
 
     Raises:
-        SpmdError: a style of another name.
+        SpmdError: an unknown style.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     rules: list[Any] = []
@@ -194,20 +196,20 @@ def hugging_face_plan(model: nn.Module, plan: Mapping[str, str], axis: str) -> P
         held = [module for name, module in modules.items() if name and rule.matches(name)]
         if not held and any(rule.matches(name) for name in parameters):
             rules.append((key, BySide(HUGGING_FACE[style], axis, transposed=False)))
-        elif held or key in ("lm_head", "score"):  # plans of a family name heads that a model may lack
+        elif held or key in ("lm_head", "score"):  # a family's plan names heads that a model may not have
             rules.extend(_parameter_rules(key, held, HUGGING_FACE[style], axis))
     return Plan(Rules(*rules))
 
 
 def automatic_plan(model: nn.Module) -> dict[str, str]:
-    """What `tp_plan="auto"` means: the plan of the model's class and configuration.
+    """The plan of the model's class and configuration, which `tp_plan="auto"` selects.
 
     Raises:
-        SpmdError: it has none.
+        SpmdError: the model has no plan.
     """
     config = getattr(model, "config", None)
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
-    for module in model.modules():  # a head's own entries, and those of the base model that it holds
+    for module in model.modules():  # entries of the head, and of the base model inside it
         plan.update({k.removeprefix("model."): v for k, v in (getattr(module, "_tp_plan", None) or {}).items()})
     if not plan:
         raise SpmdError(
@@ -221,7 +223,7 @@ def automatic_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _parameter_rules(key: str, modules: list[nn.Module], side: str, axis: str) -> list[Any]:
-    """Rules for the parameters directly in the modules of one entry."""
+    """Rules for the direct parameters of the modules that match one entry of a plan."""
     separator = "" if key == "^" else "."
     if not modules:
         return [(f"{key}{separator}weight", BySide(side, axis, transposed=False))]
@@ -234,9 +236,9 @@ def _parameter_rules(key: str, modules: list[nn.Module], side: str, axis: str) -
 
 @dataclass(frozen=True)
 class BySide:
-    """Spec function of a parameter split by its module's outputs (`column`) or inputs (`row`).
+    """Spec function of a parameter that is split by its module's outputs (`column`) or inputs (`row`).
 
-    A Linear's weight is [out, in]; `transposed` ones (Embedding, Conv1D) are [in, out]; batches of weights lead.
+    A Linear's weight is [out, in]; `transposed` weights (Embedding, Conv1D) are [in, out]; batch dims come first.
     """
 
     side: str
@@ -255,12 +257,12 @@ class BySide:
 
 
 def _layouts(value: Any) -> tuple[Placement | None, ...]:
-    """One layout, a tuple of them, or None, as a tuple."""
+    """A single layout, a tuple of layouts or None, as a tuple."""
     return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def _redistributed(given: Any, wanted: Any) -> tuple[Placement | None, ...]:
-    """The layouts to go to, None where a value lies so already."""
+    """The layouts to change to; None where a value already has the wanted layout."""
     pairs = zip(_layouts(given), _layouts(wanted), strict=True)
     changed = tuple(after if before != after else None for before, after in pairs)
     return changed if any(layout is not None for layout in changed) else ()
@@ -272,7 +274,7 @@ def _column_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Borde
 
 
 def _row_style(style: Any, mesh: Mesh, axis: Axes) -> tuple[str | None, Border]:
-    is_tokens = style.input_layouts == (Replicate(),)  # an embedding's ids, or an input to split: the weight says so
+    is_tokens = style.input_layouts == (Replicate(),)  # ids of an embedding, or an input that the split weight splits
     inputs = () if is_tokens else _redistributed(style.input_layouts, (Shard(-1),))
     return _ROW, Border(mesh, axis, inputs, (), _layouts(style.output_layouts))
 

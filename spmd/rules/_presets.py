@@ -1,6 +1,6 @@
-"""What the strings mean that `shard_module` takes: Megatron's tensor parallelism for models of known families, FSDP for any model.
+"""The strings that `shard_module` accepts: Megatron's tensor parallelism for known model families, FSDP for any model.
 
-Both also lay out what embeddings and blocks return: the batch over the axes that are not the model's.
+Both also lay out the outputs of embeddings and blocks: the batch is split over the axes that do not split the model.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _own: dict[str, Preset] = {}
 
 
 def register_preset(name: str) -> Callable[[Preset], Preset]:
-    """Make the decorated function a preset: `shard_module(model, m, name)` uses the rules that it returns for a model and a mesh,
-    pairs of pattern and spec or `mesh.Rules`; `name + "+fsdp"` splits them further.
+    """Register the decorated function as a preset. It takes a model and a mesh and returns pairs of pattern and spec, or `mesh.Rules`.
+
+    `shard_module(model, m, name)` applies these rules; `name + "+fsdp"` splits the parameters further.
 
     Raises:
-        SpmdError: the name is taken, or has a '+'.
+        SpmdError: the name is taken, empty, or contains a '+'.
     """
     taken = {"megatron", "fsdp", "auto", *_own}
     if name in taken or "+" in name or not name:
@@ -45,20 +46,20 @@ def register_preset(name: str) -> Callable[[Preset], Preset]:
 
 
 def preset(name: str, model: nn.Module, mesh: Mesh, axis: str | None = None) -> Plan:
-    """What a string names.
+    """The plan that a string names.
 
     Args:
-        name: "megatron", "fsdp", a registered one, or one of these and "fsdp" joined by '+'.
-        axis: the axis for Megatron; default: the mesh's axis of one of the names `MODEL_AXES`.
+        name: "megatron", "fsdp", a registered preset, or one of these joined with "fsdp" by '+'.
+        axis: the axis for Megatron; default: the mesh's axis with one of the names `MODEL_AXES`.
 
     Raises:
-        SpmdError: another name, a model of no known family, or a mesh without a fitting axis.
+        SpmdError: an unknown name, a model of no known family, or a mesh without a suitable axis.
     """
     wanted = set(name.split("+"))
     own = [n for n in wanted if n in _own]
     if not wanted or wanted - {"megatron", "fsdp", *own} or len(wanted - {"fsdp"}) > 1:
         known = ["megatron", "fsdp", "fsdp+megatron", "auto", *_own]
-        raise SpmdError(message(f"{name!r} names no rules", f"known: {', '.join(map(repr, known))}", fix="write one of these"))
+        raise SpmdError(message(f"{name!r} is not a preset", f"known: {', '.join(map(repr, known))}", fix="write one of these"))
     rules, split, model_axis = Rules(), Split(), None
     if own:
         made = _own[own[0]](model, mesh)
@@ -90,7 +91,7 @@ def _split(model: nn.Module, axis: str) -> Split:
 
 
 def megatron_rules(model: nn.Module, split: Split, axis: str) -> Rules:
-    """The rules of a split, one for all layers of a stack; and "whole" for norms, tables and convolutions that no family splits."""
+    """The rules of a split, one for equal layers; also "replicated" for norms, embeddings and convolutions that no family splits."""
     specs = _specs(model, split, axis)
     by_pattern: dict[str, dict[str, PartitionSpec | None]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -100,11 +101,11 @@ def megatron_rules(model: nn.Module, split: Split, axis: str) -> Rules:
     for pattern, by_name in by_pattern.items():
         is_one = len(set(by_name.values())) == 1
         lines.extend([(pattern, next(iter(by_name.values())))] if is_one else ((f"^{name}", spec) for name, spec in by_name.items()))
-    return Rules(*(replace(rule, is_optional=True) for rule in Rules(*lines)))  # shadowed by the same layer's name in another stack
+    return Rules(*(replace(rule, is_optional=True) for rule in Rules(*lines)))  # another stack may have the same names
 
 
 def _specs(model: nn.Module, split: Split, axis: str) -> dict[int, PartitionSpec | None]:
-    """The spec of each tensor, by id; tied ones have one."""
+    """The spec of each tensor, by id, so that tied tensors share one."""
     specs: dict[int, PartitionSpec | None] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, dim in split.dims.items():
@@ -125,7 +126,7 @@ def _specs(model: nn.Module, split: Split, axis: str) -> dict[int, PartitionSpec
 
 
 def _adapter_side(side: Side, path: str) -> Side | None:
-    """The side of a module inside one that is split: an adapter's first factor takes the inputs, its second makes the outputs."""
+    """The side of a submodule of a split module. An adapter's first factor takes the inputs, its second makes the outputs."""
     part = path.partition(".")[0]
     if part.startswith("lora_A"):
         return "row" if side == "row" else None

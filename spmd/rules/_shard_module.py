@@ -1,4 +1,4 @@
-"""`shard_module`: every parameter and buffer of a model gets its spec from rules, and a report says what came of it."""
+"""`shard_module`: rules assign a spec to every parameter and buffer of a model, and a report shows the result."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def shard_module(
     axis: str | None = None,
     large_bytes: int = LARGE_BYTES,
 ) -> RulesReport:
-    """Mark every parameter and buffer of `model` by rules; what no rule names is replicated.
+    """Mark every parameter and buffer of `model` by rules. Tensors that no rule matches are replicated.
 
     Args:
-        model: on device 'jax', on the host or on 'meta'; there the layout is remembered for the move to the device.
+        model: on device 'jax', or on the host or 'meta', where layouts are recorded and applied when the model moves to the device.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         rules: one of
             ordered (pattern, spec) pairs, a dict of them or `mesh.Rules`; a spec is one entry per dim, None (replicated on
@@ -44,29 +44,29 @@ def shard_module(
             a function `(name, parameter) -> spec`;
             a DTensor plan `{fqn: ColwiseParallel()}`; a Hugging Face plan `{fqn: "colwise"}`, or "auto" for the model's own;
             "megatron", "fsdp" or "fsdp+megatron" (see `docs/sharding.md`).
-        strict: findings of the report that are errors raise, before anything is marked.
-        axis: the mesh axis that plans and "megatron" split over; default: the one named 'model', 'tensor' or 'tp'.
-        large_bytes: a parameter of at least this size that no rule names is an error.
+        strict: raise on findings of the report that are errors, before anything is marked.
+        axis: the mesh axis that plans and "megatron" split over; default: the axis named 'model', 'tensor' or 'tp'.
+        large_bytes: a parameter of at least this size, in bytes, that no rule matches is an error.
 
     Returns:
-        The report: per tensor its spec, rule and bytes per device; and findings. `rich.print` shows it as a table.
+        The report: each tensor's spec, rule and bytes per device, and the findings. `rich.print` shows it as a table.
 
     Raises:
-        RulesError: `strict`, and something was found.
+        RulesError: with `strict`, the report has errors.
         SpecError: a spec does not fit its tensor's rank or the mesh.
-        SpmdError: `rules` names nothing that is known.
+        SpmdError: `rules` is of no supported kind, or names an unknown preset or style.
     """
     mesh = as_mesh(mesh)
     plan = rules_for(model, mesh, rules, axis)
     sized = sized_tensors(model)
-    report = computed = rules_report(sized, mesh, plan.rules, large_bytes)  # as the model computes with them
+    report = computed = rules_report(sized, mesh, plan.rules, large_bytes)  # layouts during computation, before FSDP splits further
     if plan.fsdp_axis is not None:
         names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         report = rules_report(sized, mesh, plan.rules.split_further(plan.fsdp_axis, names), large_bytes)
     report = report.with_findings([*plan.findings, *head_findings(model, computed)])
     if strict:
         report.raise_errors()
-    if _BY_RULES in vars(model):  # laid out before: anew
+    if _BY_RULES in vars(model):  # remove the units of an earlier call
         dissolve(model)
     require_no_unit(plan.units)
     tensors = dict(named_tensors(model))
@@ -75,14 +75,14 @@ def shard_module(
     for unit in plan.units:
         fully_shard(unit, mesh, axis=plan.fsdp_axis)
         vars(model)[_BY_RULES] = True
-    remove_borders(model)  # of a preset before
+    remove_borders(model)  # those of an earlier preset
     for module, border in plan.borders:
         border.install(module)
     return report
 
 
 def rules_for(model: nn.Module, mesh: Mesh, rules: RulesLike, axis: str | None = None) -> Plan:
-    """What a user may pass as `rules`, as `mesh.Rules` and layouts at module borders."""
+    """Convert anything that is accepted as `rules` to `mesh.Rules` and layouts at module borders."""
     if isinstance(rules, str):
         if rules != "auto":
             return preset(rules, model, mesh, axis)
@@ -97,7 +97,7 @@ def rules_for(model: nn.Module, mesh: Mesh, rules: RulesLike, axis: str | None =
         return Plan(Rules(*(_with_placements(pair) for pair in rules)))
     raise SpmdError(
         message(
-            f"rules of type {type(rules).__name__} are not understood",
+            f"rules of type {type(rules).__name__} are not supported",
             fix="pass [(pattern, spec), ...], a plan, a function (name, parameter) -> spec, or 'megatron', 'fsdp', 'auto'",
         )
     )
@@ -109,7 +109,7 @@ def _from_mapping(model: nn.Module, mesh: Mesh, rules: Mapping[Any, Any], axis: 
     styles = {key: value for key, value in rules.items() if isinstance(value, ParallelStyle)}
     names = {key: value for key, value in rules.items() if isinstance(value, str)}
     if (styles or names) and len(styles or names) != len(rules):
-        raise SpmdError(message("a plan mixes styles and specs", fix="pass two calls: the plan, and pairs of pattern and spec"))
+        raise SpmdError(message("a plan mixes styles and specs", fix="make two calls, one with the plan and one with the specs"))
     if styles:
         return dtensor_plan(model, mesh, styles, axis or megatron_axis(mesh))
     if names:
@@ -118,7 +118,7 @@ def _from_mapping(model: nn.Module, mesh: Mesh, rules: Mapping[Any, Any], axis: 
 
 
 def _with_placements(pair: Any) -> Any:
-    """A pair whose spec may be DTensor placements."""
+    """A (pattern, spec) pair; DTensor placements as the spec are converted."""
     if isinstance(pair, tuple | list) and len(pair) == 2 and is_placements(pair[1]):
         placements = pair[1]
         return pair[0], lambda name, shape, mesh: spec_of_placements(placements, len(shape), mesh.axis_names)
@@ -134,12 +134,12 @@ def _of_parameter(function: ParameterFunction, tensors: dict[str, torch.Tensor],
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, each once, by their first name."""
+    """Parameters, then buffers, each once under its first name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def sized_tensors(model: nn.Module) -> dict[str, Sized]:
-    """Names, shapes and element sizes of a model's parameters and buffers, tied names together."""
+    """Shape, element size and tied names of a model's parameters and buffers, by name."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(id(tensor), []).append(name)

@@ -1,4 +1,4 @@
-"""Which dim of a module's weight an axis splits: that of its outputs (`column`) or that of its inputs (`row`)."""
+"""Which dim of a module's weight an axis splits: the outputs (`column`) or the inputs (`row`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def outputs_last(module: nn.Module) -> bool:
-    """Whether the module's weight is [in, out]: an embedding, Hugging Face's Conv1D. A Linear's is [out, in]."""
+    """Whether the module's weight is [in, out], as in an embedding or Hugging Face's Conv1D. A Linear's is [out, in]."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or type(module).__name__ == "Conv1D"
 
 
 def spec_of_side(side: Side | None, module: nn.Module, tensor: torch.Tensor, axis: str) -> PartitionSpec | None:
-    """The spec of a parameter or buffer that belongs to `module`; None: whole. Vectors belong to the outputs."""
+    """The spec of a parameter or buffer of `module`; None: replicated. Vectors are split like the outputs."""
     dims = tensor.dim()
     if side is None or dims == 0 or (side == "row" and dims < 2):
         return None
@@ -33,7 +33,7 @@ def spec_of_side(side: Side | None, module: nn.Module, tensor: torch.Tensor, axi
 
 
 def split_dim(dim: int, dims: int, axis: str) -> PartitionSpec:
-    """The spec of a tensor of `dims` dims of which one is split."""
+    """The spec of a tensor of `dims` dims whose dim `dim` is split over `axis`."""
     return PartitionSpec(*(axis if d == dim else None for d in range(dims)))
 
 

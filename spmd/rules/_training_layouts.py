@@ -1,4 +1,4 @@
-"""Where a model and a batch lie: models by rules, once each; batches split along dim 0."""
+"""Places models and batches for a training loop: each model once, by rules; batches split along dim 0."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from spmd.sharding._axes import batch_axes
 
 
 class Layouts:
-    """The layouts of one training.
+    """The layouts of one training run.
 
     Attributes:
-        mesh: the devices.
-        batch: the axes that split a batch.
+        mesh: mesh of all devices.
+        batch: axes that split a batch.
     """
 
     def __init__(self, mesh: Mesh, rules: RulesLike, batch: str | Sequence[str] | None, strict: bool) -> None:
@@ -36,10 +36,10 @@ class Layouts:
         self._has_seen_batch = False
 
     def lay_out_model(self, model: nn.Module) -> None:
-        """Lay out a model by the rules, unless it is already, or is a part of one that is.
+        """Lay out a model by the rules, unless it, or a model that contains it, is already laid out.
 
         Raises:
-            SpmdError: of `spmd.shard_module`.
+            SpmdError: from `spmd.shard_module`.
         """
         if any(model is module for whole in self._models for module in whole.modules()):
             return
@@ -47,8 +47,8 @@ class Layouts:
         self._models.add(model)
 
     def placed(self, batch: Any) -> Any:
-        """A batch with its tensors on the devices, each split along dim 0; those that are there already are left alone."""
-        if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:  # to torch a leaf: Hugging Face's BatchEncoding
+        """A batch with its tensors on the devices, split along dim 0. Tensors that are already there are left alone."""
+        if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:  # a leaf to torch: Hugging Face's BatchEncoding
             return type(batch)({key: self.placed(value) for key, value in batch.items()})  # pyright: ignore[reportCallIssue]
         return pytree.tree_map_only(torch.Tensor, self._placed, batch)
 
@@ -61,15 +61,15 @@ class Layouts:
         return mark_sharding(tensor.contiguous().to("jax"), self.mesh, (self.batch, *[None] * (tensor.dim() - 1)))
 
     def _warn_small(self, size: int) -> None:
-        """Say so if there is less in the first batch than devices to take it."""
+        """Warn if the first batch has fewer rows than there are devices to split it over."""
         num_parts = math.prod(self.mesh.size(axis) for axis in self.batch)
         is_first, self._has_seen_batch = not self._has_seen_batch, True
-        if size >= num_parts or not is_first:  # a last batch may be small
+        if size >= num_parts or not is_first:  # the last batch may be small
             return
         warnings.warn(
             message(
-                f"a batch of {size} is split over {num_parts} devices, some of which get nothing",
-                "the batch size of a loader, and per_device_train_batch_size, is that of all devices of this process",
+                f"a batch of {size} is split over {num_parts} devices, so some devices get no rows",
+                "a loader's batch size and per_device_train_batch_size count rows for all devices of this process",
                 fix=f"use a batch size of {num_parts} or a multiple",
             ),
             stacklevel=2,

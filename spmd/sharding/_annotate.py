@@ -1,5 +1,5 @@
-"""`mark_sharding`: says over which mesh axes a tensor is split. The one annotation, on parameters, buffers, inputs and
-activations.
+"""`mark_sharding`: the one annotation, on parameters, buffers, inputs and activations. It names the mesh axes that split each
+dim of a tensor.
 
     mark_sharding(model.up.weight, m, ("model", None))    # eager: the value is laid out now
     h = mark_sharding(h, m, ("data", None, "model"))       # in a compiled function: a constraint on the value
@@ -25,7 +25,7 @@ from spmd.sharding._names import name_of
 from spmd.sharding._tensor import XLAShardedTensor, become_plain, become_sharded
 
 IN_GRAPHS = torch_at_least("2.12")
-"""Whether Dynamo takes meshes and specs as constants of its graphs (see `spmd.sharding._dynamo`); torch 2.11 wants its own base class."""
+"""Whether Dynamo accepts meshes and specs as constants of its graphs (see `spmd.sharding._dynamo`). Dynamo of torch 2.11 does not."""
 
 
 def mark_sharding(
@@ -33,20 +33,20 @@ def mark_sharding(
 ) -> XLAShardedTensor:
     """Lay `tensor` out over `mesh`, in place, and return it.
 
-    A tensor still on the host is uploaded shard by shard; one on devices moves between devices directly. Inside a compiled
-    function it constrains the value at this point, and its gradient, as `jax.lax.with_sharding_constraint` does.
+    A tensor on the host is uploaded shard by shard; one that is already on devices is moved between them directly. Inside a
+    compiled function the call constrains the value at this point and its gradient, like `jax.lax.with_sharding_constraint`.
 
     Args:
-        tensor: a parameter, buffer, input or activation, any dtype; on device 'jax', or on the host or 'meta', where the
-            layout is remembered for the move to the device.
+        tensor: a parameter, buffer, input or activation of any dtype, on device 'jax'. On the host or on 'meta' the layout is
+            recorded and applied when the tensor moves to the device.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         partition_spec: one entry per dim: an axis name, an axis index, a tuple of them, or None (not split).
-        uneven: a dim that its axes do not divide is padded in storage ("pad"; values, shapes and files never show it), or refused
-            ("error").
+        uneven: what to do with a dim whose size the axes do not divide. "pad" pads it in device memory only: values, shapes and
+            files never show the padding. "error" refuses it.
 
     Raises:
-        SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim that its axes do not divide.
-        SpmdError: it is no tensor, the tensor is on another device, or is a view of a tensor that shows other dims.
+        SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim whose size its axes do not divide.
+        SpmdError: `tensor` is not a tensor, is on another device, or is a view that does not cover its whole storage.
     """
     if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _no_tensor(tensor)
@@ -69,9 +69,9 @@ def mark_sharding(
     if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
         raise SpmdError(
             message(
-                f"{name_of(tensor)} is a view of a tensor of shape {buffer.shape}: a layout belongs to the whole",
+                f"{name_of(tensor)} is a view into a tensor of shape {buffer.shape}, and only a whole tensor can be laid out",
                 f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
-                fix="mark the tensor it was taken from, or mark a copy: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)",
+                fix="mark the tensor that it views, or a copy: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)",
             )
         )
     buffer.annotate(spec)
@@ -90,14 +90,14 @@ def _no_tensor(value: object) -> SpmdError:
 
 
 def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
-    """What Dynamo finds where it captures a graph: one operator (see `spmd.sharding._dynamo`)."""
+    """The branch that Dynamo traces: one operator in the graph (see `spmd.sharding._dynamo`)."""
     if not IN_GRAPHS:
-        graph_break(msg="spmd.mark_sharding: a graph of torch 2.11 holds no mesh; fix: pip install 'torch>=2.12'")
+        graph_break(msg="spmd.mark_sharding: torch 2.11 cannot put a mesh into a graph; fix: pip install 'torch>=2.12'")
         return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
     if isinstance(mesh, Mesh) and isinstance(partition_spec, PartitionSpec | tuple | list):
         return torch.ops.spmd.mark_sharding_(tensor, ShardingSpec(mesh, partition_spec), uneven)
     graph_break(
-        msg="spmd.mark_sharding: a graph holds no mesh and no spec of jax's or DTensor's; "
+        msg="spmd.mark_sharding: a graph cannot contain a jax or DTensor mesh or spec; "
         "fix: before the compiled function, m = mesh.Mesh.from_jax(jax_mesh); specs are tuples"
     )
     return _outside_graph(tensor, mesh, partition_spec, uneven=uneven)
@@ -109,7 +109,7 @@ def _outside_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven:
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
-    """Take the annotation off `t`, in place: a plain tensor or Parameter again, whole on every device of its mesh.
+    """Remove the annotation of `t`, in place: it is a plain tensor or Parameter again, replicated over its mesh.
 
     Args:
         t: marked or not, also a `torch.nn.Parameter`.
@@ -131,7 +131,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_if_sharded(x: Any) -> Any:
-    """`x` as an `XLAShardedTensor` on the same storage if it is a tensor that lies on a mesh in pieces; else `x` itself."""
+    """`x` as an `XLAShardedTensor` on the same storage if it is a tensor split over a mesh; else `x` itself."""
     if not isinstance(x, torch.Tensor) or isinstance(x, XLAShardedTensor) or x.device.type != "jax":
         return x
     buffer = buffer_of(x)
@@ -142,8 +142,13 @@ def wrap_if_sharded(x: Any) -> Any:
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A `mesh.Mesh` from one, from a `jax.sharding.Mesh` or from a torch `DeviceMesh`: ranks are device positions, and a submesh of
-    device type "jax" is the whole mesh, of which it names some axes."""
+    """Convert a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh` to a `mesh.Mesh`.
+
+    Ranks of a DeviceMesh are device positions. A submesh of device type "jax" becomes the whole mesh of its root.
+
+    Raises:
+        SpmdError: `mesh` is none of these.
+    """
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
@@ -168,10 +173,10 @@ def checked_spec(
     uneven: Literal["pad", "error"] = "pad",
     devices: tuple[str, ...] = ("jax",),
 ) -> ShardingSpec:
-    """The layout that `tensor` is to get.
+    """The layout that `partition_spec` describes for `tensor`.
 
     Raises:
-        SpecError: it does not fit the tensor; the message has the tensor's name.
+        SpecError: the spec does not fit the tensor; the message contains the tensor's name.
         SpmdError: the tensor is on none of `devices`.
     """
     if tensor.device.type not in devices:

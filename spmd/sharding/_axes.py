@@ -1,4 +1,4 @@
-"""Which axis of a mesh serves which purpose, by its name."""
+"""Finds the mesh axis for a purpose (tensor parallelism, FSDP, batch) by its name."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from spmd.base._errors import SpmdError, message
 
 MODEL_AXES = ("model", "tensor", "tp")
 FSDP_AXES = ("fsdp", "shard", "data", "dp")
-# What never holds the batch; every other axis does.
+# Axes that never split the batch; every other axis does.
 _NOT_BATCH = frozenset(
     (*MODEL_AXES, "expert", "experts", "ep", "sequence", "seq", "sp", "context", "cp", "pipeline", "pipe", "stage", "pp")
 )
 
 
 def megatron_axis(mesh: Mesh) -> str:
-    """The axis for tensor parallelism: the one so named, or the mesh's only one."""
+    """The axis for tensor parallelism: the first of `MODEL_AXES` that the mesh has, or its only axis.
+
+    Raises:
+        SpmdError: the mesh has several axes and none of these names.
+    """
     return _axis(mesh, MODEL_AXES, "tensor parallelism")
 
 
 def fsdp_axis(mesh: Mesh) -> str:
-    """The axis over which FSDP splits: the one so named, or the mesh's only one."""
+    """The axis that FSDP shards over: the first of `FSDP_AXES` that the mesh has, or its only axis.
+
+    Raises:
+        SpmdError: the mesh has several axes and none of these names.
+    """
     return _axis(mesh, FSDP_AXES, "FSDP")
 
 
 def batch_axes(mesh: Mesh, model_axis: str | None = None, fsdp: str | None = None) -> tuple[str, ...]:
-    """The axes that the batch is split over: all but those of the model, of experts, of the sequence and of pipelines; `fsdp` is one."""
+    """The axes that split the batch: all but the model, expert, sequence and pipeline axes. `fsdp` is always one of them."""
     return tuple(a for a in mesh.axis_names if a == fsdp or (a != model_axis and a not in _NOT_BATCH))
 
 

@@ -1,7 +1,7 @@
-"""A value, and its gradient, laid out in a given way at one point of a program: what activations and gathered parameters need.
+"""Layout constraints on a value and its gradient at one point of a program, for activations and gathered parameters.
 
-`mark_sharding` says how a tensor lies, in place; this makes a new tensor on autograd's tape, whose gradient may be laid out in
-another way than its value. In a compiled function both are constraints; eagerly the new tensor is marked.
+`mark_sharding` lays out a tensor in place. `constrain` makes a new tensor on autograd's tape, and its gradient may have another
+layout than its value. In a compiled function both layouts are constraints; eagerly the new tensor is marked.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from spmd.sharding._tensor import XLAShardedTensor, become_sharded
 
 
 def constrain(tensor: torch.Tensor, value: ShardingSpec, gradient: ShardingSpec | None) -> XLAShardedTensor:
-    """A new tensor with the values of `tensor`, laid out by `value`; its gradient by `gradient` (None: as it comes)."""
+    """A new tensor with the values of `tensor` and layout `value`; its gradient gets layout `gradient` (None: unconstrained)."""
     return become_sharded(_Constrained.apply(tensor, value, gradient))  # pyright: ignore[reportArgumentType]
 
 
 def placed(array: Any, sharding: ShardingSpec | None) -> Any:
-    """An array or tracer laid out by `sharding`."""
+    """`array`, or the traced value, with layout `sharding` (None: unchanged)."""
     if sharding is None:
         return array
     with exact_dtypes():
         if is_tracer(array) or recording.get() is not None:
             return jax.lax.with_sharding_constraint(array, sharding.to_jax())
         even = sharding.padded_shape(array.shape) == array.shape
-        return jax.device_put(array, sharding.to_jax()) if even else array  # jax has no array in uneven pieces
+        return jax.device_put(array, sharding.to_jax()) if even else array  # a jax.Array cannot have uneven shards
 
 
 class _Constrained(torch.autograd.Function):
-    """Identity with a layout on the way there and one on the way back."""
+    """Identity that constrains the value in the forward pass and the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, value: ShardingSpec, gradient: Any) -> torch.Tensor:

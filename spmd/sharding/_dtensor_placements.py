@@ -1,4 +1,4 @@
-"""torch's DTensor placements as a PartitionSpec and back: one placement per mesh axis there, one entry per dim here.
+"""Converts torch's DTensor placements (one per mesh axis) to a PartitionSpec (one entry per dim) and back.
 
 spec_of_placements([Shard(0), Replicate()], rank=2, axis_names=("data", "model"))      # ('data', None)
 """
@@ -15,7 +15,7 @@ from spmd.base._errors import message
 
 
 class PlacementError(SpecError):
-    """Placements that lay out no tensor of this rank over this mesh."""
+    """Placements that cannot lay out a tensor of this rank over this mesh."""
 
 
 class NoSuchDimError(PlacementError, IndexError):
@@ -23,7 +23,7 @@ class NoSuchDimError(PlacementError, IndexError):
 
 
 class UnreducedError(PlacementError, NotImplementedError):
-    """A placement asks for a tensor that is yet to be summed over devices, which a global tensor never is."""
+    """A placement asks for a partial (unreduced) tensor. A global tensor is never partial."""
 
 
 def is_placements(value: Any) -> TypeGuard[Sequence[Placement]]:
@@ -34,17 +34,17 @@ def is_placements(value: Any) -> TypeGuard[Sequence[Placement]]:
 def spec_of_placements(
     placements: Sequence[Placement], rank: int, axis_names: Sequence[str], name: Callable[[], str] = lambda: "the tensor"
 ) -> PartitionSpec:
-    """The spec that lays a tensor of `rank` dims out as the placements do.
+    """The spec with the same meaning as `placements` for a tensor of `rank` dims.
 
-    Several axes on one dim split it in mesh order, the first slowest, as DTensor does.
+    Several axes on one dim split it in mesh order, the first axis slowest, as in DTensor.
 
     Args:
-        name: gives what messages call the tensor; called for a message only, as finding a name takes time.
+        name: returns the tensor's name for messages; called only when an error is raised, because finding a name takes time.
 
     Raises:
-        PlacementError: another number of placements than axes, or a placement that has no spec.
+        PlacementError: the number of placements differs from the number of axes, or a placement has no equivalent spec.
         NoSuchDimError: a dim that the tensor does not have.
-        UnreducedError: a partial value.
+        UnreducedError: a Partial placement.
     """
     if len(placements) != len(axis_names):
         raise PlacementError(
@@ -66,12 +66,12 @@ def spec_of_placements(
                 raise NoSuchDimError(message(what, f"it has {rank} dims", fix=fix))
             axes[placement.dim].append(axis)
         elif not isinstance(placement, Replicate):
-            raise PlacementError(message(f"{placement} on axis {axis!r} has no spec", fix="use Shard(dim) or Replicate()"))
+            raise PlacementError(message(f"{placement} on axis {axis!r} has no equivalent spec", fix="use Shard(dim) or Replicate()"))
     return PartitionSpec(*(tuple(names) if len(names) > 1 else names[0] if names else None for names in axes))
 
 
 def placements_of(spec: ShardingSpec) -> tuple[Placement, ...]:
-    """The placements that mean the same as `spec`, one per mesh axis."""
+    """The placements with the same meaning as `spec`, one per mesh axis."""
     dim_of = {axis: dim for dim, entry in enumerate(spec.partition_spec) for axis in entry_axes(entry)}
     return tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in spec.mesh.axis_names)
 

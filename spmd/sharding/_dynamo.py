@@ -2,8 +2,8 @@
 
     compiled = torch.compile(model, fullgraph=True, backend="eager")     # model.forward marks its activations
 
-Run on tensors of the device the operator is `mark_sharding` itself. Where AOTAutograd traces it, it is a function of values,
-forward and on the gradient: `spmd::laid_out`. Meshes and specs stand in the graph as constants, guarded by their values.
+On tensors of device 'jax' the operator is `mark_sharding` itself. AOTAutograd traces it as a function of values, forward and
+on the gradient: `spmd::laid_out`. Meshes and specs are constants of the graph, guarded by their values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spmd.sharding._annotate import IN_GRAPHS, checked_spec, mark_sharding
 from spmd.sharding._constraint import constrain
 
 _NAMES = {kind.__name__: kind for kind in (Mesh, PartitionSpec, ShardingSpec)}
-_library: list[torch.library.Library] = []  # kept: its operators live as long as it does
+_library: list[torch.library.Library] = []  # keeps the library alive, because its operators live only as long as it
 
 
 def register() -> None:
-    """Define the operators, once; torch 2.11 breaks the graph instead."""
+    """Define the operators, once. Under torch 2.11 nothing is defined and `mark_sharding` breaks the graph."""
     if _library or not IN_GRAPHS:
         return
     for kind, text in _TEXTS.items():
@@ -40,13 +40,13 @@ def register() -> None:
 
 
 def _mark_sharding(tensor: torch.Tensor, spec: ShardingSpec, uneven: Any) -> torch.Tensor:
-    """The operator at its three times: captured by Dynamo, run, traced by AOTAutograd."""
+    """The operator in each of its three uses: captured by Dynamo, run on the device, traced by AOTAutograd."""
     if isinstance(tensor, FakeTensor):
         checked_spec(tensor, spec.mesh, spec.partition_spec, uneven, devices=("jax", "cpu", "meta"))
     elif not isinstance(tensor, FunctionalTensor):
         mark_sharding(tensor, spec.mesh, spec.partition_spec, uneven=uneven)
-    elif tensor.device.type == "jax":  # a traced value on the host will not move, so it has no layout to remember
-        # As in a program of spmd.compile: another value under the same tensor, and no mutation to autograd.
+    elif tensor.device.type == "jax":  # a traced value on the host never moves to the device, so no layout is recorded
+        # As in a program of spmd.compile: the same tensor gets a new value, and autograd sees no mutation.
         with torch.no_grad():
             laid = torch.ops.spmd.laid_out(tensor, spec)
         tensor.replace_(laid.from_functional())
@@ -55,7 +55,7 @@ def _mark_sharding(tensor: torch.Tensor, spec: ShardingSpec, uneven: Any) -> tor
     return tensor
 
 
-# How a constant is written in a graph's code.
+# The source text of a constant in a graph's code.
 _TEXTS: dict[Any, Callable[[Any], str]] = {
     Mesh: lambda mesh: f"Mesh.from_string({mesh.to_string()!r})",
     PartitionSpec: repr,

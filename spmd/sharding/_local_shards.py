@@ -1,4 +1,4 @@
-"""Loads a tensor's pieces into it, each to its own device: `XLAShardedTensor.load_local_shards_`."""
+"""Loads shards into a tensor, each on its own device: `XLAShardedTensor.load_local_shards_`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def load_shards(tensor: torch.Tensor, shards: Sequence[XLAShard]) -> None:
     """Replace the values of `tensor` by those of `shards`; see `XLAShardedTensor.load_local_shards_`."""
     value = buffer_of(tensor).raw() if is_whole(tensor, buffer_of(tensor)) else load(tensor)
     if value.sharding.is_fully_replicated:
-        raise _wrong(tensor, "it is not split, so it has no pieces", "copy the whole: t.copy_(values)")
+        raise _wrong(tensor, "it is replicated, so it has no shards", "copy the whole tensor: t.copy_(values)")
     held = {f"{s.device.platform.upper()}:{s.device.id}": s for s in value.addressable_shards}
     given: dict[str, Any] = {}
     for shard in shards:
         if shard.shard_device not in held or shard.shard_device in given:
             raise _wrong(
-                tensor, f"device {shard.shard_device} holds no piece of it, or was given two", f"one shard for each of {list(held)}"
+                tensor, f"device {shard.shard_device} has no shard of it, or was given two", f"pass one shard for each of {list(held)}"
             )
         given[shard.shard_device] = _piece(tensor, shard, held[shard.shard_device].data)
     missing = [device for device in held if device not in given]
@@ -37,7 +37,7 @@ def load_shards(tensor: torch.Tensor, shards: Sequence[XLAShard]) -> None:
         original = first.setdefault(str(held[device].index), array)
         if original.tobytes() != array.tobytes():
             raise _wrong(
-                tensor, f"device {device} was given other values than another copy of its piece", "give all copies the same values"
+                tensor, f"device {device} got other values than another copy of the same shard", "give all its copies the same values"
             )
     with exact_dtypes():
         pieces = [jax.device_put(array, held[device].device) for device, array in given.items()]
@@ -47,7 +47,7 @@ def load_shards(tensor: torch.Tensor, shards: Sequence[XLAShard]) -> None:
 def _piece(tensor: torch.Tensor, shard: XLAShard, old: Any) -> np.ndarray[Any, Any]:
     if tuple(shard.data.shape) != old.shape or to_numpy_dtype(shard.data.dtype) != old.dtype:
         found = (
-            f"the shard for {shard.shard_device} is {shard.data.dtype} {list(shard.data.shape)}, the piece {tensor.dtype} {list(old.shape)}"
+            f"the shard for {shard.shard_device} is {shard.data.dtype} {list(shard.data.shape)}, expected {tensor.dtype} {list(old.shape)}"
         )
         raise _wrong(tensor, found, "give every shard the shape and dtype that it has in t.local_shards")
     return host_array(shard.data.cpu())

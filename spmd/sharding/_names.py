@@ -1,7 +1,7 @@
-"""The name of a tensor for an error message: found when the error is written, at no cost before.
+"""The name of a tensor for an error message, looked up only when the error is written.
 
-A tensor does not know which module holds it, so all modules are asked, as the garbage collector lists them: one walk over the
-heap, tenths of a second where that is large. Callers ask only when they have something to say. Nothing is kept.
+A tensor does not know the module that contains it. So the lookup searches all modules that the garbage collector lists: one walk
+over the heap, which takes tenths of a second if the heap is large. Nothing is cached.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def name_of(tensor: torch.Tensor) -> str:
-    """`parameter 'layers.0.up.weight'`, `buffer ...`, or `tensor float32[1024, 4096]` if no module holds it."""
+    """`parameter 'layers.0.up.weight'`, `buffer ...`, or `tensor float32[1024, 4096]` if no module contains it."""
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     for module in modules:
         for kind, registry in (("parameter", "_parameters"), ("buffer", "_buffers")):
@@ -23,7 +23,7 @@ def name_of(tensor: torch.Tensor) -> str:
 
 
 def _path(module: torch.nn.Module, modules: list[torch.nn.Module], limit: int = 64) -> list[str]:
-    """Names from the outermost module that holds `module` down to it."""
+    """Attribute names from the outermost module down to `module`."""
     above: dict[int, tuple[torch.nn.Module, str]] = {}
     for holder in modules:
         for name, child in holder.__dict__.get("_modules", {}).items():

@@ -1,11 +1,11 @@
-"""Master weights in one dtype, computation in another: the policy, and a module that follows it.
+"""Mixed precision: master weights in one dtype, computation in another. The policy, and modules that follow it.
 
     model = spmd.mixed_precision(GPT().to("jax"), spmd.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters())     # the parameters stay float32, so does its state
+    optimizer = torch.optim.AdamW(model.parameters())     # parameters and optimizer state stay float32
 
-While the module runs, its parameters are their casts, so gradients arrive at the parameters in the parameters' own dtype. The
-dtype in which gradients are summed over devices is that of the operation whose result is summed: the lowerings that make
-weight gradients are told it while a program is traced.
+While the module runs, its parameters are replaced by casts of them, so gradients reach the parameters in the parameters' own
+dtype. Gradients are summed over devices in the dtype of the operation whose result is summed. While a program is traced, the
+lowerings that compute weight gradients are therefore told `reduce_dtype`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype does what; fields and meaning are those of FSDP2's policy of the same name. None: leave it as it is.
+    """The dtype of each part of a computation. Fields and meaning are those of FSDP2's `MixedPrecisionPolicy`; None means unchanged.
 
     Attributes:
-        param_dtype: of the parameters while the module runs, so of its matrix products.
-        reduce_dtype: in which gradients are summed over devices; None: in `param_dtype`.
-        output_dtype: of the module's floating results.
-        cast_forward_inputs: cast floating arguments to `param_dtype`.
+        param_dtype: dtype of the parameters while the module runs, and so of its matrix products.
+        reduce_dtype: dtype in which gradients are summed over devices; None: `param_dtype`.
+        output_dtype: dtype of the module's floating-point results.
+        cast_forward_inputs: whether floating-point arguments are cast to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -48,32 +48,34 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise SpmdError(message(f"{name} of a MixedPrecisionPolicy is {dtype!r}", fix="give a floating dtype, e.g. torch.bfloat16"))
+                raise SpmdError(
+                    message(f"{name} of a MixedPrecisionPolicy is {dtype!r}", fix="pass a floating-point dtype: torch.bfloat16")
+                )
 
 
 def require_policy(policy: object) -> None:
-    """Refuse what has not the fields of a policy; torch's own `MixedPrecisionPolicy` has them.
+    """Refuse an object without the fields of a policy. torch's own `MixedPrecisionPolicy` has them.
 
     Raises:
-        SpmdError: it has not.
+        SpmdError: a field is missing.
     """
     if not hasattr(policy, "param_dtype") or not hasattr(policy, "output_dtype"):
         fix = "spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        raise SpmdError(message(f"{policy!r} is no policy of mixed precision", fix=fix))
+        raise SpmdError(message(f"{policy!r} is not a mixed-precision policy", fix=fix))
 
 
 def mixed_precision(module: M, policy: MixedPrecisionPolicy) -> M:
-    """Let a module compute by `policy`, whatever the dtype of its parameters; a module inside it may have a policy of its own.
+    """Make a module compute under `policy`, whatever the dtype of its parameters. A submodule may have its own policy.
 
     Args:
-        module: changed in place: parameters, `state_dict` and optimizer keep their dtype.
-        policy: which dtype does what.
+        module: changed in place; parameters, `state_dict` and optimizer state keep their dtype.
+        policy: the dtypes to use.
 
     Returns:
-        The module.
+        The same module.
 
     Raises:
-        SpmdError: it is no policy.
+        SpmdError: `policy` is not a mixed-precision policy.
     """
     require_policy(policy)
     inner = getattr(module.forward, "__func__", None) or _without_self(module.forward)
@@ -86,17 +88,17 @@ def mixed_precision(module: M, policy: MixedPrecisionPolicy) -> M:
         return out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
 
     module.forward = types.MethodType(forward, module)
-    module._spmd_precision = repr(policy)  # pyright: ignore[reportArgumentType]  (a plain value: another policy is seen as a change)
+    module._spmd_precision = repr(policy)  # pyright: ignore[reportArgumentType]  (plain text, so a change of policy invalidates programs)
     return module
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """A container with its floating tensors in `dtype`."""
+    """A pytree with its floating-point tensors cast to `dtype`."""
     return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
 
 
 def sum_gradients_wide(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
-    """Tell the program being traced, if there is one, to sum gradients in `reduce_dtype` where that is wider than `param_dtype`."""
+    """Make the program being traced, if any, sum gradients in `reduce_dtype` if that is wider than `param_dtype`."""
     recorder = recording.get()
     if recorder is None or param_dtype is None or reduce_dtype is None or reduce_dtype.itemsize <= param_dtype.itemsize:
         return
@@ -108,7 +110,7 @@ _active: ContextVar[tuple[tuple[torch.nn.Module, MixedPrecisionPolicy], ...]] = 
 
 @contextmanager
 def _computing(module: torch.nn.Module, policy: MixedPrecisionPolicy) -> Generator[None]:
-    """While active, the parameters of `module` and of the modules in it without a policy of their own are their casts."""
+    """While active, casts replace the parameters of `module` and of its submodules that have no policy of their own."""
     casts: dict[int, torch.Tensor] = {}  # a tied weight is cast once
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     if policy.param_dtype is not None:
@@ -142,7 +144,7 @@ def _without_self(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _under_active_policies(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which a backward pass will run again, under the policies that are active now."""
+    """`fn`, run again later by a backward pass, under the policies that are active now."""
     frames = _active.get()
     if not frames:
         return fn
@@ -157,7 +159,7 @@ def _under_active_policies(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Let `torch.utils.checkpoint` recompute under the policies that were active the first time."""
+    """Make `torch.utils.checkpoint` recompute under the policies that were active in the forward pass."""
     torchs = CheckpointFrame.__init__
 
     def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""`XLAShard`: one device's piece of a sharded tensor, as torch_xla's class of that name: data, indices, device, replica.
+"""`XLAShard`: one device's shard of a sharded tensor, with the attributes of torch_xla's class: data, indices, device, replica.
 
-The data is fetched when it is first asked for, into a CPU tensor of the shard's own, which the program may change and hand to
-`XLAShardedTensor.load_local_shards_`. It knows no mesh.
+The data is fetched on first access, into a CPU tensor that the shard owns. The program may change it and pass it to
+`XLAShardedTensor.load_local_shards_`. A shard does not know its mesh.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Indices = tuple[slice, ...] | list[slice] | EllipsisType
 
 
 class XLAShard:
-    """One device's piece of a sharded tensor.
+    """One device's shard of a sharded tensor.
 
     Attributes:
-        indices: the part of the global tensor that it holds: a slice per dim, or `...` for all of it.
-        shard_device: the device that holds it, as text ("TPU:0", "CPU:3").
-        replica_id: 0 for the first copy of this piece, counting up over its copies.
-        device: the jax device that holds it; None for a shard that the program made itself.
+        indices: the part of the global tensor in this shard: a slice per dim, or `...` for all of it.
+        shard_device: name of its device ("TPU:0", "CPU:3").
+        replica_id: 0 for the first copy of this shard, then counting up.
+        device: its jax device; None for a shard that the program made itself.
     """
 
     def __init__(self, data: torch.Tensor, indices: Indices, shard_device: str, replica_id: int) -> None:
-        """A piece made by the program, with torch_xla's order of arguments."""
+        """A shard made by the program; argument order of torch_xla."""
         self._data: torch.Tensor | None = data
         self._array: Any = None
         self.indices = indices
@@ -40,14 +40,14 @@ class XLAShard:
 
     @classmethod
     def of_array(cls, array: Any, indices: Indices, replica_id: int, device: Any) -> XLAShard:
-        """The piece `array` on `device`; fetched when somebody asks for `data`."""
+        """The shard `array` on `device`, fetched when `data` is first read."""
         shard = cls(torch.empty(0), indices, f"{device.platform.upper()}:{device.id}", replica_id)
         shard._data, shard._array, shard.device = None, array, device
         return shard
 
     @property
     def data(self) -> torch.Tensor:
-        """The piece as a CPU tensor: a copy from the time of the first look, counted as a host read."""
+        """The shard as a CPU tensor: a copy made on first access, counted as a host read."""
         if self._data is None:
             _counters.count("host_reads")
             self._data = host_tensor(np.asarray(self._array))
@@ -59,7 +59,7 @@ class XLAShard:
 
     @property
     def unpadded_data(self) -> torch.Tensor:
-        """The part of `data` that is part of the global tensor: without what was added to make the pieces equal."""
+        """`data` without the padding that makes all shards equal in size."""
         return self.data[self._inside()]
 
     @unpadded_data.setter

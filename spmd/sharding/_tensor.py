@@ -1,7 +1,7 @@
-"""`XLAShardedTensor`: an ordinary PyTorch tensor on device 'jax' that can say how it is laid out.
+"""`XLAShardedTensor`: an ordinary PyTorch tensor on device 'jax' that shows its layout.
 
-It adds properties and nothing else: every operation goes through PyTorch's own dispatch. The annotation lives on the
-tensor's storage, so every alias of a marked tensor shares it. It knows no annotation rules (see `_annotate`).
+The class only adds properties: every operation goes through PyTorch's own dispatch. The annotation lives on the tensor's storage,
+so all aliases of a marked tensor share it. The rules of annotation are in `_annotate`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ class XLAShardedTensor(torch.Tensor):
     """A tensor on device 'jax' with a layout over a mesh; made by `mark_sharding` and by operations on such tensors.
 
     `XLAShardedTensor(t)` wraps a tensor without marking it; `spmd.mark_sharding` is the usual way. Methods that DTensor has too
-    (`redistribute`, `full_tensor`, `placements`) speak its language; see `spmd.xla_names._distribute`.
+    (`redistribute`, `full_tensor`, `placements`) take and return DTensor's types; see `spmd.xla_names._distribute`.
     """
 
-    redistribute: Any  # (device_mesh, placements, *, async_op=False): laid out anew, a new tensor
-    full_tensor: Any  # (): a plain tensor that every device holds whole
+    redistribute: Any  # (device_mesh, placements, *, async_op=False): a new tensor with another layout
+    full_tensor: Any  # (): a plain, replicated tensor
     to_local: Any  # (): the tensor itself
     placements: Any
     device_mesh: Any
 
-    _lay_out: Any  # (tensor, mesh or mesh shape, spec or placements); set where specs are known, a floor above
+    _lay_out: Any  # (tensor, mesh or mesh shape, spec or placements); set by `spmd.xla_names._distribute`
 
     def __new__(
         cls, elem: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None, *, requires_grad: bool | None = None
     ) -> XLAShardedTensor:
-        """The values of `elem` as a sharded tensor: on its storage if it is on device 'jax', else moved there. A leaf stays one.
+        """A sharded tensor with the values of `elem`: on its storage if it is on device 'jax', else moved there. A leaf stays a leaf.
 
-        With `mesh_shape` (a mesh, or the shape of one over all devices) and `partition_spec` (a spec, or DTensor placements) it is
-        marked too. `requires_grad` makes it a leaf of its own that does or does not.
+        Args:
+            elem: the tensor to wrap.
+            mesh_shape: a mesh, or the shape of a mesh over all devices; the result is then marked.
+            partition_spec: a spec, or DTensor placements; only with `mesh_shape`.
+            requires_grad: if given, the result is a new leaf with this `requires_grad`.
         """
         if requires_grad is not None:
             elem = elem.detach().requires_grad_(requires_grad)
@@ -59,18 +62,18 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def sharding_spec(self) -> ShardingSpec | None:
-        """Mesh and PartitionSpec: the annotation, else what the value's own layout says, else None (one device)."""
+        """Mesh and PartitionSpec: from the annotation, else from the value's own layout, else None (a single device)."""
         return sharding_of(self)
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh it is laid out over."""
+        """The mesh of the layout, or None."""
         spec = self.sharding_spec
         return None if spec is None else spec.mesh
 
     @property
     def partition_spec(self) -> PartitionSpec | None:
-        """One entry per dim: the mesh axis or axes that split it, or None."""
+        """One entry per dim: the mesh axis or axes that split it, or None. None for a tensor without a layout."""
         spec = self.sharding_spec
         return None if spec is None else spec.partition_spec
 
@@ -84,37 +87,37 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def global_tensor(self) -> torch.Tensor:
-        """The same tensor as a plain `torch.Tensor`: same storage, same place in autograd's graph."""
+        """The same tensor as a plain `torch.Tensor`: same storage, same node in autograd's graph."""
         return self.as_subclass(torch.Tensor)
 
     @property
     def local_shards(self) -> list[XLAShard]:
-        """The pieces that this process's devices hold, in device order."""
+        """The shards on this process's devices, in device order."""
         buffer = buffer_of(self)
         value = buffer.raw() if is_whole(self, buffer) else load(self)
         return [XLAShard.of_array(s.data, self._inside(s.index), s.replica_id, s.device) for s in value.addressable_shards]
 
     def _inside(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The part of a stored piece's slices that is no padding."""
+        """The slices of a stored shard without its padding."""
         ends = [None if s.stop is None else min(s.stop, n) for s, n in zip(index, self.shape, strict=True)]
         return tuple(s if end is None else slice(min(s.start or 0, end), end) for s, end in zip(index, ends, strict=True))
 
     def load_local_shards_(self, shards: Sequence[XLAShard]) -> None:
-        """Replace the tensor's values by those of `shards`: one per device of this process, of the layout's shape, copies equal.
+        """Replace the tensor's values by `shards`: one per device of this process, each of the layout's shape, all copies equal.
 
         Raises:
-            ShardError: a device has no shard or two, a shard has another shape or dtype, copies of one piece differ, or the
-                tensor is not split.
+            ShardError: a device has no shard or two, a shard has the wrong shape or dtype, copies of one shard differ, or the
+                tensor is replicated.
         """
         load_shards(self, shards)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a numpy array, gathered on the host (a CPU tensor of the values is read; `force` as in torch)."""
+        """The values as a numpy array, gathered on the host. `force` as in torch."""
         return self.cpu().as_subclass(torch.Tensor).numpy(force=force)
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The gradient. Outside compiled functions it is laid out as the tensor is marked."""
+        """The gradient. Outside compiled functions it gets the tensor's layout."""
         grad = _GRAD.__get__(self)
         return grad if grad is None else _laid_out_like(grad, buffer_of(self).annotation)
 
@@ -139,18 +142,18 @@ class XLAShardedTensor(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a CPU tensor that remembers its layout in plain data (see `spmd.device._serialize`)."""
+        """Pickle as a CPU tensor that carries its layout as plain data (see `spmd.device._serialize`)."""
         return host_copy(self).__reduce_ex__(protocol)
 
     def __format__(self, format_spec: str) -> str:
-        """A number is formatted as its Python number is: torch asks for its own class, which a marked one is not."""
+        """Format a 0-dim tensor as its Python number. torch does so only for its own class, which a marked tensor does not have."""
         if self.dim() == 0 and not self.is_meta and not isinstance(self, torch.nn.Parameter):
             return self.detach().item().__format__(format_spec)
         return object.__format__(self, format_spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Results are sharded tensors too, by their class alone: torch would make each an alias, and no alias can be detached in place."""
+        """Give results this class by setting `__class__`. torch would return aliases, and an alias cannot be detached in place."""
         if torch.compiler.is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         if not all(issubclass(cls, kind) for kind in types):
@@ -175,7 +178,7 @@ class XLAShardedTensor(torch.Tensor):
 
 
 def _of_class(out: Any, cls: type[XLAShardedTensor], given: Sequence[Any]) -> Any:
-    """What a function returned, its new tensors of class `cls`; one that it was given stays what it is, and an alias is returned."""
+    """A function's result with its new tensors changed to class `cls` in place; tensors that are among `given` become aliases."""
     if isinstance(out, torch.Tensor):
         if isinstance(out, cls):
             return out
@@ -190,7 +193,7 @@ def _of_class(out: Any, cls: type[XLAShardedTensor], given: Sequence[Any]) -> An
 
 
 class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A marked `nn.Parameter`: still a Parameter to modules and optimizers."""
+    """A marked `nn.Parameter`. Modules and optimizers still see a Parameter."""
 
     __torch_function__ = torch.nn.Parameter.__torch_function__  # pyright: ignore[reportAssignmentType]
 
@@ -216,7 +219,7 @@ class XLAShardedParameter(XLAShardedTensor, torch.nn.Parameter):  # pyright: ign
 
 
 def sharding_of(tensor: torch.Tensor) -> ShardingSpec | None:
-    """How a tensor lies: its annotation, else what its value's own layout says, else None; off the device what it remembers."""
+    """The layout of a tensor: its annotation, else the layout of its value, else None. Off the device: the recorded layout."""
     if tensor.device.type != "jax":
         return annotation_of(tensor)
     buffer = buffer_of(tensor)
@@ -239,7 +242,7 @@ def _laid_out_like(grad: torch.Tensor, annotation: ShardingSpec | None) -> torch
 
 
 def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:
-    """Change the class of `tensor` in place so that it shows its layout; a Parameter stays one."""
+    """Change the class of `tensor` in place to the sharded class, which shows its layout; a Parameter stays a Parameter."""
     if not isinstance(tensor, XLAShardedTensor):
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         tensor.__class__ = XLAShardedParameter if is_parameter else XLAShardedTensor
@@ -247,7 +250,7 @@ def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:
 
 
 def become_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Undo `become_sharded`: a `torch.Tensor` or `torch.nn.Parameter` again, the same object."""
+    """Undo `become_sharded`: the same object is a `torch.Tensor` or `torch.nn.Parameter` again."""
     if isinstance(tensor, XLAShardedTensor):
         tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
     return tensor

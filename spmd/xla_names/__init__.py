@@ -1,1 +1,1 @@
-"""What exists for torch_xla's names: its functions and classes over this package's own. Their public home is `spmd`."""
+"""torch_xla's functions and classes, implemented on this package's own. `spmd` exports them."""

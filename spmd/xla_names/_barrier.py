@@ -1,4 +1,4 @@
-"""Optimization barriers: values behind one are not computed before all of it is there, and XLA fuses nothing across it."""
+"""Optimization barriers: XLA computes nothing behind a barrier before all its values are ready, and does not fuse across it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd.device._storage import buffer_of, load, store
 
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
-    """Put a barrier behind `tensors`, in place, inside a compiled function; outside, where each operation is a program, nothing."""
+    """Put a barrier behind `tensors`, in place, inside a compiled function. Outside, each operation is its own program: no effect."""
     traced = [t for t in tensors if t.device.type == "jax" and is_tracer(buffer_of(t).value)]
     if traced:
         for tensor, value in zip(traced, jax.lax.optimization_barrier([load(t) for t in traced]), strict=True):
@@ -23,16 +23,16 @@ def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def apply_backward_optimization_barrier(m: nn.Module) -> None:
-    """Put a barrier behind the backward pass of `m`, each time it runs in a compiled function.
+    """Put a barrier behind the backward pass of `m` whenever it runs in a compiled function.
 
-    Gradients of its parameters and of its inputs are then ready together before the backward pass goes on, so that the
-    compiler cannot delay a layer's gradient reduction and keep its buffers alive.
+    The gradients of its parameters and of its inputs are then complete before the backward pass continues. So the compiler cannot
+    delay a layer's gradient reduction and keep its buffers alive.
     """
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         flat, tree = pytree.tree_flatten((args, kwargs))
         chosen = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not chosen or not torch.is_grad_enabled():  # the backward pass ends in this module: nothing comes after it
+        if not chosen or not torch.is_grad_enabled():  # the backward pass ends in this module
             return None
         for i, passed in zip(chosen, _Entrance.apply(module, *(flat[i] for i in chosen)), strict=True):
             flat[i] = passed
@@ -42,7 +42,7 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
 
 
 class _Entrance(torch.autograd.Function):
-    """A module's inputs as they are; backward, which runs after the module's own, a barrier behind its gradients and theirs."""
+    """Identity on a module's inputs. Its backward runs after the module's own and puts a barrier behind all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, *tensors: torch.Tensor) -> Any:

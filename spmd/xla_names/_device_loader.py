@@ -1,9 +1,9 @@
-"""`MpDeviceLoader`: batches on the devices, laid out as they arrive, the next ones uploaded while a step runs.
+"""`MpDeviceLoader`: uploads batches to the devices, laid out over a mesh, while a step runs.
 
     loader = spmd.MpDeviceLoader(train_loader, "jax", input_sharding=spmd.ShardingSpec(m, ("data", None)))
     for x, y in loader: ...
 
-A batch of two tensors of different rank takes a dict, or a spec that fits one of them; the other is replicated.
+If a batch has tensors of different rank, pass a dict of specs, or one spec; tensors of another rank are then replicated.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ InputSharding = ShardingSpec | Mapping[str, "ShardingSpec | None"]
 
 
 class MpDeviceLoader:
-    """An iterable of batches on device 'jax', around an iterable of batches on the host. Under `spmd.lazy()` a step ends where the next
-    batch is asked for.
+    """An iterable of batches on device 'jax' around an iterable of batches on the host.
+
+    Under `spmd.lazy()` a step ends when the next batch is requested.
 
     Args:
-        loader: any iterable, such as a `torch.utils.data.DataLoader`; iterated anew for each epoch.
-        device: where the tensors go; device 'jax'.
-        input_sharding: how tensors with as many dims as the spec lie on the mesh; a dict for batches that are dicts. Other
+        loader: any iterable, such as a `torch.utils.data.DataLoader`; iterated once per epoch.
+        device: device of the batches; always 'jax'.
+        input_sharding: layout of tensors with as many dims as the spec; a dict of specs for batches that are dicts. Other
             tensors stay unmarked, which replicates them. With `minibatch=True` the batch is this host's part.
-        device_prefetch_size: how many batches are uploaded ahead.
-        options: torch_xla's other arguments (`batchdim`, `loader_prefetch_size`, ...), which tune what is not needed here.
+        device_prefetch_size: number of batches that are uploaded ahead.
+        options: torch_xla's other arguments (`batchdim`, `loader_prefetch_size`, ...); they have no effect here.
 
     Raises:
-        SpmdError: while iterating: a dict of shardings does not fit the batch.
-        ShardError: while iterating: a minibatch that this host's devices do not divide.
+        SpmdError: while iterating: the keys of `input_sharding` do not fit the batch.
+        ShardError: while iterating: this host's devices do not divide a minibatch.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class MpDeviceLoader:
         if unknown:
             raise SpmdError(message(f"MpDeviceLoader has no option {', '.join(sorted(unknown))}", fix="leave it out"))
         self._loader = loader
-        # Under torch_xla's name: Hugging Face's Trainer writes the sharding of its batches there.
+        # torch_xla's name, because Hugging Face's Trainer writes the sharding of its batches there.
         self._parallel_loader_kwargs: dict[str, Any] = {"input_sharding": input_sharding}
         self._prefetch = max(1, device_prefetch_size)
 
@@ -71,7 +72,7 @@ class MpDeviceLoader:
         pool = ThreadPoolExecutor(1, "spmd.MpDeviceLoader")
         ahead = deque(pool.submit(next, batches, _END) for _ in range(self._prefetch))
         try:
-            while (batch := ahead.popleft().result()) is not _END:  # raises what the loader or the upload raised
+            while (batch := ahead.popleft().result()) is not _END:  # raises exceptions of the loader and the upload
                 ahead.append(pool.submit(next, batches, _END))
                 yield batch
                 end_step()
@@ -80,7 +81,7 @@ class MpDeviceLoader:
 
 
 def placed(batch: Any, input_sharding: InputSharding | None) -> Any:
-    """A batch with its tensors on device 'jax', laid out by the spec that fits each."""
+    """A batch with its tensors on device 'jax', laid out by the spec with as many dims."""
     if isinstance(input_sharding, Mapping):
         if not isinstance(batch, Mapping) or not input_sharding.keys() <= batch.keys():
             found = f"its keys: {list(batch)}" if isinstance(batch, Mapping) else f"it is a {type(batch).__name__}"
@@ -88,13 +89,13 @@ def placed(batch: Any, input_sharding: InputSharding | None) -> Any:
                 message(f"input_sharding for {list(input_sharding)} does not fit the batch", found, fix="use the keys of the batch")
             )
         return _mapped(batch, lambda key, value: placed(value, input_sharding.get(key)))
-    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:  # to torch a leaf: Hugging Face's BatchEncoding
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:  # a leaf to torch: Hugging Face's BatchEncoding
         return _mapped(batch, lambda key, value: placed(value, input_sharding))
     return pytree.tree_map_only(torch.Tensor, lambda t: _on_device(t, input_sharding), batch)
 
 
 def _mapped(batch: Mapping[Any, Any], fn: Callable[[Any, Any], Any]) -> Mapping[Any, Any]:
-    """A mapping of the same class, if such a one can be written to, with `fn` of each key and value."""
+    """Apply `fn` to each key and value. The result has the mapping's class if that is mutable, else it is a dict."""
     made: MutableMapping[Any, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else {}
     for key, value in batch.items():
         made[key] = fn(key, value)
@@ -110,7 +111,7 @@ def _on_device(tensor: torch.Tensor, spec: ShardingSpec | None) -> torch.Tensor:
 
 
 def _from_part(tensor: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
-    """The global batch whose part on this host is `tensor`: dim 0 has the parts of all hosts in order."""
+    """The global batch of which `tensor` is this host's part; dim 0 concatenates the parts of all hosts in order."""
     local, hosts = jax.local_device_count(), jax.process_count()
     if tensor.shape[0] % local:
         raise ShardError(

@@ -1,10 +1,10 @@
-"""DTensor's language for layouts: placements, one per mesh axis, instead of a spec, one entry per dim.
+"""Layouts as DTensor placements, one per mesh axis, instead of a spec with one entry per dim.
 
     spmd.xla_distribute_tensor(w, device_mesh, [Shard(0), Replicate()])
     w.redistribute(device_mesh, [Replicate(), Shard(1)]).full_tensor()
 
 `torch.distributed.tensor.distribute_tensor` and `distribute_module` call these two on a mesh of device type "xla" (see
-`spmd.compat.torch_xla`). One process drives all devices: a tensor is always the whole one.
+`spmd.compat.torch_xla`). One process drives all devices, so a tensor is always the global one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from spmd.sharding._tensor import XLAShardedTensor
 from spmd.xla_names._functional import mark_sharding_with_gradients
 from spmd.xla_names._global_mesh import mesh_or_global
 
-_GIVEN = "_spmd_device_mesh"  # on a tensor: the DeviceMesh that it was distributed over
+_GIVEN = "_spmd_device_mesh"  # attribute of a tensor: the DeviceMesh that it was distributed over
 
 
 def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> ShardingSpec:
-    """The ShardingSpec that means the same as DTensor placements, one per mesh axis; None: replicated.
+    """The ShardingSpec with the same meaning as DTensor placements, one per mesh axis; None: replicated.
 
     Raises:
-        SpecError, SpmdError: as `spec_of_placements`.
+        SpecError, SpmdError: from `spec_of_placements`.
     """
     if is_of_devices(mesh):
         return _spec_on_axes(t, mesh, placements)
@@ -48,8 +48,11 @@ def spec_from_placements(t: torch.Tensor, mesh: Any, placements: Sequence[Any] |
 
 
 def _spec_on_axes(t: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None) -> ShardingSpec:
-    """As the placements say along the axes of a DeviceMesh, which may be a part of one; along other axes as `t` is marked, and where
-    it is not, a value that was computed keeps its first dim, the batch, over those that divide it."""
+    """The spec along the axes of a DeviceMesh, which may be part of a larger mesh.
+
+    Along other axes `t` keeps its annotation. A computed value without one keeps its first dim, the batch, split over those axes that
+    divide it.
+    """
     found = mesh_axes(device_mesh)
     given = [Replicate()] * len(found.axes) if placements is None else placements
     names = tuple(map(str, device_mesh.mesh_dim_names or range(len(found.axes))))
@@ -68,18 +71,18 @@ def _spec_on_axes(t: torch.Tensor, device_mesh: Any, placements: Sequence[Any] |
 
 
 def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
-    """Lay `tensor` out over `device_mesh` by DTensor placements; in place if it is on device 'jax', else as a new tensor there.
+    """Lay `tensor` out over `device_mesh` by DTensor placements, in place if it is on device 'jax', else as a new tensor there.
 
     Args:
-        tensor: the whole tensor; a leaf that requires a gradient stays one.
+        tensor: the global tensor; a leaf that requires a gradient stays one.
         device_mesh: a torch `DeviceMesh`, a `mesh.Mesh` or a `jax.sharding.Mesh`.
         placements: one `Shard` or `Replicate` per mesh axis; None: replicated.
 
     Raises:
-        SpecError, SpmdError: as `spec_from_placements` and `mark_sharding`; or `tensor` is a DTensor.
+        SpecError, SpmdError: from `spec_from_placements` and `mark_sharding`; SpmdError if `tensor` is a DTensor.
     """
     if type(tensor).__name__ == "DTensor":
-        raise SpmdError(message("a DTensor holds one device's piece, not the whole tensor", fix="pass tensor.full_tensor()"))
+        raise SpmdError(message("a DTensor has one device's shard, not the global tensor", fix="pass tensor.full_tensor()"))
     if tensor.device.type != "jax":
         moved = tensor.detach().to("jax").requires_grad_(tensor.requires_grad)
         tensor = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
@@ -91,7 +94,7 @@ def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Se
 
 
 def note_device_mesh(t: torch.Tensor, device_mesh: Any) -> None:
-    """Let a marked tensor say its `placements` along this DeviceMesh, a part of its mesh."""
+    """Make a marked tensor report its `placements` along this DeviceMesh, which is a part of its mesh."""
     vars(t)[_GIVEN] = device_mesh
 
 
@@ -105,21 +108,21 @@ def xla_distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Lay out a module's parameters by a function, and its inputs and outputs by two others, as DTensor's `distribute_module`.
+    """Lay out a module's parameters, inputs and outputs by three functions, like DTensor's `distribute_module`.
 
     Args:
-        module: moved to device 'jax' if it is not there.
-        device_mesh: handed to the functions; None: the global mesh.
-        partition_fn: called with (name, submodule, mesh) for every submodule; `auto_policy` chooses by itself. None: nothing
-            is marked, which replicates.
-        input_fn: called with (module, inputs, mesh) before `forward`; what it returns replaces the inputs.
-        output_fn: called with (module, outputs, mesh) after `forward`, alike.
+        module: moved to device 'jax' if it is elsewhere.
+        device_mesh: passed to the functions; None: the global mesh.
+        partition_fn: called with (name, submodule, mesh) for every submodule; `auto_policy` chooses specs itself. None: nothing is
+            marked, which replicates the parameters.
+        input_fn: called with (module, inputs, mesh) before `forward`; its result replaces the inputs.
+        output_fn: called with (module, outputs, mesh) after `forward`; its result replaces the outputs.
 
     Returns:
-        `module`.
+        The same module.
 
     Raises:
-        SpmdError: a function does not take three arguments (for inputs and outputs two: without the module).
+        SpmdError: `input_fn` or `output_fn` takes neither three arguments nor two (without the module).
     """
     mesh = mesh_or_global(device_mesh, "xla_distribute_module")
     module.to("jax")
@@ -136,9 +139,9 @@ def xla_distribute_module(
 
 
 def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
-    """A `partition_fn` that chooses: each parameter is split over all devices along its largest dim that they divide.
+    """A `partition_fn` that splits each parameter over all devices, along its largest dim that they divide.
 
-    torch_xla's function of this name turned on a pass of XLA that existed for one TPU host only.
+    torch_xla's function of this name enabled a pass of XLA that existed only for a single TPU host.
     """
     mesh = as_mesh(mesh)
     for parameter in mod.parameters(recurse=False):
@@ -157,14 +160,14 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def redistribute(t: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
-    """`XLAShardedTensor.redistribute`: the same values laid out anew, as a new tensor; gradients come back alike."""
+    """`XLAShardedTensor.redistribute`: a new tensor with the same values and another layout, which its gradient gets too."""
     mesh = device_mesh if device_mesh is not None else device_mesh_of(t)
     spec = spec_from_placements(t, mesh, placements)
     return mark_sharding_with_gradients(t, spec.mesh, spec.partition_spec)
 
 
 def device_mesh_of(t: torch.Tensor) -> Any:
-    """A torch `DeviceMesh` of the tensor's mesh: the one it was distributed over, else the whole; it can describe, not communicate."""
+    """A torch `DeviceMesh` of the tensor's mesh: the one it was distributed over, else all of the mesh. It cannot communicate."""
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = _spec_of(t).mesh
@@ -179,7 +182,7 @@ def device_mesh_of(t: torch.Tensor) -> Any:
 
 
 def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """`XLAShardedTensor.placements`: one per dim of its `device_mesh`."""
+    """`XLAShardedTensor.placements`: one placement per dim of its `device_mesh`."""
     spec, given = _spec_of(t), vars(t).get(_GIVEN)
     if given is None or mesh_axes(given).mesh != spec.mesh:
         return placements_of(spec)
@@ -190,17 +193,17 @@ def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 def _spec_of(t: torch.Tensor) -> ShardingSpec:
     spec = t.sharding_spec if isinstance(t, XLAShardedTensor) else None
     if spec is None:
-        raise SpecError(message(f"{name_of(t)} has no sharding, so no placements", fix="mark it first, or pass device_mesh="))
+        raise SpecError(message(f"{name_of(t)} has no sharding and so no placements", fix="mark it first, or pass device_mesh="))
     return spec
 
 
 def full_tensor(t: torch.Tensor) -> torch.Tensor:
-    """`XLAShardedTensor.full_tensor`: a plain tensor that every device holds whole."""
+    """`XLAShardedTensor.full_tensor`: a plain, replicated tensor."""
     return redistribute(t, _spec_of(t).mesh).as_subclass(torch.Tensor)
 
 
 def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:
-    """`XLAShardedTensor(t, mesh, layout)`: a mesh or its shape, a spec or placements."""
+    """Implements `XLAShardedTensor(t, mesh, layout)`: `mesh` is a mesh or a shape, `layout` a spec or placements."""
     if isinstance(mesh, tuple | list | torch.Size):
         shape = [int(size) for size in mesh]
         mesh = Mesh(range(math.prod(shape)), shape)
@@ -210,12 +213,12 @@ def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:
     return mark_sharding(t, mesh, layout)
 
 
-# The methods that DTensor has and that make sense for a global tensor; here, because the class lies a floor below `mark_sharding`.
+# Methods of DTensor that make sense for a global tensor. They are set here because the class is a floor below `mark_sharding`.
 XLAShardedTensor.redistribute = lambda self, device_mesh=None, placements=None, *, async_op=False: redistribute(
     self, device_mesh, placements
 )
 XLAShardedTensor.full_tensor = lambda self, *, grad_placements=None: full_tensor(self)
-XLAShardedTensor.to_local = lambda self, *, grad_placements=None: self  # one process drives all devices: the local view is the whole
+XLAShardedTensor.to_local = lambda self, *, grad_placements=None: self  # one process drives all devices: the local tensor is the global one
 XLAShardedTensor.placements = property(placements_of_tensor)
 XLAShardedTensor.device_mesh = property(device_mesh_of)
 XLAShardedTensor._lay_out = staticmethod(_laid_out)

@@ -1,8 +1,8 @@
-"""`SpmdFullyShardedDataParallel`: torch_xla's FSDPv2, a wrapper that marks a module's state and constrains its outputs.
+"""`SpmdFullyShardedDataParallel`: torch_xla's FSDPv2, a wrapper that marks a module's parameters and constrains its outputs.
 
     model = SpmdFullyShardedDataParallel(GPT(), mesh, auto_wrap_policy=policy)      # the mesh has an axis "fsdp"
 
-The wrapped module keeps its parameters; each is split along the largest dim that the axis divides.
+The wrapped module keeps its parameters. Each is split along its largest dim that the axis divides.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ ShardOutput = Callable[[Any, Mesh], None]
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
-    """A module whose parameters are split over axis "fsdp" of a mesh, and whose outputs over the batch.
+    """A module whose parameters are split over axis "fsdp" of a mesh, and whose outputs are split along the batch.
 
     Args:
         module: the module to wrap; moved to device 'jax'.
-        mesh: has an axis "fsdp"; None: the global mesh.
+        mesh: a mesh with an axis "fsdp"; None: the global mesh.
         shard_output: called with (output, mesh) after `forward` to constrain the output. None: dim 0 of the output, or of the
-            first tensor of a tuple, is split over "fsdp" (with `extra_data_axis` over both).
-        auto_wrap_policy: called as `policy(module=, recurse=, unwrapped_params=)`; submodules for which it says yes are wrapped
-            on their own, with the same mesh, `shard_output` and `extra_data_axis`.
-        auto_wrapper_callable: what wraps those, instead of this class.
-        extra_data_axis: another axis that the batch is split over, such as data-parallel slices.
+            first tensor of a tuple, is split over "fsdp" (with `extra_data_axis`, over both).
+        auto_wrap_policy: called as `policy(module=, recurse=, unwrapped_params=)`. Submodules for which it returns True are wrapped
+            separately, with the same mesh, `shard_output` and `extra_data_axis`.
+        auto_wrapper_callable: wraps these submodules instead of this class.
+        extra_data_axis: another axis that splits the batch, such as data-parallel slices.
 
     Raises:
         SpecError: the mesh lacks an axis.
-        SpmdError: `module` is wrapped already, has no forward, or returns what the default `shard_output` cannot handle.
+        SpmdError: `module` is already wrapped, has no forward, or returns a value that the default `shard_output` cannot handle.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         return output
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper lacks, the module has."""
+        """Look up attributes that the wrapper lacks on the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -108,11 +108,11 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
 
 def recursive_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool], wrapper_cls: Callable[..., nn.Module], **options: Any) -> None:
-    """Wrap the submodules of `module` for which the policy says yes, innermost first; a shared submodule once."""
+    """Wrap the submodules of `module` for which the policy returns True, innermost first; a shared submodule once."""
     wrapped: dict[int, nn.Module] = {}
 
     def descend(parent: nn.Module) -> int:
-        """Wraps below `parent`; returns how many of its parameters' elements are wrapped."""
+        """Wrap submodules of `parent`; returns the number of its parameters' elements that are wrapped."""
         num_wrapped = 0
         for name, child in list(parent._modules.items()):  # named_children would skip the second use of a shared module
             if child is None:
@@ -144,7 +144,8 @@ def _require_wrappable(module: nn.Module, is_root: bool) -> None:
     ):
         raise SpmdError(
             message(
-                "the module, or one in it, is wrapped already", fix="wrap inner modules first and leave auto_wrap_policy out, or wrap once"
+                "the module, or a module in it, is already wrapped",
+                fix="wrap inner modules first and leave auto_wrap_policy out, or wrap once",
             )
         )
     if not _has_forward(module):

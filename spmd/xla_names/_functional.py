@@ -1,7 +1,7 @@
-"""Annotations that return a new tensor and leave the one they were given as it is; `mark_sharding` works in place.
+"""Annotations that return a new tensor and leave their argument unchanged. `mark_sharding` works in place.
 
 h = spmd.mark_sharding_with_gradients(h, m, ("data", None))    # constrains h and its gradient
-a, b = spmd.shard_as(a, b)                                       # laid out alike, whichever way
+a, b = spmd.shard_as(a, b)                                       # both get the same layout
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ B = TypeVar("B")
 
 
 def mark_sharding_with_gradients(t: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> XLAShardedTensor:
-    """`t` laid out over `mesh` as a new tensor, whose gradient is laid out alike in the backward pass.
+    """A new tensor with the values of `t`, laid out over `mesh`. Its gradient gets the same layout in the backward pass.
 
     Args:
-        t: on device 'jax', usually an activation; it stays as it is.
+        t: on device 'jax', usually an activation; unchanged.
         mesh: as for `mark_sharding`.
         partition_spec: as for `mark_sharding`.
 
     Raises:
-        SpecError, SpmdError: as `mark_sharding`.
+        SpecError, SpmdError: from `mark_sharding`.
     """
     spec = checked_spec(t, as_mesh(mesh), partition_spec)
     return constrain(t, spec, spec)
 
 
 def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> XLAShardedTensor:
-    """`t` for the operations that follow, constrained to another layout; where `t` itself lies does not change.
+    """A new tensor with the values of `t` and another layout for the operations that follow. The layout of `t` does not change.
 
-    Use what it returns: a parameter marked for storage is gathered or split in another way for one kernel. Gradients come back
-    in whatever layout they have.
+    For example, a parameter that is stored in one layout can be gathered or split differently for one kernel. The layout of
+    the gradient is not constrained.
 
     Args:
         t: on device 'jax', marked or not.
@@ -50,20 +50,20 @@ def annotate_custom_sharding(t: torch.Tensor, mesh: Any, partition_spec: SpecLik
         partition_spec: as for `mark_sharding`.
 
     Raises:
-        SpecError, SpmdError: as `mark_sharding`.
+        SpecError, SpmdError: from `mark_sharding`.
     """
     return constrain(t, checked_spec(t, as_mesh(mesh), partition_spec), None)
 
 
 def shard_as(a: A, b: B) -> tuple[A, B]:
-    """Lay two containers of tensors out alike, whichever layout that is; the compiler chooses one that both can have.
+    """Give two pytrees of tensors the same layout, pair by pair. The compiler chooses one that suits both.
 
     Args:
-        a: tensors on device 'jax' in any container; None where both have none.
+        a: a pytree of tensors on device 'jax'; None where both have None.
         b: the same structure and shapes.
 
     Returns:
-        New containers like `a` and `b`, whose tensors are laid out alike in pairs. Gradients pass through.
+        New pytrees like `a` and `b`. The tensors of each pair have the same layout, and gradients pass through.
 
     Raises:
         SpmdError: the structures differ.
@@ -71,7 +71,9 @@ def shard_as(a: A, b: B) -> tuple[A, B]:
     flat_a, tree_a = pytree.tree_flatten(a)
     flat_b, tree_b = pytree.tree_flatten(b)
     if tree_a != tree_b or any((x is None) != (y is None) for x, y in zip(flat_a, flat_b, strict=False)):
-        raise SpmdError(message("shard_as needs two containers of one structure", f"got {tree_a} and {tree_b}", fix="pair the tensors up"))
+        raise SpmdError(
+            message("shard_as needs two pytrees of the same structure", f"got {tree_a} and {tree_b}", fix="pair the tensors up")
+        )
     pairs = [(x, y) if x is None else call_jax(shard_alike, (x, y)) for x, y in zip(flat_a, flat_b, strict=True)]
     shown = [tuple(become_sharded(t) if isinstance(t, torch.Tensor) else t for t in pair) for pair in pairs]
     return pytree.tree_unflatten([x for x, _ in shown], tree_a), pytree.tree_unflatten([y for _, y in shown], tree_b)

@@ -1,9 +1,9 @@
-"""`gradient_accumulation`: torch_xla's loop over micro-batches that leaves the mean gradient on the parameters.
+"""`gradient_accumulation`: torch_xla's loop over micro-batches, which adds the mean gradient to the parameters.
 
     loss, = spmd.gradient_accumulation(train_step, (data, target), model)
     optimizer.step()
 
-The backward pass is part of it: `train_step` returns the loss. `spmd.accumulate` is the form that leaves it to the program.
+The loop includes the backward pass, so `train_step` returns the loss. `spmd.accumulate` leaves the backward pass to the program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmd.program.flow._scan import scan
 
 
 class MicroBatchError(SpmdError, ValueError):
-    """The tensors do not hold micro-batches."""
+    """The tensors are not a stack of micro-batches."""
 
 
 def gradient_accumulation(
@@ -28,28 +28,28 @@ def gradient_accumulation(
     model: nn.Module,
     carried_tensors: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Run `train_step` on every micro-batch and add up the gradients of the mean loss.
+    """Run `train_step` on every micro-batch and accumulate the gradients of the mean loss.
 
     Args:
-        train_step: called with one slice of each iterable tensor, then the carried tensors; returns the loss, or (loss,
-            *new carried tensors).
-        iterable_tensors: tensors with one first dim of k micro-batches.
-        model: its parameters get the gradients, added to those they have.
-        carried_tensors: values that go from one micro-batch to the next.
+        train_step: called with one slice of each iterable tensor, then the carried tensors. Returns the loss, or (loss, *new
+            carried tensors).
+        iterable_tensors: tensors whose first dim is k, the number of micro-batches.
+        model: the gradients are added to those of its parameters.
+        carried_tensors: values that are passed from each micro-batch to the next.
 
     Returns:
         (loss summed over micro-batches and divided by k, *carried tensors).
 
     Raises:
-        MicroBatchError: no iterable tensors, an empty one, or first dims of different sizes (a ValueError).
+        MicroBatchError: there are no iterable tensors, their first dims differ, or one is 0 (a ValueError).
     """
     if not iterable_tensors:
-        what = "gradient_accumulation was given no iterable tensors, with one first dim of micro-batches in common"
+        what = "gradient_accumulation was given no iterable tensors"
         raise MicroBatchError(message(what, fix="pass (data, target)"))
     sizes = [t.shape[0] if t.dim() else 0 for t in iterable_tensors]
     if len(set(sizes)) != 1 or sizes[0] == 0:
-        what = "iterable tensors need one first dim of micro-batches in common"
-        raise MicroBatchError(message(what, f"sizes: {sizes}", fix="stack k micro-batches in each"))
+        what = "iterable tensors need the same first dim, the number of micro-batches"
+        raise MicroBatchError(message(what, f"first dims: {sizes}", fix="stack k micro-batches in each tensor"))
     rounds = sizes[0]
     parameters = [p for p in model.parameters() if p.requires_grad]
     carried = tuple(carried_tensors or ())

@@ -1,4 +1,4 @@
-"""torch_xla's patched `nn.Linear`, by name. Here `linear` is lowered whole, so the plain one is exactly what the patch was for."""
+"""torch_xla's patched `nn.Linear`, by name. Here `linear` is lowered whole, so the plain one already does what the patch was for."""
 
 from __future__ import annotations
 

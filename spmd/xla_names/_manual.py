@@ -1,12 +1,12 @@
-"""Manual sharding: between `enable_manual_sharding` and `disable_manual_sharding` a tensor is one device's piece, on each device
-its own, and nothing communicates unless the program says so.
+"""Manual sharding: between `enable_manual_sharding` and `disable_manual_sharding` a tensor is one device's shard, different on each
+device, and no communication happens unless the program asks for it.
 
     x = spmd.enable_manual_sharding(x, ("data", None), mesh=m)     # [batch / data, dim] on every device
-    y = expert(x)                                                  # each device computes on its piece alone
+    y = expert(x)                                                  # each device computes on its own shard
     y = spmd.disable_manual_sharding(y, ("data", None), full_shape, mesh=m)
 
-To XLA a piece is a replicated value that differs from device to device, which stays true as long as it meets only its like and
-values that are equal everywhere; `ManualTensor` refuses everything else. `spmd.shard_map` is the same as a function.
+To XLA a shard is a replicated value that differs between devices. That is safe while it is combined only with other shards and with
+values that are equal on all devices; `ManualTensor` refuses everything else. `spmd.shard_map` does the same as a function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmd.xla_names._global_mesh import mesh_or_global
 
 
 class ManualTensor(XLAShardedTensor):
-    """One device's piece of a tensor, on each device its own. Has no global value: reading it on the host is an error."""
+    """One device's shard of a tensor, different on each device. It has no global value, so reading it on the host is an error."""
 
     @property
     def sharding_type(self) -> ShardingType:
@@ -39,12 +39,12 @@ class ManualTensor(XLAShardedTensor):
 
     @property
     def global_tensor(self) -> ManualTensor:
-        """The tensor itself: there is no global one, and a plain tensor on its storage would pass for that."""
+        """The tensor itself. It has no global value, and a plain tensor on its storage would look like one."""
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        mesh = _meet([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)
+        mesh = _common_mesh([leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)], func)
         if func in _READS:
             raise _no_global_value(func)
         with DisableTorchFunctionSubclass():
@@ -63,58 +63,61 @@ _READS = (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor
 
 
 def as_manual(tensor: torch.Tensor, mesh: Mesh) -> ManualTensor:
-    """`tensor` itself as a manual tensor over `mesh`."""
+    """Change the class of `tensor` in place to a manual tensor over `mesh`."""
     tensor.__class__ = ManualTensor
     tensor.manual_mesh = mesh  # pyright: ignore[reportAttributeAccessIssue]
     return tensor  # pyright: ignore[reportReturnType]
 
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: SpecLike, *, mesh: Any = None) -> ManualTensor:
-    """Each device's own piece of `t`, laid out by `partition_spec`, as a tensor of the piece's shape.
+    """Each device's own shard of `t` under `partition_spec`, as a tensor of the shard's shape.
 
     Args:
-        t: on device 'jax', every split dim a multiple of its axes.
-        partition_spec: how `t` is cut; along axes it does not name, devices have copies.
+        t: on device 'jax'; every split dim is a multiple of the size of its axes.
+        partition_spec: how `t` is split; along axes that it does not name, devices have copies.
         mesh: the mesh, or None for the global one.
 
     Raises:
-        SpecError, SpmdError: as `mark_sharding`; or there is not a mesh.
+        SpecError, SpmdError: from `mark_sharding`. MeshError: there is no mesh.
     """
     mesh = as_mesh(mesh_or_global(mesh, "enable_manual_sharding"))
-    return as_manual(_Cut.apply(t, checked_spec(t, mesh, partition_spec)), mesh)  # pyright: ignore[reportArgumentType]
+    return as_manual(_ToManual.apply(t, checked_spec(t, mesh, partition_spec)), mesh)  # pyright: ignore[reportArgumentType]
 
 
 def disable_manual_sharding(t: torch.Tensor, partition_spec: SpecLike, full_shape: Sequence[int], *, mesh: Any = None) -> XLAShardedTensor:
-    """The global tensor that the devices' pieces `t` make up by `partition_spec`.
+    """The global tensor that consists of the devices' shards `t` under `partition_spec`.
 
     Args:
-        t: what operations on manual tensors gave.
-        partition_spec: how the pieces lie in the whole; along axes it does not name, the devices' values must be equal.
-        full_shape: the shape of the whole.
+        t: the result of operations on manual tensors.
+        partition_spec: how the global tensor is split; along axes that it does not name, all devices must have equal values.
+        full_shape: shape of the global tensor.
         mesh: the mesh, or None for the global one.
 
     Raises:
-        SpmdError: `t` is no manual tensor, or its pieces do not make up `full_shape`.
+        SpmdError: `t` is not a manual tensor, or its shape is not that of a shard of `full_shape`.
     """
     mesh = as_mesh(mesh_or_global(mesh, "disable_manual_sharding"))
     spec = ShardingSpec(mesh, partition_spec)
     if not isinstance(t, ManualTensor):
         raise SpmdError(
-            message("disable_manual_sharding was given a tensor that is not manual", fix="pass what enable_manual_sharding led to")
+            message(
+                "disable_manual_sharding was given a tensor that is not manual",
+                fix="pass a tensor computed from enable_manual_sharding's result",
+            )
         )
     if spec.shard_shape(tuple(full_shape)) != tuple(t.shape):
         raise SpmdError(
             message(
-                f"pieces of shape {tuple(t.shape)} do not make up {tuple(full_shape)} by {spec.partition_spec}",
-                f"a piece would be {spec.shard_shape(tuple(full_shape))}",
-                fix="give the shape of the whole and how the pieces lie in it",
+                f"shards of shape {tuple(t.shape)} do not make up {tuple(full_shape)} under {spec.partition_spec}",
+                f"a shard would be {spec.shard_shape(tuple(full_shape))}",
+                fix="pass the shape of the global tensor and the spec that splits it",
             )
         )
-    return become_sharded(_Joined.apply(_plain(t), spec))  # pyright: ignore[reportArgumentType]
+    return become_sharded(_ToGlobal.apply(_without_class(t), spec))  # pyright: ignore[reportArgumentType]
 
 
-class _Cut(torch.autograd.Function):
-    """From the whole to pieces; backward sums the gradients of copies and joins the pieces'."""
+class _ToManual(torch.autograd.Function):
+    """From the global tensor to shards. Backward sums the gradients of copies and joins the shards' gradients."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
@@ -124,11 +127,11 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         copied = _unnamed_axes(ctx.spec)
-        return per_device(lambda g: jax.lax.psum(g, copied) if copied else g, _plain(grads[0]), None, ctx.spec), None
+        return per_device(lambda g: jax.lax.psum(g, copied) if copied else g, _without_class(grads[0]), None, ctx.spec), None
 
 
-class _Joined(torch.autograd.Function):
-    """From pieces to the whole; backward cuts, and each of several copies gets its part of the gradient."""
+class _ToGlobal(torch.autograd.Function):
+    """From shards to the global tensor. Backward splits the gradient, and divides it among copies."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
@@ -148,7 +151,7 @@ def per_device(
     join: ShardingSpec | None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """`fn` on every device's own piece. `cut`, `join`: how the whole lies before and after; None: pieces already, or still."""
+    """Run `fn` on every device's shard. `cut`, `join`: layout of the global tensor before and after; None: a shard on that side."""
     spec = cut or join
     mesh = spec.mesh if spec is not None else mesh
     assert mesh is not None
@@ -167,14 +170,14 @@ def _unnamed_axes(spec: ShardingSpec) -> tuple[str, ...]:
     return tuple(axis for axis in spec.mesh.axis_names if axis not in named)
 
 
-def _plain(t: torch.Tensor) -> torch.Tensor:
-    """The tensor without the class, on the same place of the tape."""
+def _without_class(t: torch.Tensor) -> torch.Tensor:
+    """The plain tensor, at the same node of autograd's graph."""
     with DisableTorchFunctionSubclass():
         return t.as_subclass(torch.Tensor)
 
 
-def _meet(tensors: Sequence[torch.Tensor], func: Any) -> Mesh:
-    """The one mesh of the manual tensors among the operands; SpmdError if another operand is split over devices."""
+def _common_mesh(tensors: Sequence[torch.Tensor], func: Any) -> Mesh:
+    """The mesh of the manual tensors among the operands. SpmdError if their meshes differ, or another operand is split over devices."""
     meshes = [t.manual_mesh for t in tensors if isinstance(t, ManualTensor)]
     for t in tensors:
         if isinstance(t, ManualTensor) or t.device.type != "jax":
@@ -186,10 +189,10 @@ def _meet(tensors: Sequence[torch.Tensor], func: Any) -> Mesh:
         if split or (marked is not None and not marked.is_replicated):
             raise SpmdError(
                 message(
-                    f"{getattr(func, '__name__', func)} combines a manual tensor with one that is split over the devices",
+                    f"{getattr(func, '__name__', func)} combines a manual tensor with a tensor that is split over the devices",
                     *called_at(),
                     f"shapes {[tuple(x.shape) for x in tensors]}",
-                    fix="give the other tensor to enable_manual_sharding too, so that each device has its piece of it",
+                    fix="pass the other tensor through enable_manual_sharding too",
                 )
             )
     if any(mesh != meshes[0] for mesh in meshes):
@@ -200,7 +203,7 @@ def _meet(tensors: Sequence[torch.Tensor], func: Any) -> Mesh:
 def _no_global_value(func: Any) -> SpmdError:
     return SpmdError(
         message(
-            f"{getattr(func, '__name__', func)}: a manual tensor has another value on every device",
+            f"{getattr(func, '__name__', func)}: a manual tensor has a different value on each device",
             *called_at(),
             fix="spmd.disable_manual_sharding(t, partition_spec, full_shape) makes it a global tensor",
         )

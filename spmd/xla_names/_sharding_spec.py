@@ -1,4 +1,4 @@
-"""`ShardingSpec` as torch_xla's users have it: `mesh.ShardingSpec` that can also be applied to a tensor."""
+"""`ShardingSpec` for torch_xla's users: a `mesh.ShardingSpec` that can also be applied to a tensor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from spmd.sharding._annotate import mark_sharding
 
 
 class ShardingSpec(ShardingOnMesh):
-    """How tensors of a rank lie on a mesh, for `MpDeviceLoader(input_sharding=)` and for tensors at hand; compared by value.
+    """The layout of tensors of one rank over a mesh, for `MpDeviceLoader(input_sharding=)` and for existing tensors; equal by value.
 
     Args:
-        mesh: the devices.
+        mesh: the mesh.
         partition_spec: one entry per dim.
-        minibatch: each host brings its own part of the batch instead of the whole.
+        minibatch: each host supplies its own part of the batch instead of all of it.
     """
 
     def can_apply(self, t: torch.Tensor) -> bool:
@@ -22,5 +22,5 @@ class ShardingSpec(ShardingOnMesh):
         return t.dim() == len(self.partition_spec)
 
     def apply(self, t: torch.Tensor) -> None:
-        """`mark_sharding` of `t` by this spec, in place."""
+        """Call `mark_sharding` on `t` with this spec, in place."""
         mark_sharding(t, self.mesh, self.partition_spec)

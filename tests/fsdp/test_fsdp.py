@@ -253,7 +253,7 @@ def test_a_copy_and_a_pickle_of_a_sharded_module_are_units_too(fsdp_8: mesh.Mesh
         weight = twin.layers[0].linear.weight
         assert tuple(weight.partition_spec) == ("fsdp", None)
         assert weight is not device.layers[0].linear.weight
-        with pytest.raises(spmd.SpmdError, match="Stack is a unit of fully_shard already"):
+        with pytest.raises(spmd.SpmdError, match="Stack is already a unit of fully_shard"):
             spmd.fully_shard(twin, fsdp_8)
 
 
@@ -270,7 +270,7 @@ def test_a_stage_that_is_none_and_an_outer_unit_before_an_inner_one_are_refused(
     with pytest.raises(spmd.SpmdError, match=r"fully_shard has no stage 4(?s:.*)fix: stage=3"):
         spmd.fully_shard(Stack().to("jax"), fsdp_8, stage=4)  # pyright: ignore[reportArgumentType]
     outer = spmd.fully_shard(Stack().to("jax"), fsdp_8)
-    with pytest.raises(spmd.SpmdError, match=r"is inside a Stack that is a unit of fully_shard already(?s:.*)inner modules first"):
+    with pytest.raises(spmd.SpmdError, match=r"is inside a Stack that is already a unit of fully_shard(?s:.*)inner modules first"):
         spmd.fully_shard(outer.get_submodule("layers.0"), fsdp_8)
 
 

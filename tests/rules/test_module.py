@@ -106,7 +106,7 @@ class Attention(nn.Module):
 
 
 HEADS = [
-    ((4, 2, 8), "data=2,model=4", "heads", "2 heads of 8, its axes make 4 shards"),
+    ((4, 2, 8), "data=2,model=4", "heads", "2 heads of 8, split into 4 shards"),
     ((4, 4, 8), "data=2,model=4", None, ""),
     ((6, 6, 8), "data=2,model=4", "heads", "6 heads of 8"),
     ((3, 3, 8, True), "data=4,model=2", "heads", "3 query and 3 key-value heads"),
@@ -238,10 +238,10 @@ def test_prepare_module_input_and_output_lay_out_values_by_position_and_keyword(
 REFUSED = [
     ({"up": ColwiseParallel(), "down": ("model", None)}, "a plan mixes styles and specs"),
     ({"up": "columnwise"}, "'up' has style 'columnwise'"),
-    ("megatronn", "'megatronn' names no rules"),
+    ("megatronn", "'megatronn' is not a preset"),
     ("megatron", "no Megatron rules are known for MLP"),
     ("auto", "MLP has no tensor-parallel plan"),
-    (3, "rules of type int are not understood"),
+    (3, "rules of type int are not supported"),
     ([("up.weight", [Shard(0)])], "1 placements, 2 axes"),
     ([("up.weight", [Partial(), Shard(0)])], "reduce the tensor first"),
     ([("up.weight", [Replicate(), Shard(2)])], "no layout for a tensor of rank 2"),

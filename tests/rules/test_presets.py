@@ -156,7 +156,7 @@ def test_torchs_own_encoder_is_known(mesh_4x2: mesh.Mesh) -> None:
 
 def test_too_few_key_value_heads_for_the_axis_is_an_error() -> None:
     grid = mesh.Mesh(range(8), (2, 4), ("data", "model"))
-    with pytest.raises(mesh.RulesError, match=r"k_proj.weight': dim 0 holds 2 heads of 4, its axes make 4 shards"):
+    with pytest.raises(mesh.RulesError, match=r"k_proj.weight': dim 0 has 2 heads of 4, split into 4 shards"):
         spmd.shard_module(llama().to("jax"), grid, "megatron")
     assert not spmd.shard_module(llama(4).to("jax"), grid, "megatron").errors
 
@@ -247,7 +247,7 @@ def test_half_a_pair_is_refused(mesh_4x2: mesh.Mesh) -> None:
         mlp: Any = block.mlp
         mlp.out = mlp.c_proj
         del mlp.c_proj
-    with pytest.raises(mesh.RulesError, match=r"'transformer.h.0.mlp.c_fc' would be split by outputs, but nothing beside it .* 'c_proj'"):
+    with pytest.raises(mesh.RulesError, match=r"'transformer.h.0.mlp.c_fc' would be split by outputs, but no sibling 'c_proj'"):
         spmd.shard_module(model.to("jax"), mesh_4x2, "megatron")
 
 
@@ -285,7 +285,7 @@ def test_a_model_is_laid_out_anew_by_a_second_call(mesh_4x2: mesh.Mesh) -> None:
 def test_units_by_hand_are_not_made_anew(mesh_4x2: mesh.Mesh) -> None:
     model = llama().to("jax")
     spmd.fully_shard(model, mesh_4x2)
-    with pytest.raises(spmd.SpmdError, match="is a unit of fully_shard already"):
+    with pytest.raises(spmd.SpmdError, match="is already a unit of fully_shard"):
         spmd.shard_module(model, mesh_4x2, "fsdp")
 
 

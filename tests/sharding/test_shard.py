@@ -46,7 +46,7 @@ def test_wrong_shards_are_refused_and_change_nothing() -> None:
     cases: list[tuple[list[Any], str]] = [
         (shards[:-1], f"no shard for CPU:{mesh.device_count() - 1}"),
         ([*shards, shards[0]], "or was given two"),
-        ([spmd.XLAShard(shards[0].data, ..., "TPU:9", 0), *shards[1:]], "device TPU:9 holds no piece"),
+        ([spmd.XLAShard(shards[0].data, ..., "TPU:9", 0), *shards[1:]], "device TPU:9 has no shard"),
         ([spmd.XLAShard(torch.zeros(1), s.indices, s.shard_device, 0) for s in shards], r"the shard for CPU:0 is torch.float32 \[1\]"),
         ([spmd.XLAShard(s.data.double(), s.indices, s.shard_device, 0) for s in shards], "torch.float64"),
     ]

@@ -154,6 +154,6 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(unbroken_of_two: Any, tmp_
 def test_a_mistake_is_one_message_and_exit_code_two(tmp_path: Path) -> None:
     code, out, err = train(written(tmp_path), "--model.rules", "megatrom")
     assert code == 2 and "Traceback" not in err
-    assert "'megatrom' names no rules" in err + out
+    assert "'megatrom' is not a preset" in err + out
     code, _, err = train(written(tmp_path), "--optimizer.lrr", "1")
     assert code == 2 and "fix: write 'lr'" in err

@@ -74,7 +74,7 @@ def test_a_device_mesh_of_torch_describes_the_tensor() -> None:
         ([Shard(0)], ValueError, "1 placements do not fit"),
         ([Shard(0), Shard(2)], IndexError, r"does not fit tensor float32\[8, 16\](?s:.*)it has 2 dims"),
         ([Shard(0), Partial()], NotImplementedError, "asks for an unreduced tensor"),
-        ([Shard(0), _StridedShard(0, split_factor=2)], spmd.SpmdError, r"on axis 'model' has no spec(?s:.*)fix: use Shard"),
+        ([Shard(0), _StridedShard(0, split_factor=2)], spmd.SpmdError, r"on axis 'model' has no equivalent spec(?s:.*)fix: use Shard"),
     ],
 )
 def test_placements_that_do_not_fit_are_refused(placements: Any, error: type[Exception], message: str) -> None:
@@ -87,7 +87,7 @@ def test_placements_and_specs_are_two_forms_of_one_thing() -> None:
         sharding = mesh.ShardingSpec(grid(), spec)
         assert placements_of(sharding) == tuple(Shard(p.dim % 2) if p.is_shard() else p for p in placements)
         assert spec_from_placements(batch(8, 16).to("jax"), grid(), placements_of(sharding)) == sharding
-    with pytest.raises(mesh.SpecError, match="has no sharding, so no placements"):
+    with pytest.raises(mesh.SpecError, match="has no sharding and so no placements"):
         spmd.XLAShardedTensor(batch(2)).placements  # noqa: B018
 
 

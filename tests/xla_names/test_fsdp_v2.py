@@ -133,8 +133,8 @@ class NoForward(nn.Module):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: FSDPv2(FSDPv2(MLP(), fsdp()), fsdp()), spmd.SpmdError, "is wrapped already"),
-        (lambda: FSDPv2(nn.Sequential(FSDPv2(MLP(), fsdp())), fsdp(), auto_wrap_policy=POLICY), spmd.SpmdError, "is wrapped already"),
+        (lambda: FSDPv2(FSDPv2(MLP(), fsdp()), fsdp()), spmd.SpmdError, "is already wrapped"),
+        (lambda: FSDPv2(nn.Sequential(FSDPv2(MLP(), fsdp())), fsdp(), auto_wrap_policy=POLICY), spmd.SpmdError, "is already wrapped"),
         (lambda: FSDPv2(NoForward(), fsdp()), spmd.SpmdError, "NoForward has no forward"),
         (lambda: FSDPv2(nn.ModuleList([MLP()]), fsdp()), spmd.SpmdError, "ModuleList has no forward"),
         (lambda: FSDPv2(MLP(), line("data")), ValueError, "The provided fsdp axis is not in the mesh"),

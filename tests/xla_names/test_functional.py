@@ -86,7 +86,7 @@ def test_shard_as_inside_a_program_and_refused_structures() -> None:
     step = spmd.compile(lambda a, b: spmd.shard_as(a, b * 2)[1])
     out = step(a, batch(8, 16, seed=2).to("jax"))
     assert_same(out, batch(8, 16, seed=2) * 2)
-    with pytest.raises(spmd.SpmdError, match="two containers of one structure"):
+    with pytest.raises(spmd.SpmdError, match="two pytrees of the same structure"):
         spmd.shard_as([a], (a,))
 
 
