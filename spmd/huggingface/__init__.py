@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, Accelerate and PEFT over a device mesh: one call, and their scripts stay as they are.
+"""Runs Hugging Face's Trainer, Accelerate and PEFT over a device mesh with one call and no change to the training script.
 
 import spmd.huggingface
 

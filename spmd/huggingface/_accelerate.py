@@ -1,6 +1,6 @@
-"""What stands in Accelerate while a training is on: its device, `prepare` of a model, batches on their way, random states in checkpoints.
+"""Replaces parts of Accelerate while a training is active: its device, `prepare` of a model, loading of batches, random states.
 
-Of one process: `gather`, `reduce` and `pad_across_processes` of a tensor are the tensor, which is the global one.
+There is one process, so `gather`, `reduce` and `pad_across_processes` of a tensor return the tensor, which is global.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STATES = "random_states_jax.pt"
 
 @contextmanager
 def placing(layouts: Layouts) -> Generator[None]:
-    """While active, what Accelerate prepares lies over the mesh of `layouts`."""
-    import_module("accelerate.accelerator")  # and with it the others
+    """While active, what Accelerate prepares is laid out over the mesh of `layouts`."""
+    import_module("accelerate.accelerator")  # which imports the other modules
     with ExitStack() as stack:
         stack.enter_context(replaced("accelerate.state.PartialState.default_device", property(lambda self: torch.device("jax"))))
         stack.enter_context(replaced(_PREPARE_MODEL, _prepare_model(layouts)))
@@ -50,7 +50,7 @@ def _send_to_device(layouts: Layouts) -> Any:
     send: Any = current(_SEND)
 
     def sent(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-        """A batch of Accelerate's loaders; the next one ends a step."""
+        """Lay out a batch of Accelerate's loaders. Asking for a batch ends the previous step."""
         if torch.device(device).type == "jax":
             end_step()
             tensor = layouts.placed(tensor)
@@ -60,7 +60,7 @@ def _send_to_device(layouts: Layouts) -> Any:
 
 
 def _keep_random_state(accelerator: Any) -> None:
-    """`save_state` and `load_state` have the device's random state too, by the hooks that they offer."""
+    """Make `save_state` and `load_state` include the device's random state, through their hooks."""
     if vars(accelerator).get("_spmd_keeps_random_state"):
         return
     accelerator._spmd_keeps_random_state = True

@@ -1,7 +1,7 @@
-"""A model as transformers' loops see it while it generates: on the host, with programs where it would compute.
+"""A model object for transformers' generation loops: it looks like a model on the host, and its computation runs in programs.
 
-`generate` and its loops run unedited on an object of the model's own class and attributes, in which the few methods that compute are
-replaced. Ids, masks, scores, processors, criteria and beams are the host's, so they are CPU torch's to the last token.
+`generate` and its loops run unedited on an object of the model's own class with the model's attributes. Only the few methods that
+compute are replaced. Ids, masks, scores, processors, criteria and beams stay on the host, so they match CPU torch to the last token.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from spmd.huggingface._generation_programs import Programs, bucket, programs_of
-from spmd.huggingface._kept_tokens import Kept
+from spmd.huggingface._key_value_cache import KeyValueCache
 from spmd.huggingface._token_loop import token_loop
 
 
-class Held(Cache):
-    """What goes through transformers' loops as `past_key_values`."""
+class CacheHandle(Cache):
+    """The object that transformers' loops pass around as `past_key_values`."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, cache: KeyValueCache) -> None:
         super().__init__(layers=[])
-        self.kept = kept
+        self.cache = cache
         self.rows_B: Tensor | None = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Done by the next program."""
+        """Remember the beams' rows; the next program reorders the cache."""
         self.rows_B = beam_idx.long()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if not self.kept.layers else self.kept.num_tokens
+        return 0 if not self.cache.layers else self.cache.num_tokens
 
 
 class _Decoding:
-    """Goes before the model's class among its bases."""
+    """Mixin that precedes the model's class among the bases."""
 
     __slots__ = ("_spmd_is_on_host", "_spmd_programs")
     _spmd_programs: Programs
@@ -48,18 +48,18 @@ class _Decoding:
     device = torch.device("cpu")
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        self._spmd_programs.model._validate_model_kwargs(model_kwargs)  # it looks at the parameters of what is replaced here
+        self._spmd_programs.model._validate_model_kwargs(model_kwargs)  # it inspects signatures of methods that are replaced here
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_logits_processor(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return found if self._spmd_is_on_host else type(found)([_ProcessorOnDevice(p) if _is_users(p) else p for p in found])
+        return found if self._spmd_is_on_host else type(found)([_ProcessorOnDevice(p) if _is_user_defined(p) else p for p in found])
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_stopping_criteria(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return found if self._spmd_is_on_host else type(found)([_CriterionOnDevice(c) if _is_users(c) else c for c in found])
+        return found if self._spmd_is_on_host else type(found)([_CriterionOnDevice(c) if _is_user_defined(c) else c for c in found])
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(self, inputs_tensor: Tensor, model_kwargs: Any, **more: Any) -> Any:
-        """The encoder runs with the prompt: until then its tokens stand for its states."""
+        """Defer the encoder, which runs together with the prompt. Until then its tokens take the place of its states."""
         model_kwargs["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs_tensor)  # pyright: ignore[reportArgumentType]
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(inputs_tensor)
@@ -71,50 +71,50 @@ class _Decoding:
         copies = max(generation_config.num_beams, generation_config.num_return_sequences)
         max_length = max(max_cache_length + 1, generation_config.max_cache_len or 0)
         sizes = self._spmd_programs.sizes(batch_size * copies, max_length, copies)
-        model_kwargs["past_key_values"] = Held(Kept(sizes, {}))
+        model_kwargs["past_key_values"] = CacheHandle(KeyValueCache(sizes, {}))
 
     def _sample(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any = None, **more: Any
     ) -> Any:
-        """Many tokens in one call, where nothing needs the host for each."""
+        """Generate many tokens per call if no step needs the host."""
         config = generation_config
         asks = streamer is not None or (config.return_dict_in_generate and (config.output_scores or config.output_logits))
         loop = None if asks or (self._spmd_is_on_host and config.do_sample) else token_loop(logits_processor, stopping_criteria, config)
         if loop is None:
             chosen = (logits_processor, stopping_criteria, config)
             return super()._sample(input_ids, *chosen, streamer=streamer, **more)  # pyright: ignore[reportAttributeAccessIssue]
-        held: Held = more["past_key_values"]
-        self._take_in(input_ids, more)
-        tokens = loop.run(self._spmd_programs, held.kept, input_ids)
+        handle: CacheHandle = more["past_key_values"]
+        self._prefill_cache(input_ids, more)
+        tokens = loop.run(self._spmd_programs, handle.cache, input_ids)
         if not config.return_dict_in_generate:
             return tokens
         kind = GenerateEncoderDecoderOutput if self._spmd_programs.model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-        return kind(sequences=tokens, past_key_values=held)  # pyright: ignore[reportArgumentType]
+        return kind(sequences=tokens, past_key_values=handle)  # pyright: ignore[reportArgumentType]
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, is_first_iteration: bool = True) -> Any:
-        held: Held = model_kwargs["past_key_values"]
-        self._take_in(input_ids, model_kwargs)
-        held.rows_B = torch.arange(held.kept.sizes.batch) if generation_config.num_beams > 1 else None
-        return self(**self.prepare_inputs_for_generation(input_ids, past_key_values=held))
+        handle: CacheHandle = model_kwargs["past_key_values"]
+        self._prefill_cache(input_ids, model_kwargs)
+        handle.rows_B = torch.arange(handle.cache.sizes.batch) if generation_config.num_beams > 1 else None
+        return self(**self.prepare_inputs_for_generation(input_ids, past_key_values=handle))
 
-    def _take_in(self, input_ids: Tensor, model_kwargs: Any) -> None:
-        kept: Kept = model_kwargs["past_key_values"].kept
-        kept.given = _given(kept, self._spmd_programs, model_kwargs)
-        encoder_tokens = model_kwargs["encoder_outputs"].last_hidden_state if "encoder_mask" in kept.given else None
-        kept.num_encoder_tokens = 0 if encoder_tokens is None else encoder_tokens.shape[1]
-        self._spmd_programs.take_in(kept, input_ids, encoder_tokens)
+    def _prefill_cache(self, input_ids: Tensor, model_kwargs: Any) -> None:
+        cache: KeyValueCache = model_kwargs["past_key_values"].cache
+        cache.given = _given(cache, self._spmd_programs, model_kwargs)
+        encoder_tokens = model_kwargs["encoder_outputs"].last_hidden_state if "encoder_mask" in cache.given else None
+        cache.num_encoder_tokens = 0 if encoder_tokens is None else encoder_tokens.shape[1]
+        self._spmd_programs.prefill(cache, input_ids, encoder_tokens)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: Any = None, **more: Any) -> dict[str, Any]:
         return {"input_ids": input_ids[:, -1], "past_key_values": past_key_values}
 
-    def __call__(self, input_ids: Tensor, past_key_values: Held, return_dict: bool = True) -> Any:
+    def __call__(self, input_ids: Tensor, past_key_values: CacheHandle, return_dict: bool = True) -> Any:
         rows_B, past_key_values.rows_B = past_key_values.rows_B, None
-        scores_BV = self._spmd_programs.next_scores(past_key_values.kept, input_ids, rows_B)
+        scores_BV = self._spmd_programs.decode(past_key_values.cache, input_ids, rows_B)
         return CausalLMOutputWithPast(logits=scores_BV[:, None], past_key_values=past_key_values)  # pyright: ignore[reportArgumentType]
 
 
-def _given(kept: Kept, programs: Programs, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """`Kept.given` on the host, of what transformers prepared."""
+def _given(cache: KeyValueCache, programs: Programs, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """`KeyValueCache.given` on the host, made from what transformers prepared."""
     mask: Any = model_kwargs.get("attention_mask")
     positions: Any = model_kwargs.get("position_ids")
     given: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ def _given(kept: Kept, programs: Programs, model_kwargs: dict[str, Any]) -> dict
     if programs.model.config.is_encoder_decoder:
         given["encoder_mask"] = torch.nn.functional.pad(mask, (0, bucket(mask.shape[1], limit=limit) - mask.shape[1]))
         return given
-    slots = kept.sizes.slots
+    slots = cache.sizes.slots
     if mask is not None:
         given["mask"] = torch.nn.functional.pad(mask, (0, slots - mask.shape[1]), value=1)
     if positions is not None:
@@ -132,7 +132,7 @@ def _given(kept: Kept, programs: Programs, model_kwargs: dict[str, Any]) -> dict
 
 
 class DrawsOnDevice(TorchFunctionMode):
-    """Tokens drawn on the host take the device's random numbers: those that the same call draws there."""
+    """While active, sampling on the host uses the device's random stream, so it draws what the same call would draw there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.multinomial and args[0].device.type == "cpu":
@@ -141,12 +141,12 @@ class DrawsOnDevice(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _is_users(called: Any) -> bool:
+def _is_user_defined(called: Any) -> bool:
     return type(called).__module__.partition(".")[0] != "transformers"
 
 
 class _ProcessorOnDevice(LogitsProcessor):
-    """A processor of the user's sees tensors where the prompt was."""
+    """Wraps a user-defined processor so that it sees tensors on the prompt's device."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -154,13 +154,13 @@ class _ProcessorOnDevice(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         shown = scores.to("jax")
         found = self.theirs(input_ids.to("jax"), shown).cpu()
-        if shown._version:  # `output_logits` shows what a processor writes in place
+        if shown._version:  # in-place changes show up in `output_logits`
             scores.copy_(shown.cpu())
         return found
 
 
 class _CriterionOnDevice(StoppingCriteria):
-    """The same for a criterion."""
+    """Wraps a user-defined stopping criterion in the same way."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -179,7 +179,7 @@ def _class_of(kind: type) -> type:
 
 
 def decoding(model: Any, is_on_host: bool) -> Any:
-    """The model under a class that generates by programs; its attributes are the model's. `is_on_host`: where the prompt was."""
+    """A view of the model whose class generates by programs; it shares the model's attributes. `is_on_host`: the prompt is on the host."""
     made = object.__new__(_class_of(type(model)))
     object.__setattr__(made, "__dict__", vars(model))
     object.__setattr__(made, "_spmd_programs", programs_of(model))
@@ -187,4 +187,4 @@ def decoding(model: Any, is_on_host: bool) -> Any:
     return made
 
 
-__all__ = ["DrawsOnDevice", "Held", "decoding"]
+__all__ = ["DrawsOnDevice", "CacheHandle", "decoding"]

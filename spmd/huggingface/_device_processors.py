@@ -1,7 +1,7 @@
-"""transformers' processors of scores over sequences of one size, of which a number on the device says how long they are.
+"""transformers' logits processors, for sequences of a fixed size whose current length is a number on the device.
 
-Those that look at scores alone are theirs, with their numbers as tensors; those that ask for the length of the sequence are said here
-in the same words. A processor that is not in the tables, or is a class of the user's, needs the host for each token.
+Processors that look only at scores run unchanged, with their numbers as tensors. Those that need the length of the sequence are
+reimplemented here. A processor that is in neither table, or is user-defined, needs the host for each token.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from transformers.generation import logits_process as theirs
 
 
 @dataclass(frozen=True)
-class Written:
-    """Sequences in a program.
+class Sequences:
+    """The sequences inside a program.
 
     Attributes:
-        tokens_BL: int64; what is behind `length` is anything.
-        length: 0-dim, how many tokens each row has.
+        tokens_BL: int64; entries from `length` on are undefined.
+        length: 0-dim, number of tokens in each row.
     """
 
     tokens_BL: Tensor
     length: Tensor
 
 
-Apply = Callable[[Written, Tensor, Sequence[Tensor]], Tensor]
+Apply = Callable[[Sequences, Tensor, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A processor in a program.
+    """A processor inside a program.
 
     Attributes:
-        key: what the program is made for.
-        numbers: what each call gives it, on the host.
-        apply: of sequences, scores [B, V] and the numbers on the device: scores.
+        key: static part of the processor, for the program's key.
+        numbers: host tensors that are inputs of each call.
+        apply: function of sequences, scores [B, V] and the numbers on the device; returns scores.
     """
 
     key: tuple[Any, ...]
@@ -48,7 +48,7 @@ class OnDevice:
     numbers: list[Tensor] = field(default_factory=list[Tensor])
 
 
-# Of scores alone: the attributes that are numbers of a call, in float64 as Python's are.
+# Processors of scores alone, with their attributes that become inputs of a call, in float64 like Python floats.
 _OF_SCORES: dict[str, tuple[str, ...]] = {
     "TemperatureLogitsWarper": ("temperature",),
     "TopKLogitsWarper": (),
@@ -62,7 +62,7 @@ _OF_SCORES: dict[str, tuple[str, ...]] = {
 
 
 def on_device(processors: Sequence[Any]) -> list[OnDevice] | None:
-    """All of them in a program; None if one needs the host."""
+    """All processors in the form for a program; None if one needs the host."""
     found: list[OnDevice] = []
     for processor in processors:
         made = _one(processor)
@@ -85,10 +85,10 @@ def _one(processor: Any) -> OnDevice | None:
 def _of_scores(processor: Any, names: tuple[str, ...]) -> OnDevice:
     fixed = tuple(sorted((name, value) for name, value in vars(processor).items() if name not in names))
 
-    def apply(written: Written, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    def apply(sequences: Sequences, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         its = copy.copy(processor)
         vars(its).update(zip(names, numbers, strict=True))
-        return its(written.tokens_BL, scores_BV)
+        return its(sequences.tokens_BL, scores_BV)
 
     return OnDevice(
         (type(processor).__name__, fixed), apply, [torch.tensor(getattr(processor, name), dtype=torch.float64) for name in names]
@@ -96,7 +96,7 @@ def _of_scores(processor: Any, names: tuple[str, ...]) -> OnDevice:
 
 
 def _mask(tokens: Tensor, scores_BV: Tensor) -> Tensor:
-    """bool [V]: which tokens are among these."""
+    """bool [V]: which vocabulary entries are among `tokens`."""
     return torch.isin(torch.arange(scores_BV.shape[-1], device=scores_BV.device), tokens)
 
 
@@ -109,11 +109,11 @@ def _only(tokens: Tensor, scores_BV: Tensor) -> Tensor:
 
 
 def _where(name: str, tests: Callable[[Tensor, Tensor], Tensor], bound: int, change: Callable[..., Tensor], tokens: Any) -> OnDevice:
-    """`change(tokens, scores)` while `tests(length, bound)`."""
+    """Apply `change(tokens, scores)` while `tests(length, bound)` is true."""
 
-    def apply(written: Written, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    def apply(sequences: Sequences, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         limit, found = numbers
-        return torch.where(tests(written.length, limit), change(found, scores_BV), scores_BV)
+        return torch.where(tests(sequences.length, limit), change(found, scores_BV), scores_BV)
 
     found = torch.as_tensor(tokens).reshape(-1)
     return OnDevice((name, len(found)), apply, [torch.tensor(bound), found])
@@ -121,18 +121,18 @@ def _where(name: str, tests: Callable[[Tensor, Tensor], Tensor], bound: int, cha
 
 def _suppressed(processor: Any) -> OnDevice:
     tokens = processor.suppress_tokens
-    return OnDevice(("suppress", len(tokens)), lambda written, scores_BV, numbers: _without(numbers[0], scores_BV), [tokens])
+    return OnDevice(("suppress", len(tokens)), lambda sequences, scores_BV, numbers: _without(numbers[0], scores_BV), [tokens])
 
 
 def _repetition(processor: Any) -> OnDevice | None:
     ignored = processor.prompt_ignore_length
 
-    def apply(written: Written, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    def apply(sequences: Sequences, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         penalty, first = numbers
-        places = torch.arange(written.tokens_BL.shape[1], device=scores_BV.device)
-        counts_BL = (places >= first.reshape(-1, 1)) & (places < written.length)
+        places = torch.arange(sequences.tokens_BL.shape[1], device=scores_BV.device)
+        counts_BL = (places >= first.reshape(-1, 1)) & (places < sequences.length)
         size = scores_BV.shape[-1]
-        tokens_BL = torch.where(counts_BL, written.tokens_BL.clamp(max=size), size)
+        tokens_BL = torch.where(counts_BL, sequences.tokens_BL.clamp(max=size), size)
         seen_BV = torch.zeros(len(scores_BV), size + 1, dtype=torch.bool, device=scores_BV.device).scatter(1, tokens_BL, True)[:, :size]
         return torch.where(seen_BV, torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty), scores_BV)
 
@@ -143,8 +143,8 @@ def _repetition(processor: Any) -> OnDevice | None:
 def _no_repeat(processor: Any) -> OnDevice:
     size = processor.ngram_size
 
-    def apply(written: Written, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        tokens_BL, length, num_scores = written.tokens_BL, written.length, scores_BV.shape[-1]
+    def apply(sequences: Sequences, scores_BV: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        tokens_BL, length, num_scores = sequences.tokens_BL, sequences.length, scores_BV.shape[-1]
         windows_BWN = tokens_BL.unfold(1, size, 1)
         last = length + 1 - size + torch.arange(size - 1, device=scores_BV.device)
         prefix_BN = tokens_BL.index_select(1, last.clamp(min=0))
@@ -171,4 +171,4 @@ _OF_LENGTH: dict[str, Callable[[Any], OnDevice | None]] = {
     "NoRepeatNGramLogitsProcessor": _no_repeat,
 }
 
-__all__ = ["OnDevice", "Written", "on_device"]
+__all__ = ["OnDevice", "Sequences", "on_device"]

@@ -1,6 +1,6 @@
-"""What stands in transformers' `from_pretrained` while a training is on: "auto" is the mesh, and what arrives on its device is laid out.
+"""Replaces parts of transformers' `from_pretrained` while a training is active: "auto" means the mesh, and loaded models are laid out.
 
-Weights that go to device 'jax' stay on the host until they are used, so each device is sent its shards alone.
+Weights for device 'jax' stay on the host until they are used, so each device receives only its shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @contextmanager
 def placing(layouts: Layouts) -> Generator[None]:
-    """While active, what `from_pretrained` loads to device 'jax' lies over the mesh of `layouts`."""
+    """While active, models that `from_pretrained` loads to device 'jax' are laid out over the mesh of `layouts`."""
     import_module(_MODULE)
     with ExitStack() as stack:
         stack.enter_context(replaced(_DEVICE_MAP, _device_map()))
@@ -34,7 +34,7 @@ def _device_map() -> Any:
     check: Any = current(_DEVICE_MAP)
 
     def checked(device_map: Any) -> Any:
-        """As transformers has it; the mesh is one device, which has room for what its devices have room for together."""
+        """transformers' check. The mesh counts as one device, with the memory of all its devices."""
         return check("jax" if isinstance(device_map, str) and device_map in _AUTOMATIC else device_map)
 
     return checked
@@ -48,7 +48,7 @@ def _from_pretrained(layouts: Layouts) -> Any:
             if options.get(name) is not None:
                 raise _of_processes(name, options[name])
         found = load(cls, *args, **options)
-        model = found[0] if isinstance(found, tuple) else found  # beside what was missing in the files
+        model = found[0] if isinstance(found, tuple) else found  # or (model, loading info)
         places = {t.device.type for t in (*model.parameters(), *model.buffers())}
         if places == {"jax"}:
             layouts.lay_out_model(model)
@@ -60,8 +60,8 @@ def _from_pretrained(layouts: Layouts) -> Any:
 def _of_processes(name: str, value: Any) -> SpmdError:
     return SpmdError(
         message(
-            f"from_pretrained({name}={value!r}) divides a model among processes, and this is one that has the whole mesh",
-            fix='train_on(mesh, rules="auto") takes the plan of the model; leave the argument out',
+            f"from_pretrained({name}={value!r}) divides a model among processes, but this single process has the whole mesh",
+            fix='leave the argument out; train_on(mesh, rules="auto") uses the plan of the model',
         )
     )
 

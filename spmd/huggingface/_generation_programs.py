@@ -1,7 +1,7 @@
-"""The programs by which a model generates: one takes in a prompt, for each bucket of lengths, and one goes on by a token.
+"""The programs of a model's generation: prefill for each bucket of prompt lengths, and decode for one more token.
 
-They belong to the model, and are made when they are first needed. What is cached lies as the model lies: heads over the axis of the
-model, rows over those of the batch.
+They are attached to the model and compiled when first needed. The cache is laid out like the model: heads over the model axis, rows over
+the batch axes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mesh import Mesh
 from spmd.device._layout import annotation_of
-from spmd.huggingface._kept_tokens import Kept, Sizes, empty_cache, filled_cache, tensors_of
+from spmd.huggingface._key_value_cache import KeyValueCache, Sizes, empty_cache, filled_cache, tensors_of
 from spmd.program._step import Step
 from spmd.program._step import compile as compile_step
 from spmd.sharding._annotate import mark_sharding
@@ -28,17 +28,17 @@ _ATTRIBUTE = "_spmd_generation"
 
 
 def bucket(length: int, smallest: int = _SMALLEST_BUCKET, limit: int | None = None) -> int:
-    """The next power of two, or `limit` where that is less and still enough."""
+    """The next power of two, at least `smallest`; or `limit` if that is smaller and still at least `length`."""
     size = max(smallest, 1 << (length - 1).bit_length())
     return size if limit is None or limit < length else min(size, limit)
 
 
-class Left(Exception):
-    """This generation is transformers' own: caught where it began.
+class NotCompiled(Exception):
+    """This generation must fall back to transformers' loop. Caught where generation starts.
 
     Attributes:
-        is_lasting: the model is no program; otherwise it is this call.
-        is_expected: as documented, and nobody is told.
+        is_lasting: the model itself cannot be compiled, not only this call.
+        is_expected: a documented case, without a warning.
     """
 
     def __init__(self, reason: str, is_lasting: bool, is_expected: bool = False) -> None:
@@ -47,17 +47,17 @@ class Left(Exception):
 
 
 class Programs:
-    """Those of one model.
+    """The programs of one model.
 
     Attributes:
-        steps: compiled functions by what they do and the sizes that they do it for.
+        steps: compiled functions, by kind of program and the sizes that it is compiled for.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model: Any = model
         self.steps: dict[Any, Step[Any, Any]] = {}
 
-    def __reduce__(self) -> Any:  # of a copy, or a file, of the model: its own are made anew
+    def __reduce__(self) -> Any:  # a copied or loaded model compiles its own programs
         return Programs, (None,)
 
     @property
@@ -65,63 +65,69 @@ class Programs:
         return sum(step.num_executables for step in self.steps.values())
 
     def run(self, key: Any, make: Callable[[], Callable[..., Any]], *args: Any) -> Any:
-        """Call the program under a key; `make` makes it as a method of the model, which runs without gradients as `generate` does.
+        """Call the program with this key. `make` creates its function, a method of the model that runs without gradients, as in `generate`.
 
         Raises:
-            Left: it is no program.
+            NotCompiled: the function cannot be compiled.
         """
         if key not in self.steps:
-            self.steps[key] = compile_step(MethodType(make(), self.model))  # a trace finds the modules of its object
+            self.steps[key] = compile_step(MethodType(make(), self.model))  # as a method, so that a trace finds the model's modules
         step = self.steps[key]
         try:
             return step(*args)
         except JaxRuntimeError:
             raise
-        except Exception as error:  # also what the model's own code says of tensors that have no values yet
-            was_program = step.num_traces > 0  # a hook, or autocast around this call: the next may be a program again
+        except Exception as error:  # also the model's own errors about tensors without values
+            was_program = step.num_traces > 0  # a hook or autocast in this call only: the next may compile
             if not was_program:
                 del self.steps[key]
-            raise Left(str(error).partition("\n")[0], is_lasting=not was_program) from error
+            raise NotCompiled(str(error).partition("\n")[0], is_lasting=not was_program) from error
 
     def sizes(self, batch: int, max_length: int, copies: int) -> Sizes:
-        """Room for `max_length` tokens; programs for these rows that have it already are taken.
+        """Sizes with room for `max_length` tokens; those of an existing program for the same rows are preferred.
 
         Raises:
-            Left: the model has no such positions; what it makes of them is for it to say.
+            NotCompiled: the model has too few positions. How it handles that is up to the model.
         """
         if self.positions is not None and max_length > self.positions:
-            raise Left(f"{max_length} tokens, of a model of {self.positions}", is_lasting=False, is_expected=True)
+            raise NotCompiled(f"{max_length} tokens, of a model of {self.positions}", is_lasting=False, is_expected=True)
         made = [sizes.slots for _, sizes, *_ in self.steps if (sizes.batch, sizes.copies) == (batch, copies) and sizes.slots >= max_length]
         return Sizes(batch, min(made, default=bucket(max_length, _SMALLEST_ROOM)), copies)
 
-    def take_in(self, kept: Kept, tokens_BT: Tensor, encoder_tokens_BS: Tensor | None = None) -> None:
-        """Fill `kept` with a prompt, of which the last token is not counted: it is the first to go on from.
+    def prefill(self, cache: KeyValueCache, tokens_BT: Tensor, encoder_tokens_BS: Tensor | None = None) -> None:
+        """Fill `cache` with a prompt except for its last token, from which decoding starts.
 
         Args:
-            kept: with what is given, on the host.
-            tokens_BT: the prompt on the host.
-            encoder_tokens_BS: what an encoder reads.
+            cache: the cache to fill; its `given` is still on the host.
+            tokens_BT: int64 ids of the prompt on the host.
+            encoder_tokens_BS: ids for the encoder, if the model has one.
         """
         length = tokens_BT.shape[1]
-        padded = min(bucket(length, limit=self.positions), kept.sizes.slots)
-        kept.given = {name: self.put(tensor) for name, tensor in kept.given.items()}
+        padded = min(bucket(length, limit=self.positions), cache.sizes.slots)
+        cache.given = {name: self.put(tensor) for name, tensor in cache.given.items()}
         inputs = [self.put(_padded(tokens_BT, padded))]
         if encoder_tokens_BS is not None:
-            inputs.append(self.put(_padded(encoder_tokens_BS, kept.given["encoder_mask"].shape[1])))
-        key = ("prompt", kept.sizes, padded, kept.shapes)
-        kept.layers, states = self.run(key, lambda: self._prompt(kept.sizes), dict(kept.given), *inputs)
-        kept.given |= states
-        kept.num_tokens = length - 1
+            inputs.append(self.put(_padded(encoder_tokens_BS, cache.given["encoder_mask"].shape[1])))
+        key = ("prompt", cache.sizes, padded, cache.shapes)
+        cache.layers, states = self.run(key, lambda: self._prompt(cache.sizes), dict(cache.given), *inputs)
+        cache.given |= states
+        cache.num_tokens = length - 1
 
-    def next_scores(self, kept: Kept, tokens_B: Tensor, rows_B: Tensor | None = None) -> Tensor:
-        """float32 [B, V] on the host: the logits after a token for each row; `rows_B`: the rows of before from which they go on."""
-        key = ("token", kept.sizes, rows_B is None, kept.shapes)
+    def decode(self, cache: KeyValueCache, tokens_B: Tensor, rows_B: Tensor | None = None) -> Tensor:
+        """float32 [B, V] logits on the host after one more token per row. `rows_B`: reorders the cache's rows first, for beams."""
+        key = ("token", cache.sizes, rows_B is None, cache.shapes)
         rows = [] if rows_B is None else [self.put(rows_B)]
-        slot = torch.tensor(kept.num_tokens)
+        slot = torch.tensor(cache.num_tokens)
         scores_BV = self.run(
-            key, lambda: self._token(kept.sizes), dict(kept.given), kept.layers, self.put(tokens_B[:, None].long()), self.put(slot), *rows
+            key,
+            lambda: self._token(cache.sizes),
+            dict(cache.given),
+            cache.layers,
+            self.put(tokens_B[:, None].long()),
+            self.put(slot),
+            *rows,
         )
-        kept.num_tokens += 1
+        cache.num_tokens += 1
         return scores_BV.cpu().as_subclass(Tensor)
 
     def _prompt(self, sizes: Sizes) -> Callable[..., Any]:
@@ -145,16 +151,16 @@ class Programs:
                 for tensor in layers:
                     tensor.copy_(self._reordered(tensor, rows_B, sizes))
             scores_BV, mesh = scores(model, given, layers, tokens_B1, slot), self.mesh
-            return scores_BV if mesh is None else mark_sharding(scores_BV, mesh, (None, None))  # whole on every host
+            return scores_BV if mesh is None else mark_sharding(scores_BV, mesh, (None, None))  # replicated, so every host has all of it
 
         return take_token
 
     def _reordered(self, tensor_BHLD: Tensor, rows_B: Tensor, sizes: Sizes) -> Tensor:
-        """Each row is that of another beam of the same prompt."""
+        """The cache with each row replaced by that of another beam of the same prompt."""
         mesh, num_prompts = self.mesh, sizes.batch // sizes.copies
         if mesh is None or _rows(mesh, num_prompts) != _rows(mesh, sizes.batch):
             return tensor_BHLD.index_select(0, rows_B)
-        # The beams of a prompt lie on one device, but the partitioner gathers all rows for an index.
+        # The beams of a prompt are on one device, but the partitioner would gather all rows for an index.
         beams = tensor_BHLD.unflatten(0, (num_prompts, sizes.copies))
         chosen = (rows_B % sizes.copies).view(num_prompts, sizes.copies, 1, 1, 1)
         found = beams[:, :1].expand_as(beams)
@@ -164,21 +170,21 @@ class Programs:
 
     @property
     def positions(self) -> int | None:
-        """How many the model has."""
+        """Maximum number of positions of the model; None if its configuration has none."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where the model lies."""
+        """The mesh of the model's parameters; None if no parameter is marked."""
         found = (annotation_of(parameter) for parameter in self.model.parameters())
         return next((annotation.mesh for annotation in found if annotation is not None), None)
 
     def put_whole(self, tensor: Tensor) -> Tensor:
-        """A host tensor on every device."""
+        """Replicate a host tensor over the devices."""
         return tensor.contiguous().to("jax")
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the devices, its rows over the axes of the batch."""
+        """Upload a host tensor to the devices, its rows split over the batch axes."""
         tensor, mesh = tensor.contiguous().to("jax"), self.mesh
         if mesh is None or tensor.dim() == 0:
             return tensor
@@ -194,13 +200,13 @@ class Programs:
 
 
 def scores(model: Any, given: dict[str, Tensor], layers: list[Tensor], tokens_B1: Tensor, slot: Tensor) -> Tensor:
-    """float32 [B, V] after one token more, in a trace; `layers` are written in place."""
+    """float32 [B, V] logits after one more token, inside a trace; writes `layers` in place."""
     cache = filled_cache(model, layers, slot)
     return forward(model, given, cache, tokens_B1, slot, next_sequence_length=1).logits[:, -1].float()
 
 
 def forward(model: Any, given: dict[str, Tensor], cache: Any, tokens_BT: Tensor, slots: Any, **how: Any) -> Any:
-    """The model over tokens that go to `slots`, which are a slice from 0 on or one slot."""
+    """Run the model over tokens that go to `slots`: a slice from 0 on, or a single slot."""
     named: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     if not model._supports_logits_to_keep():
         del named["logits_to_keep"]
@@ -216,7 +222,7 @@ def forward(model: Any, given: dict[str, Tensor], cache: Any, tokens_BT: Tensor,
 
 
 def _rows(mesh: Mesh, num_rows: int) -> tuple[str, ...] | None:
-    """The axes of the batch, as many as divide the rows."""
+    """The batch axes that divide the rows, as many as possible."""
     found: list[str] = []
     for axis in batch_axes(mesh):
         if num_rows % mesh.size(axis) == 0:
@@ -230,11 +236,11 @@ def _padded(tokens_BT: Tensor, length: int) -> Tensor:
 
 
 def programs_of(model: nn.Module) -> Programs:
-    """The programs of a model, which keeps them."""
+    """The programs of a model, stored on the model."""
     found = vars(model).get(_ATTRIBUTE)
     if found is None or found.model is not model:
         found = vars(model)[_ATTRIBUTE] = Programs(model)
     return found
 
 
-__all__ = ["Left", "Programs", "bucket", "programs_of", "scores"]
+__all__ = ["NotCompiled", "Programs", "bucket", "programs_of", "scores"]

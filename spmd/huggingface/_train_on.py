@@ -1,11 +1,11 @@
-"""`train_on`: what Accelerate and the Trainer find as their device is a mesh, from the call on.
+"""`train_on`: from the call on, Accelerate and the Trainer find a mesh as their device.
 
     training = train_on(spmd.Mesh(range(8), (4, 2), ("data", "model")), rules="megatron")
     Trainer(model, args, train_dataset=data).train()
     training.lazy.num_executables
-    training.stop()                  # from here on they find what they would have found without it
+    training.stop()                  # restores their own devices
 
-It knows nothing of what they do in a step: that is in `_accelerate` and `_trainer`.
+This module does not know what they do in a step; that is in `_accelerate` and `_trainer`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from spmd.sharding._annotate import as_mesh
 
 
 class Training:
-    """Made by `train_on`; leaving it as a context is `stop()`.
+    """Returned by `train_on`. Leaving it as a context manager calls `stop()`.
 
     Attributes:
-        mesh: where models and batches lie.
-        lazy: the operations that wait: `num_executables`, `retraces`, `program`.
+        mesh: the mesh of models and batches.
+        lazy: the deferred operations, with `num_executables`, `retraces` and `program`.
     """
 
     def __init__(self, layouts: Layouts, operations: Lazy) -> None:
@@ -44,7 +44,7 @@ class Training:
             self._undo = undo.pop_all()
 
     def stop(self) -> None:
-        """Run what waits; Accelerate and the Trainer are as they were."""
+        """Run pending operations and restore Accelerate and the Trainer."""
         self._undo.close()
 
     def __enter__(self) -> Training:
@@ -55,7 +55,7 @@ class Training:
 
 
 def replace_all(undo: ExitStack, layouts: Layouts) -> None:
-    """Put ours in the place of what they do for a device, until `undo` is closed."""
+    """Replace what they do for a device by our functions, until `undo` is closed."""
     from spmd.huggingface import _accelerate
 
     undo.enter_context(_accelerate.placing(layouts))
@@ -75,26 +75,26 @@ def train_on(
     max_programs: int = 32,
     max_retraces: int = 16,
 ) -> Training:
-    """Accelerate's `prepare` and the Trainer train over `mesh`, from here on: call it before either is made.
+    """Make Accelerate's `prepare` and the Trainer train over `mesh` from now on. Call it before either is created.
 
     A model is laid out by `rules` when it is prepared, a batch of their loaders is split along dim 0, and the operations of this
-    thread run a step at a time (`spmd.lazy`). This process is one of theirs, whatever the number of its devices: a loader's batch size, and
-    `per_device_train_batch_size`, are of the global batch, and `num_processes` is 1.
+    thread run one step at a time (`spmd.lazy`). To both libraries this is one process, whatever the number of its devices: a loader's
+    batch size and `per_device_train_batch_size` are the size of the global batch, and `num_processes` is 1.
 
     Args:
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
-        rules: what `spmd.shard_module` takes.
-        batch: the axis or axes that split a batch; default: all that are not named as those of a model, of experts, of the
-            sequence or of a pipeline are.
-        strict: of `spmd.shard_module`.
-        max_programs, max_retraces: of `spmd.lazy`.
+        rules: rules for `spmd.shard_module`.
+        batch: the axis or axes that split a batch; default: all axes except those with the name of a model, expert, sequence or
+            pipeline axis.
+        strict: as for `spmd.shard_module`.
+        max_programs, max_retraces: as for `spmd.lazy`.
 
     Returns:
-        The training: its `lazy` says what was compiled, `stop()` ends it; as a context it ends with its block.
+        The training: `lazy` describes what was compiled, `stop()` ends it. As a context manager it ends with its block.
 
     Raises:
-        SpmdError: accelerate is not installed, an `Accelerator` was made before, torch_xla's names are installed, the job has several
-            processes, `train_on` was called before, or the mesh has no such axis.
+        SpmdError: accelerate is not installed, an `Accelerator` already exists, torch_xla's names are installed, the job has several
+            processes, another `train_on` is active, or the mesh has no such axis.
     """
     _require_room()
     return Training(Layouts(as_mesh(mesh), rules, batch, strict), lazy(max_programs=max_programs, max_retraces=max_retraces))
@@ -104,22 +104,22 @@ def _require_room() -> None:
     if find_spec("accelerate") is None:
         raise SpmdError(message("spmd.huggingface needs accelerate", fix="pip install 'spmd-mesh[hf]'"))
     if "torch_xla" in sys.modules:
-        what = "torch_xla's names are installed, by which the Trainer finds its devices itself"
+        what = "torch_xla's names are installed, and the Trainer finds its devices by them"
         raise SpmdError(message(what, fix="spmd.compat.torch_xla.uninstall(), or TrainingArguments(fsdp_config={'xla': True, ...})"))
     processes = current_gang().size
     if processes > 1:
-        what = f"train_on works in a job of one process, this one has {processes}"
-        raise SpmdError(message(what, "Accelerate would split the data among them", fix="compile the step: spmd.compile"))
+        what = f"train_on needs a job of one process, but this one has {processes}"
+        raise SpmdError(message(what, "Accelerate would split the data among the processes", fix="compile the step: spmd.compile"))
     from accelerate.state import PartialState
 
     if PartialState._shared_state:
-        what = f"Accelerate has its device already: {PartialState().device}"
-        why = "an Accelerator, a TrainingArguments or another train_on was made before"
-        raise SpmdError(message(what, why, fix="call train_on first; training.stop() ends another"))
+        what = f"Accelerate already has a device: {PartialState().device}"
+        why = "an Accelerator, a TrainingArguments or another train_on was created before"
+        raise SpmdError(message(what, why, fix="call train_on first; training.stop() ends another training"))
 
 
 def _forget_states() -> None:
-    """Accelerate's states are one of each for the process: the next Accelerator makes them anew."""
+    """Reset Accelerate's global states, so that the next Accelerator creates them again."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

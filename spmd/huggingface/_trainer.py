@@ -1,7 +1,7 @@
-"""What stands in the Trainer while a training is on: its device, the model's way there, a loss that nobody reads, random states.
+"""Replaces parts of the Trainer while a training is active: its device, placement of models, the reading of losses, random states.
 
-Note [The filter of losses]. `logging_nan_inf_filter` reads every loss between the gradients and the clipping: a step would be two
-programs, and the host would wait for each. What is logged is computed by the step instead, by the same formula.
+Note [The filter of losses]. `logging_nan_inf_filter` reads every loss between the gradients and the clipping. That would split a step
+into two programs and make the host wait for each. Instead, the step computes the logged value by the same formula.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILTER = "logging_nan_inf_filter"
 
 @contextmanager
 def placing(layouts: Layouts) -> Generator[None]:
-    """While active, what a Trainer trains lies over the mesh of `layouts`."""
+    """While active, what a Trainer trains is laid out over the mesh of `layouts`."""
     import_module(_TRAINER.rpartition(".")[0])
     with ExitStack() as stack:
         stack.enter_context(replaced(_DEVICES, _devices()))
@@ -49,7 +49,7 @@ def _devices() -> Any:
     setup: Any = current(_DEVICES)
 
     def device(self: Any) -> torch.device:
-        """Accelerate's device; one, as the process is one to the Trainer."""
+        """Accelerate's device, counted as one, because the Trainer sees a single device in this process."""
         found = setup.func(self)
         if self.use_cpu:
             return found
@@ -65,7 +65,7 @@ def _move_model(layouts: Layouts) -> Any:
     move: Any = current(f"{_TRAINER}._move_model_to_device")
 
     def moved(self: Any, model: nn.Module, device: torch.device) -> None:
-        """Laid out first, so that no device holds the whole model on the way."""
+        """Lay out the model before the move, so that no device ever has the whole model."""
         if device.type == "jax":
             layouts.lay_out_model(model)
         move(self, model, device)
@@ -77,35 +77,35 @@ def _prepare_inputs(layouts: Layouts) -> Any:
     prepare: Any = current(f"{_TRAINER}._prepare_inputs")
 
     def prepared(self: Any, inputs: Any) -> Any:
-        """Batches of loaders that Accelerate has not prepared."""
+        """Lay out batches of loaders that Accelerate did not prepare."""
         return prepare(self, layouts.placed(inputs) if self.args.device.type == "jax" else inputs)
 
     return prepared
 
 
 def _training_step() -> Any:
-    """A loss that the loop adds without asking, see Note [The filter of losses]; and where gradients add up, a program per micro-batch."""
+    """Return a loss that the loop need not read, see Note [The filter of losses]. With accumulation, run a program per micro-batch."""
     step: Any = current(f"{_TRAINER}.training_step")
 
     def stepped(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         _switch_on(self)
         loss = step(self, model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
-            end_step()  # one program for all of them would grow with their number
+            end_step()  # a single program for all would grow with their number
         logged = getattr(self, "_tr_loss", None)
         if loss.device.type != "jax" or not isinstance(logged, torch.Tensor) or not getattr(self.args, _FILTER):
             return loss
         vars(self)["_spmd_filter"] = True
         setattr(self.args, _FILTER, False)
         average = logged.clone()
-        average.div_(1 + self.state.global_step - self._globalstep_last_logged)  # in place: the number is an input of the program
+        average.div_(1 + self.state.global_step - self._globalstep_last_logged)  # in place, so that the number is an input of the program
         return torch.where(torch.isfinite(loss), loss, average)
 
     return stepped
 
 
 def _floating_point_ops() -> Any:
-    """What the loop calls next after the filter."""
+    """Restore the filter in the call that the loop makes next."""
     count: Any = current(f"{_TRAINER}.floating_point_ops")
 
     def counted(self: Any, inputs: Any) -> int:
@@ -116,7 +116,7 @@ def _floating_point_ops() -> Any:
 
 
 def _switch_on(trainer: Any) -> None:
-    """Give the arguments their filter back."""
+    """Restore the filter in the training arguments."""
     if vars(trainer).pop("_spmd_filter", False):
         setattr(trainer.args, _FILTER, True)
 

@@ -103,14 +103,14 @@ def line(mesh_: Any = None, **options: Any) -> spmd.huggingface.Training:
 
 def test_it_comes_before_what_it_changes() -> None:
     accelerate.Accelerator()
-    with pytest.raises(spmd.SpmdError, match=r"Accelerate has its device already: cpu\n.*made before\n  fix: call train_on first"):
+    with pytest.raises(spmd.SpmdError, match=r"Accelerate already has a device: cpu\n.*created before\n  fix: call train_on first"):
         line()
 
 
 def test_it_is_called_once() -> None:
     with line():
         accelerate.Accelerator()
-        with pytest.raises(spmd.SpmdError, match="Accelerate has its device already: jax"):
+        with pytest.raises(spmd.SpmdError, match="Accelerate already has a device: jax"):
             line()
 
 

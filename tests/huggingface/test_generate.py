@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spmd
-from spmd.huggingface._generate import reason_against
+from spmd.huggingface._generate import reason_for_fallback
 from spmd.program._step import Step
 from tests.huggingface.generating import (
     FAMILIES,
@@ -285,8 +285,8 @@ def test_a_users_processor_criterion_and_streamer_see_each_token(device: str) ->
 )
 def test_what_programs_do_not_do_is_left_to_transformers(options: dict[str, Any], reason: str) -> None:
     options = {name: value() if callable(value) else value for name, value in options.items()}
-    assert reason_against(device_model("llama"), {"inputs": prompt(4), "kwargs": options}) == reason
-    assert reason_against(device_model("llama"), {"inputs": prompt(4), "kwargs": {"num_beams": 2}}) is None
+    assert reason_for_fallback(device_model("llama"), {"inputs": prompt(4), "kwargs": options}) == reason
+    assert reason_for_fallback(device_model("llama"), {"inputs": prompt(4), "kwargs": {"num_beams": 2}}) is None
 
 
 def test_a_model_that_is_no_program_says_so_and_generates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_hooks_see_the_calls_that_transformers_makes() -> None:
             handle.remove()
         found.append((tokens.tolist(), seen))
     assert found[0] == found[1]
-    assert reason_against(device_model("llama"), {"inputs": prompt(4)}) is None
+    assert reason_for_fallback(device_model("llama"), {"inputs": prompt(4)}) is None
 
 
 def test_a_call_that_is_no_program_leaves_the_model_its_programs() -> None:
@@ -363,7 +363,7 @@ def test_a_call_that_is_no_program_leaves_the_model_its_programs() -> None:
     assert torch.equal(model.generate(ids, **options), want)
     with pytest.warns(UserWarning, match="generates by transformers' own loop"), torch.autocast("jax", torch.bfloat16):
         model.generate(ids.to("jax"), **options)  # its values are of one dtype then, and its cache of another
-    assert torch.equal(model.generate(ids, **options), want) and reason_against(model, {"inputs": ids}) is None
+    assert torch.equal(model.generate(ids, **options), want) and reason_for_fallback(model, {"inputs": ids}) is None
 
 
 def test_more_tokens_than_a_model_has_positions_are_left_to_transformers() -> None:
@@ -378,8 +378,8 @@ def test_more_tokens_than_a_model_has_positions_are_left_to_transformers() -> No
 
 def test_a_model_in_training_drops_as_transformers_does() -> None:
     model = fresh_model("gpt2").train()
-    assert reason_against(model, {"inputs": prompt(4)}) == "a model in training"
-    assert reason_against(fresh_model("llama").train(), {"inputs": prompt(4)}) is None
+    assert reason_for_fallback(model, {"inputs": prompt(4)}) == "a model in training"
+    assert reason_for_fallback(fresh_model("llama").train(), {"inputs": prompt(4)}) is None
 
 
 def test_copies_and_files_of_a_model_have_no_programs() -> None:

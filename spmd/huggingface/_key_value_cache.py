@@ -1,7 +1,7 @@
-"""What a generation keeps on the devices between two programs: keys and values of every token so far, in tensors of one size.
+"""Key/value cache that stays on the devices between the prefill and the decode program, in tensors of fixed size.
 
-Every layer keeps all slots, those of layers with a sliding window too: the window is a matter of the mask. A prompt that was padded to its
-bucket leaves slots behind it that hold anything; a token is written to its slot before any token looks there.
+Every layer stores all slots, also layers with a sliding window: the window is applied by the mask. A prompt that is padded to its
+bucket leaves undefined values in the slots behind it. Each slot is overwritten before a token attends to it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a generation's programs are made for.
+    """The sizes that the programs of a generation are compiled for.
 
     Attributes:
-        batch: rows B, beams and returned sequences included.
-        slots: tokens L that the tensors have room for.
-        copies: rows of the decoder for each row of the encoder.
+        batch: number of rows B, including beams and returned sequences.
+        slots: number of tokens L that fit into the cache.
+        copies: number of decoder rows per encoder row.
     """
 
     batch: int
@@ -30,15 +30,15 @@ class Sizes:
 
 
 @dataclass
-class Kept:
-    """Tensors of one generation.
+class KeyValueCache:
+    """The tensors of one generation.
 
     Attributes:
-        sizes: of the tensors.
-        layers: keys, then values, of each layer, [B, H, L, D]; then those over the encoder's tokens, [B, H, S, D].
-        given: what every token needs besides: `mask` [B, L], `positions` [B, L], `encoder_mask` [B, S], `encoder_states` [B, S, E].
-        num_tokens: slots that hold a token.
-        num_encoder_tokens: of the S, those that are no padding to a bucket.
+        sizes: batch size and number of slots of the tensors below.
+        layers: keys, then values, of each layer, [B, H, L, D]; then those of the encoder's tokens, [B, H, S, D].
+        given: further inputs of every step: `mask` [B, L], `positions` [B, L], `encoder_mask` [B, S], `encoder_states` [B, S, E].
+        num_tokens: number of filled slots.
+        num_encoder_tokens: number of the S encoder tokens that are not padding.
     """
 
     sizes: Sizes
@@ -49,19 +49,19 @@ class Kept:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Of what is given, for the key of a program."""
+        """Names and shapes of `given`, as part of a program's key."""
         return tuple((name, tuple(tensor.shape)) for name, tensor in self.given.items())
 
 
 def empty_cache(model: Any, sizes: Sizes) -> Any:
-    """A cache that the model fills."""
+    """An empty cache for the model to fill."""
     config = model.config.get_text_config(decoder=True)
     own = Cache(layers=[StaticLayer(sizes.slots) for _ in range(config.num_hidden_layers)])
     return EncoderDecoderCache(own, Cache(layer_class_to_replicate=DynamicLayer)) if model.config.is_encoder_decoder else own
 
 
 def tensors_of(cache: Any) -> list[Tensor]:
-    """`Kept.layers` of a cache that a model has filled."""
+    """The tensors of a cache that a model has filled, in the order of `KeyValueCache.layers`."""
     parts: list[Any] = [cache]
     if isinstance(cache, EncoderDecoderCache):
         parts = [cache.self_attention_cache, cache.cross_attention_cache]
@@ -69,7 +69,7 @@ def tensors_of(cache: Any) -> list[Tensor]:
 
 
 def filled_cache(model: Any, tensors: list[Tensor], num_tokens: Tensor) -> Any:
-    """A cache of these very tensors, with so many tokens (0-dim) in it."""
+    """A cache over these tensors, without a copy, that contains `num_tokens` (0-dim) tokens."""
     pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     layers: list[Any] = []
@@ -90,25 +90,25 @@ def _filled(layer: Any, keys: Tensor, values: Tensor) -> Any:
     return layer
 
 
-def dynamic_cache(model: Any, kept: Kept, rows_B: Tensor | None) -> Any:
-    """The cache that transformers' own loop would have left, on device 'jax'; no program is needed for its lengths.
+def dynamic_cache(model: Any, cache: KeyValueCache, rows_B: Tensor | None) -> Any:
+    """The cache that transformers' own loop would have returned, on device 'jax'. The host slices it, so no length needs a program.
 
     Args:
-        rows_B: which row each row goes on from, where beams were chosen after the last token.
+        rows_B: the source row of each row if beams were reordered after the last token.
     """
     config = model.config.get_text_config(decoder=True)
-    host = [tensor.cpu().as_subclass(Tensor) for tensor in kept.layers]
+    host = [tensor.cpu().as_subclass(Tensor) for tensor in cache.layers]
     if rows_B is not None:
         host = [tensor[rows_B] if tensor.shape[0] == len(rows_B) else tensor for tensor in host]
     pairs = list(zip(host[::2], host[1::2], strict=True))
     own = DynamicCache(config=config)
     for index, (keys, values) in enumerate(pairs[: config.num_hidden_layers]):
-        own.update(keys[:, :, : kept.num_tokens].contiguous(), values[:, :, : kept.num_tokens].contiguous(), index)
+        own.update(keys[:, :, : cache.num_tokens].contiguous(), values[:, :, : cache.num_tokens].contiguous(), index)
     if not model.config.is_encoder_decoder:
         return _moved(own)
     over = DynamicCache(config=config)
     for index, (keys, values) in enumerate(pairs[config.num_hidden_layers :]):
-        over.update(keys[:, :, : kept.num_encoder_tokens].contiguous(), values[:, :, : kept.num_encoder_tokens].contiguous(), index)
+        over.update(keys[:, :, : cache.num_encoder_tokens].contiguous(), values[:, :, : cache.num_encoder_tokens].contiguous(), index)
     return EncoderDecoderCache(_moved(own), _moved(over))
 
 
@@ -118,4 +118,4 @@ def _moved(cache: Any) -> Any:
     return cache
 
 
-__all__ = ["Kept", "Sizes", "dynamic_cache", "empty_cache", "filled_cache", "tensors_of"]
+__all__ = ["KeyValueCache", "Sizes", "dynamic_cache", "empty_cache", "filled_cache", "tensors_of"]
