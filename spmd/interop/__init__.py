@@ -1,1 +1,1 @@
-"""Between torch and JAX: arrays as tensors and tensors as arrays, modules as JAX functions, programs as files that need no torch."""
+"""Interoperation of torch and JAX: tensors as arrays and back, modules as JAX functions, programs as files that need no torch."""

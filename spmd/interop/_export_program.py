@@ -1,11 +1,11 @@
-"""`export`: a step or a model as one file that runs with JAX alone.
+"""`export`: saves a step or a model as one file that runs with JAX alone.
 
     spmd.export(train_step, (x, y), "step.spmd")          # state in, state out
     spmd.export(model.eval(), (x,), "model.spmd")         # inference
-    spmd.export(model.eval(), (x,), "model.spmd", dynamic={"x": {0: spmd.Dim("batch", max=512)}})    # for all these sizes
+    spmd.export(model.eval(), (x,), "model.spmd", dynamic={"x": {0: spmd.Dim("batch", max=512)}})    # for all sizes up to 512
 
-The file is a zip archive: `program.bin` (StableHLO in its portable form, by `jax.export`), `manifest.json` (names, layouts, what the
-result looks like), the state's values as `.npy`, and the loader, `spmd_exported.py` (see `_exported_program`).
+The file is a zip archive. It contains `program.bin` (portable StableHLO, by `jax.export`), `manifest.json` (names, layouts,
+structure of the result), the state's values as `.npy`, and the loader, `spmd_exported.py` (see `_exported_program`).
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ def export(
     weights: bool = True,
     dynamic: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write what a call of `fn` with these arguments runs, as a file that JAX runs without torch.
+    """Save the program of a call of `fn` with these arguments, as a file that JAX runs without torch.
 
     Args:
-        fn: a function of `spmd.compile`, any function that it takes, or a module (run without gradients).
-        args, kwargs: examples; shapes, dtypes, layouts and Python values are the program's. CPU tensors are moved to the device.
-        path: of the file.
-        also: other positional arguments that calls may have, for other sizes or Python values: a program each, over one state.
-        platforms: what it shall run on ("cpu", "cuda", "rocm", "tpu"), None: where the tensors are.
-        weights: the file has the state's values; else whoever loads it gives them. Tensors over a topology have none.
-        dynamic: sizes that vary, as `spmd.compile` has them; None: those that the step was compiled with, if any. Calls of the file
-            may have all of them, from `min` to `max`, and in multiples of the shards; nothing is padded, so buckets have no part in it.
+        fn: a function of `spmd.compile`, any function that it accepts, or a module (run without gradients).
+        args, kwargs: example arguments, which determine shapes, dtypes, layouts and Python values. CPU tensors are moved to the device.
+        path: path of the file.
+        also: further positional arguments, for other sizes or Python values. Each gets its own program; all share one state.
+        platforms: target platforms ("cpu", "cuda", "rocm", "tpu"); None: the platform of the tensors.
+        weights: save the state's values; otherwise whoever loads the file supplies them. Tensors over a topology have none.
+        dynamic: dims of varying size, as for `spmd.compile`; None: those that the step was compiled with, if any. Calls of the file may
+            have any size from `min` to `max` that is a multiple of the number of shards. Nothing is padded, so buckets do not apply.
 
     Returns:
         The path.
 
     Raises:
-        SpmdError: the function does what a program without Python cannot: writes to Python objects, updates an argument, returns what is no
-            container of tensors and plain values, or depends on values of the host.
-        TraceError: as `spmd.compile`; or it is not proved that one program, and a few for small sizes, are those of all sizes.
+        SpmdError: the function needs Python: it writes to Python objects, updates an argument, returns something other than
+            containers of tensors and plain values, or depends on values of the host.
+        TraceError: from `spmd.compile`; or it is not proved that one program, plus a few for small sizes, covers all sizes.
     """
     source = fn._fn if isinstance(fn, Step) else fn
     name = name_of(source)
@@ -96,7 +96,7 @@ def export(
     writer = _Writer(name, source, calls[0], [traced for given in calls for traced in traces.of_call(*given)])
     first = writer.parts[0].program
     chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.devices.platform,))
-    programs = [part.exported(chosen) for part in writer.parts]  # before there is a file: it may raise
+    programs = [part.exported(chosen) for part in writer.parts]  # before the file is created, because it may raise
     with zipfile.ZipFile(path, "w") as archive:
         manifest: dict[str, Any] = {**writer.manifest(weights and not first.is_ahead), "platforms": chosen}
         for number, exported in enumerate(programs):
@@ -114,15 +114,15 @@ def export(
 
 def _require_tuples(several: Sequence[Any], name: str) -> None:
     if any(isinstance(given, torch.Tensor) for given in several):
-        raise SpmdError(message(f"export of {name} was given a tensor in place of a tuple of arguments", fix="spmd.export(fn, (x,), path)"))
+        raise SpmdError(message(f"export of {name} was given a tensor instead of a tuple of arguments", fix="spmd.export(fn, (x,), path)"))
 
 
 def _named_like(source: Any) -> Callable[[Any], Any]:
-    """Has a function take its arguments by the names that `source` has for them."""
+    """Give a function the name and signature of `source`."""
 
     def rename(call: Any) -> Any:
         call.__name__ = call.__qualname__ = name_of(source)
-        with suppress(TypeError, ValueError):  # else it takes any
+        with suppress(TypeError, ValueError):  # without a signature it takes any arguments
             call.__signature__ = inspect.signature(source.forward if isinstance(source, nn.Module) else source)
         return call
 
@@ -130,7 +130,7 @@ def _named_like(source: Any) -> Callable[[Any], Any]:
 
 
 def _copied(leaf: Any) -> Any:
-    """A result as one of its own, its elements side by side."""
+    """A result as a contiguous copy."""
     return leaf.detach().clone(memory_format=torch.contiguous_format) if is_device_tensor(leaf) else leaf
 
 
@@ -146,10 +146,10 @@ def _npy(value: Any) -> bytes:
 
 
 class _Writer:
-    """The programs of a file over one state.
+    """The programs of a file and their common state.
 
     Attributes:
-        state: buffers by name, those that some program writes first.
+        state: buffers by name; buffers that some program writes come first.
     """
 
     def __init__(self, name: str, fn: Any, call: Any, traces: Sequence[Traced]) -> None:
@@ -164,15 +164,15 @@ class _Writer:
         self.draws = any(part.captured.inputs.draws for part in self.parts)
 
     def values(self) -> list[Any]:
-        """Of the state, in the manifest's order."""
+        """The state's values, in the manifest's order."""
         state = [b.value for b in self.state.values()]
         return [*state, default_stream.words()] if self.draws else state
 
     def manifest(self, has_values: bool) -> dict[str, Any]:
-        """What the loader needs to know."""
+        """The information that the loader needs."""
         mesh = self.parts[0].program.mesh
         if any(part.program.mesh != mesh for part in self.parts):
-            raise SpmdError(message(f"the calls of {self.name} lie on different meshes", fix="mark their arguments over one mesh"))
+            raise SpmdError(message(f"the calls of {self.name} are over different meshes", fix="mark their arguments over one mesh"))
         numbers = {name: value for part in self.parts for name, value in part.numbers.items()}
         state = [
             {**_described(name, buffer, {}), "is_written": name in self.is_written, "file": f"state/{i}.npy" if has_values else None}
@@ -194,7 +194,7 @@ class _Writer:
 
 
 class _Part:
-    """A program as a function of flat arrays (written state, other state, arguments, numbers), and what is to be known of it."""
+    """A program as a function of flat arrays (written state, other state, arguments, numbers), with its part of the manifest."""
 
     def __init__(self, name: str, traced: Traced, names: dict[int, str], found: Reachable) -> None:
         program = traced.program
@@ -211,20 +211,24 @@ class _Part:
         captured = self.captured
         changed = [e.title for e in captured.writes.effects if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
         if changed:
-            raise _refused(self.name, f"writes to {changed[0]} in every call", "keep what changes in tensors")
+            raise _refused(self.name, f"writes to {changed[0]} in every call", "keep changing values in tensors")
         if captured.writes.actions:
-            raise _refused(self.name, "counts in Python in an optimizer's state, or leaves a mode of torch changed", "count in a tensor")
+            raise _refused(
+                self.name, "counts in Python in an optimizer's state, or leaves a mode of torch changed", "keep the count in a tensor"
+            )
         if self.program.arguments.written:
-            raise _refused(self.name, "writes in place to an argument", "let the function reach the tensor by itself: then it is state")
+            raise _refused(self.name, "writes in place to an argument", "access the tensor from the function instead, as state")
         if captured.state.held:
-            raise _refused(self.name, "reads a tensor under a name to which it gives another", "write to the tensor in place: t.copy_(new)")
+            raise _refused(
+                self.name, "reads a tensor under a name and assigns another tensor to it", "write to the tensor in place: t.copy_(new)"
+            )
         if captured.inputs.numbers.has_varying or captured.inputs.num_hosts:
             raise _refused(self.name, "takes Python numbers that vary, or CPU tensors", "pass tensors on device 'jax'")
         if captured.outputs.num_objects:
-            raise _refused(self.name, "takes an object that holds tensors", "let the function reach it by itself: then it is state")
+            raise _refused(self.name, "takes an object that holds tensors", "access it from the function instead, as state")
 
     def exported(self, platforms: tuple[str, ...]) -> Any:
-        """`jax.export`'s form of it."""
+        """The program in `jax.export`'s form."""
         program, captured = self.program, self.captured
         inner = program._function()
         draws = captured.inputs.draws
@@ -250,15 +254,15 @@ class _Part:
             amend = (lambda lowered: None) if program.mesh is None else (lambda lowered: avoid_faults(lowered, program.devices.platform))
             try:
                 return exported_by(jitted, (*flat, self._whole((len(self.numbers),), np.float64)), platforms, amend)
-            except NotImplementedError as error:  # JAX has an operation for numbers alone
+            except NotImplementedError as error:  # JAX supports an operation only for fixed sizes
                 if self.traced.trace is None:
                     raise
-                what = f"{self.name} cannot be exported for sizes that vary: JAX has no form of an operation for all of them"
+                what = f"{self.name} cannot be exported for sizes that vary: JAX supports one of its operations only for a fixed size"
                 fix = "drop the dim from dynamic=, and export the sizes that you need: also=[(x,)]"
                 raise SpmdError(message(what, str(error).partition("\n")[0], fix=fix)) from error
 
     def _given(self) -> list[Any]:
-        """The arguments' shapes, which may have symbols."""
+        """The arguments' shapes; sizes may be symbols."""
         shapes, inputs = self._shapes(self.captured.inputs.arguments), self.captured.jaxpr.jaxpr.invars
         if self.traced.trace is None:
             return shapes
@@ -275,7 +279,7 @@ class _Part:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.program.devices.replicated)
 
     def manifest(self) -> dict[str, Any]:
-        """What the loader needs to know to call it."""
+        """The information that the loader needs to call the program."""
         captured, trace = self.captured, self.traced.trace
         written = [*self.written, *([RANDOM] if captured.inputs.draws else [])]
         described = [_described(item["name"], b, dims) for (item, dims), b in zip(self.arguments, captured.inputs.arguments, strict=True)]
@@ -307,7 +311,7 @@ class _Part:
         return self._described_result(result)
 
     def _leaves(self) -> Sequence[Leaf]:
-        """What is returned, numbers that are computed of sizes as functions of expressions."""
+        """The returned leaves. Numbers that are computed from sizes are expressions."""
         family = self.traced.family
         if family is None:
             return self.captured.outputs.leaves
@@ -331,18 +335,18 @@ class _Part:
 
 
 class _Output:
-    """Stands for an output of the program."""
+    """Placeholder for an output of the program."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
 
 def _refused(name: str, what: str, fix: str) -> SpmdError:
-    return SpmdError(message(f"{name} cannot be exported: it {what}", "a file has no Python", fix=fix))
+    return SpmdError(message(f"{name} cannot be exported: it {what}", "an exported file runs no Python", fix=fix))
 
 
 def _described(name: str, buffer: Buffer, dims: Mapping[int, str]) -> dict[str, Any]:
-    """`dims`: those whose sizes vary, by name."""
+    """One entry of the manifest. `dims`: names of the dims whose size varies."""
     spec: ShardingSpec | None = buffer.annotation
     entries = None if spec is None else [list(e) if isinstance(e, tuple) else e for e in spec.partition_spec]
     shape, stored = ([dims.get(d, n) for d, n in enumerate(own)] for own in (buffer.shape, buffer.stored))
@@ -350,7 +354,7 @@ def _described(name: str, buffer: Buffer, dims: Mapping[int, str]) -> dict[str, 
 
 
 def _paths(traced: Traced) -> tuple[list[tuple[dict[str, Any], Mapping[int, str]]], list[dict[str, Any]]]:
-    """Where the tensors among the arguments are, with the names of their dims that vary, and the other values with theirs."""
+    """Paths of the tensors among the arguments, with their dims of varying size, and paths of the other values."""
     tensors: list[tuple[dict[str, Any], Mapping[int, str]]] = []
     names = {id(named.tensor): named.dims for named in traced.named}
     constants: list[dict[str, Any]] = []
@@ -371,7 +375,9 @@ def _paths(traced: Traced) -> tuple[list[tuple[dict[str, Any], Mapping[int, str]
         elif isinstance(value, _PLAIN):
             constants.append({"name": name, "path": path, "value": value})
         else:
-            raise SpmdError(message(f"{name} is a {type(value).__name__}: a file takes arrays and plain values", fix="pass its tensors"))
+            raise SpmdError(
+                message(f"{name} is a {type(value).__name__}: an exported file takes arrays and plain values", fix="pass its tensors")
+            )
 
     visit(traced.args, (0,), "args")
     visit(traced.kwargs, (1,), "kwargs")

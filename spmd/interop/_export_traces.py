@@ -1,10 +1,10 @@
-"""What `spmd.export` traces: a program for the example's sizes, or one for all sizes that `dynamic=` allows. Nothing is compiled.
+"""The traces of `spmd.export`: one program for the example's sizes, or for all sizes that `dynamic=` allows. Nothing is compiled.
 
 Note [Sizes in a file]
-Where sizes vary, the function is traced at a few of them and the traces become one program over symbols (`sizes._symbolic`). It holds for
-sizes of 2 and more for which no dim in it has fewer than two elements, and for which Python's questions have the answers of the traces.
-The few sizes of a name for which this is not so (1, which broadcasts; 2 where the function takes `x[1:]`) get programs of their own, in
-which the other names still vary. What stays out is refused here, or, for several names at once, by the loader.
+If sizes vary, the function is traced at a few sizes, and the traces become one program over symbols (`sizes._symbolic`). That program
+is valid for sizes of 2 and more where no dim in it has fewer than two elements and Python's questions about sizes have the same answers
+as in the traces. The few other sizes of a name (1, which broadcasts; 2 if the function computes `x[1:]`) get programs of their own, in
+which the other names still vary. Sizes that remain are refused here or, for combinations of names, by the loader.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._way import Way
 from spmd.program.xla._compilation import Making
 
-_MOST_APART = 4  # sizes of a name that get programs of their own
-_MOST_REMAINDERS = 8
+_MAX_SEPARATE_SIZES = 4  # sizes of one name that get programs of their own
+_MAX_REMAINDERS = 8
 
 
 class Traced(NamedTuple):
     """One program of a file.
 
     Attributes:
-        program: of the trace; where sizes vary, of the first of them.
-        args, kwargs: those of the trace.
-        named: the tensors among them that have sizes that vary.
-        ranges: of each size that varies in it.
-        declared: of each size that varies in the call.
-        trace: over symbols, or None.
-        family: the traces that it is made of, or None.
+        program: the traced program; if sizes vary, that of the first trace.
+        args, kwargs: arguments of the trace.
+        named: the tensors among them with dims of varying size.
+        ranges: range of each size that varies in this program.
+        declared: range of each size that varies in the call.
+        trace: the trace over symbols, or None.
+        family: the traces that it combines, or None.
     """
 
     program: Program
@@ -66,7 +66,7 @@ class Traced(NamedTuple):
 
 
 class _TracedProgram(Program):
-    """Never compiled."""
+    """A program that is never compiled."""
 
     def _compile(self, arg_buffers: Any, name: str, making: Making) -> Any:
         for buffer in (*self.written.buffers, *self.read.buffers, *arg_buffers) if not self.is_ahead else ():
@@ -77,9 +77,9 @@ class _Varying(NamedTuple):
     """The sizes at which to trace.
 
     Attributes:
-        named: by id of what stands for it in the call.
-        limits: for each name, the least and the largest.
-        shift: another number gives other sizes.
+        named: the tensors with varying dims, by id of their placeholder in the call.
+        free: range of each name.
+        shift: selects another set of sizes.
     """
 
     named: Mapping[int, Named]
@@ -88,11 +88,11 @@ class _Varying(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some of the sizes that a call may have.
+    """A subset of the sizes that a call may have.
 
     Attributes:
-        fixed: names that have one size.
-        steps: for each other, by what all its sizes have the same remainder, and which; none: by nothing.
+        fixed: names with a single size.
+        steps: for each other name (step, remainder) of its sizes; empty: no restriction.
     """
 
     fixed: Mapping[str, int]
@@ -100,7 +100,7 @@ class _Part(NamedTuple):
 
 
 class FileTraces(Step[Any, Any]):
-    """The traces of one function for a file."""
+    """Traces one function for a file."""
 
     def __init__(self, fn: Callable[..., Any], dynamic: Mapping[str, Any]) -> None:
         super().__init__(fn, Options(roll=False))
@@ -109,14 +109,14 @@ class FileTraces(Step[Any, Any]):
         self._sizes: _Varying | None = None
         self._family: Family | None = None
         self._trace: SymbolicTrace | None = None
-        self._divisors = set[int]()  # by which Python divided a size, with rounding
+        self._divisors = set[int]()  # numbers by which Python divided a size, with rounding
 
     def of_call(self, args: Any, kwargs: Any) -> list[Traced]:
-        """The programs for calls with these arguments: that for most sizes last.
+        """The programs for calls with these arguments. The program for most sizes comes last.
 
         Raises:
-            SpmdError: a size is not within its dim's.
-            TraceError: it cannot be traced, or not at all of these sizes by few programs.
+            SpmdError: a size is outside the range of its dim.
+            TraceError: the function cannot be traced, or a few programs do not cover all of these sizes.
         """
         named = self._asked.found(self._parameters.bind(*args, **kwargs).arguments)
         if not named:
@@ -135,20 +135,20 @@ class FileTraces(Step[Any, Any]):
                 waiting += self._by_remainders(part, declared, error)
                 continue
             found.insert(0, traced)
-            waiting += [_Part({**part.fixed, name: size}, {}) for name in traced.ranges for size in self._apart(traced, name)]
+            waiting += [_Part({**part.fixed, name: size}, {}) for name in traced.ranges for size in self._separate_sizes(traced, name)]
         return found
 
     def _by_remainders(self, part: _Part, declared: Mapping[str, Range], error: Inexact) -> list[_Part]:
-        """The same for sizes that have one remainder by what Python divided them by, for which a quotient is a linear function.
+        """Split `part` by remainder of what Python divided sizes by. For sizes with the same remainder a quotient is a linear function.
 
         Raises:
-            TraceError: that is no help.
+            TraceError: this does not help.
         """
         period = math.lcm(*self._divisors)
         steps = {name: math.lcm(own.multiple, period) for name, own in declared.items() if name not in part.fixed}
         rests = [range(0, step, declared[name].multiple) for name, step in steps.items()]
         is_narrow = any(declared[name].most < declared[name].least + 6 * step for name, step in steps.items())
-        if period == 1 or part.steps or is_narrow or math.prod(map(len, rests)) > _MOST_REMAINDERS:
+        if period == 1 or part.steps or is_narrow or math.prod(map(len, rests)) > _MAX_REMAINDERS:
             raise self._not_for_all(error) from error
         return [
             _Part(part.fixed, {name: (step, rest) for (name, step), rest in zip(steps.items(), chosen, strict=True)})
@@ -156,7 +156,7 @@ class FileTraces(Step[Any, Any]):
         ]
 
     def _declared(self, named: Sequence[Named]) -> dict[str, Range]:
-        """The sizes that the file will take: multiples of the shards."""
+        """The range of sizes that the file will accept: multiples of the number of shards."""
         sizes = self._asked.sizes(named)
         multiples = dict.fromkeys(sizes, 1)
         for one, parts in zip(named, parts_of(named), strict=True):
@@ -167,18 +167,24 @@ class FileTraces(Step[Any, Any]):
             dim, multiple = self._asked.dims[name], multiples[name]
             found[name] = Range(-(-dim.min // multiple) * multiple, dim.max // multiple * multiple, multiple)
             if size % multiple:
-                what = f"dim {name!r} has size {size}, and where it lies it is cut into {multiple} parts"
-                raise SpmdError(message(what, "a file takes multiples of these", fix=f"give an example with {name} = {found[name].least}"))
-            if found[name].most < max(found[name].least, 2) + 5 * multiple:  # no formula follows from so few
-                what = f"dim {name!r} varies from {dim.min} to {dim.max} in steps of {multiple}: too little to trace at several sizes"
+                what = f"dim {name!r} has size {size}, but it is split into {multiple} shards"
+                raise SpmdError(
+                    message(
+                        what,
+                        "an exported file takes multiples of the number of shards",
+                        fix=f"give an example with {name} = {found[name].least}",
+                    )
+                )
+            if found[name].most < max(found[name].least, 2) + 5 * multiple:  # too few sizes to derive a formula
+                what = f"dim {name!r} varies from {dim.min} to {dim.max} in steps of {multiple}: too few sizes to trace at several of them"
                 raise SpmdError(message(what, fix="drop it from dynamic=, and export the other sizes too: also=[(x,)]"))
         return found
 
     def _at(self, args: Any, kwargs: Any, named: Sequence[Named], declared: Mapping[str, Range], part: _Part) -> Traced:
-        """The program for some of the sizes.
+        """The program for one part of the sizes.
 
         Raises:
-            Inexact: it is not proved that it is one.
+            Inexact: it is not proved that a single program covers them.
         """
         free = {name: Range(max(own.least, 2), own.most, own.multiple) for name, own in declared.items() if name not in part.fixed}
         free = {name: own.within(*part.steps.get(name, (own.multiple, 0))) for name, own in free.items()}
@@ -197,7 +203,7 @@ class FileTraces(Step[Any, Any]):
 
     def _symbolic(self, args: Any, kwargs: Any, named: Sequence[Named], free: Mapping[str, Range], declared: Mapping[str, Range]) -> Traced:
         varying = {id(n.tensor): n for n in named if n.dims}
-        for shift in (0, 1):  # once more at other points: a size that is the model's own constant can be taken for it
+        for shift in (0, 1):  # retry at other points: a size may equal a constant of the model by chance
             try:
                 program = self._program_of(args, kwargs, _Varying(varying, free, shift))
                 assert self._family is not None
@@ -246,11 +252,11 @@ class FileTraces(Step[Any, Any]):
         period = math.gcd(*(own.multiple for own in ranges))
         return family_at(names, points, more, period, tuple((own.least, own.most) for own in ranges), trace, use)
 
-    def _apart(self, traced: Traced, name: str) -> list[int]:
-        """The sizes of a name for which a program does not hold, whatever the others are.
+    def _separate_sizes(self, traced: Traced, name: str) -> list[int]:
+        """The sizes of a name for which a program is not valid, for any sizes of the other names.
 
         Raises:
-            TraceError: they are many.
+            TraceError: there are too many.
         """
         assert traced.trace is not None
         own = traced.ranges[name]
@@ -260,7 +266,7 @@ class FileTraces(Step[Any, Any]):
             others = [{other: r.most if end else r.least + 3 * r.multiple for other, r in traced.ranges.items()} for end in (0, 1)]
             holds &= np.any([np.broadcast_to(value_of(limit, {**one, name: sizes}), sizes.shape) for one in others], axis=0)
         found = [int(n) for n in sizes[~holds]]
-        if len(found) > _MOST_APART:
+        if len(found) > _MAX_SEPARATE_SIZES:
             raise self._too_many(name, sizes, holds)
         return found
 
@@ -272,7 +278,7 @@ class FileTraces(Step[Any, Any]):
         return TraceError(
             message(
                 f"{self._name} is not one program for all sizes of dim {name!r}",
-                f"what Python asked of the sizes, or a part of few elements, leaves one program for {name} = {text}",
+                f"because of Python's questions about sizes, or a dim of few elements, one program only covers {name} = {text}",
                 fix=f"spmd.Dim({name!r}, min={longest[0]}, max={longest[-1]})",
             )
         )

@@ -1,4 +1,4 @@
-"""A file that `spmd.export` wrote, loaded and run by JAX alone: no torch, no spmd. This module lies in every such file.
+"""Loads a file of `spmd.export` and runs it with JAX alone: no torch, no spmd. A copy of this module is in every such file.
 
     import sys
     sys.path.insert(0, "step.spmd")               # the file is a zip archive with this module in it
@@ -6,10 +6,10 @@
 
     program = spmd_exported.load("step.spmd")
     state = program.state()                       # name -> jax.Array, laid out over the mesh
-    state, loss = program(state, x, y)            # what is updated of the state is donated; sizes that vary: compiled for each
+    state, loss = program(state, x, y)            # updated state is donated; compiled once per combination of sizes
     print(program)                                # also: python step.spmd
 
-It imports jax and numpy.
+The module imports only jax and numpy.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def _error(what: str, *details: str, fix: str) -> ExportedProgramError:
 
 
 def load(path: str, devices: Sequence[Any] | None = None) -> ExportedProgram:
-    """The program in a file.
+    """Load the program in a file.
 
     Args:
-        path: what `spmd.export` wrote.
-        devices: those to run on, as many as the program's mesh has, in its order; None: the first of `jax.devices()`.
+        path: a file that `spmd.export` wrote.
+        devices: devices to run on, as many as the program's mesh has, in its order; None: the first of `jax.devices()`.
 
     Raises:
-        ExportedProgramError: it is no such file, of a newer format or JAX, for another platform, or there are too few devices.
+        ExportedProgramError: not such a file, a newer format or JAX version, another platform, or too few devices.
     """
     return ExportedProgram(path, devices)
 
 
 class ExportedProgram:
-    """One program.
+    """A loaded program.
 
     Attributes:
-        manifest: what the file says of it: names, shapes, dtypes, layouts.
-        mesh: the mesh that it runs on, or None: one device.
+        manifest: description in the file: names, shapes, dtypes, layouts.
+        mesh: the mesh that it runs on; None: a single device.
     """
 
     def __init__(self, path: str, devices: Sequence[Any] | None) -> None:
@@ -73,9 +73,9 @@ class ExportedProgram:
         made_with = ", ".join(f"{name} {version}" for name, version in self.manifest["versions"].items())
         if self.manifest["format"] > FORMAT:
             raise _error(
-                f"{path} has format {self.manifest['format']}, this loader reads {FORMAT}",
+                f"{path} has format {self.manifest['format']}, but this loader reads up to {FORMAT}",
                 f"written with {made_with}",
-                fix="use the loader that lies in the file: sys.path.insert(0, path)",
+                fix="use the loader in the file: sys.path.insert(0, path)",
             )
         self._place(path, list(jax.devices()) if devices is None else list(devices))
         try:
@@ -87,8 +87,8 @@ class ExportedProgram:
             raise _error(what, f"written with {made_with}: {error}", fix=f"pip install jax=={self.manifest['versions']['jax']}") from error
 
     def _damaged(self, file: str, error: Exception) -> ExportedProgramError:
-        """zipfile, zlib and json raise a dozen classes for damaged bytes."""
-        what = f"{self._path} is no exported program, or it is damaged"
+        """The error for a damaged file. zipfile, zlib and json raise a dozen different classes for damaged bytes."""
+        what = f"{self._path} is not an exported program, or is damaged"
         return _error(what, f"{file}: {type(error).__name__}: {error}", fix="write one: spmd.export(step, (x, y), path)")
 
     def _read(self, file: str) -> bytes:
@@ -108,7 +108,7 @@ class ExportedProgram:
         return jitted
 
     def _largest_shapes(self, part: dict[str, Any]) -> list[tuple[int, ...]]:
-        """Of the program's inputs, for sizes that it holds for."""
+        """Shapes of the program's inputs for the largest sizes that it accepts."""
         shapes, first = [tuple(shape) for shape, _ in part["call"]["in"]], len(part["written"]) + len(part["read"])
         sizes = {name: most for name, (_, most, _, _) in part["sizes"].items()}
         given = [tuple(sizes.get(n, n) for n in item["stored"]) for item in part["arguments"]]
@@ -118,7 +118,7 @@ class ExportedProgram:
         return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=self.sharding(spec))
 
     def _exported(self, module: bytes, call: dict[str, Any], constraints: Sequence[str]) -> export.Exported:
-        """What `jax.export.deserialize` gives; its own form of a file needs a package that jax does not bring."""
+        """The result of `jax.export.deserialize`, whose own file format needs a package that jax does not install."""
         scope = export.SymbolicScope(constraints)
 
         def avals(kinds: Any) -> tuple[Any, ...]:
@@ -156,15 +156,15 @@ class ExportedProgram:
         platforms, layout = self.manifest["platforms"], self.manifest["mesh"]
         if devices[0].platform not in platforms and not (devices[0].platform == "gpu" and {"cuda", "rocm"} & set(platforms)):
             raise _error(
-                f"{path} is a program for {' and '.join(platforms)}, these devices are {devices[0].platform}",
+                f"{path} is a program for {' and '.join(platforms)}, but these devices are {devices[0].platform}",
                 fix=f'spmd.export(..., platforms=("{devices[0].platform}",)), or load(path, jax.devices("{platforms[0]}"))',
             )
         count = 1 if layout is None else math.prod(layout["shape"])
         if len(devices) < count:
             raise _error(
-                f"{path} is a program for {count} devices, there are {len(devices)}",
+                f"{path} is a program for {count} devices, but there are {len(devices)}",
                 f"its mesh: {dict(zip(layout['axes'], layout['shape'], strict=True)) if layout else None}",
-                fix=f"export it over a mesh of {len(devices)}, or for a try: XLA_FLAGS=--xla_force_host_platform_device_count={count}",
+                fix=f"export it over a mesh of {len(devices)}, or to try it out: XLA_FLAGS=--xla_force_host_platform_device_count={count}",
             )
         self.mesh: Mesh | None = None
         self._device = devices[0]
@@ -187,16 +187,16 @@ class ExportedProgram:
         return "\n".join(lines)
 
     def sharding(self, spec: Sequence[Any] | None) -> Any:
-        """How an array with this spec lies on the program's devices."""
+        """The sharding of an array with this spec over the program's devices."""
         if self.mesh is None:
             return SingleDeviceSharding(self._device)
         return NamedSharding(self.mesh, _spec(spec or ()))
 
     def state(self, values: Mapping[str, Any] | None = None) -> dict[str, jax.Array]:
-        """The state, laid out: as it was exported, or `values` by name where they are given.
+        """The state, laid out: exported values, or `values` by name where given.
 
         Raises:
-            ExportedProgramError: the file has no values and some are not given; a name or a shape is not the program's.
+            ExportedProgramError: the file has no values and some are not given, or a name or shape does not match the program.
         """
         given = dict(values or {})
         found = {item["name"]: self._laid_out(item, given.pop(item["name"], None)) for item in self.manifest["state"]}
@@ -207,12 +207,12 @@ class ExportedProgram:
     def _laid_out(self, item: dict[str, Any], value: Any) -> jax.Array:
         if value is None:
             if not item["file"]:
-                raise _error(f"the file has no value of {item['name']!r}", fix=f"program.state({{{item['name']!r}: array, ...}})")
+                raise _error(f"the file has no value for {item['name']!r}", fix=f"program.state({{{item['name']!r}: array, ...}})")
             value = np.load(io.BytesIO(self._read(item["file"]))).view(_dtype(item)).reshape(item["stored"])
         return self._given(item, value, {})
 
     def _given(self, item: dict[str, Any], value: Any, sizes: Mapping[str, int]) -> jax.Array:
-        """A value where the program wants it, padded as it is stored there."""
+        """A value on the program's devices, padded as the program stores it."""
         with jax.enable_x64(True):
             if not hasattr(value, "dtype"):
                 value = np.asarray(value, _dtype(item))
@@ -227,16 +227,16 @@ class ExportedProgram:
     def __call__(
         self, state: Mapping[str, Any], *args: Any, numbers: Mapping[str, float] | None = None, **kwargs: Any
     ) -> tuple[dict[str, Any], Any]:
-        """One call: (the state afterwards, what the function returned). Arrays of the state that are updated are donated.
+        """Call the program. Returns (the new state, the function's result). Updated arrays of the state are donated.
 
         Args:
-            state: from `state()`, or from an earlier call.
-            args, kwargs: as the function takes them, arrays (of jax or numpy) in place of tensors.
-            numbers: other values of Python numbers that the program takes, such as learning rates, by name; see `manifest["numbers"]`.
+            state: from `state()` or an earlier call.
+            args, kwargs: the function's arguments, with jax or numpy arrays instead of tensors.
+            numbers: new values of Python numbers that are inputs, such as learning rates, by name; see `manifest["numbers"]`.
 
         Raises:
             ExportedProgramError: an argument does not fit.
-            RuntimeError: a check of values that the function makes failed.
+            RuntimeError: a check that the function makes of its values failed.
         """
         number, sizes = self._fitting(args, kwargs)
         part = self.manifest["programs"][number]
@@ -257,7 +257,7 @@ class ExportedProgram:
         return {**state, **dict(zip(part["written"], results, strict=False))}, _built(part["result"], outputs, sizes)
 
     def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, dict[str, int]]:
-        """Which of the programs is for these arguments, and the sizes that vary in it; the error of the last one where none is."""
+        """Index of the program for these arguments, and its varying sizes; if none fits, the last program's error is raised."""
         raised: ExportedProgramError | None = None
         for number, part in enumerate(self.manifest["programs"]):
             try:
@@ -265,7 +265,7 @@ class ExportedProgram:
                 for constant in part["constants"]:
                     value = _at(args, kwargs, constant)
                     if type(value) is not type(constant["value"]) or value != constant["value"]:
-                        what = f"{constant['name']} is {constant['value']!r} in this program, the call has {value!r}"
+                        what = f"{constant['name']} is {constant['value']!r} in this program, but {value!r} in the call"
                         raise _error(what, fix="export a program for this value too: spmd.export(..., also=[(x, value)])")
                 return number, sizes
             except ExportedProgramError as error:
@@ -274,10 +274,10 @@ class ExportedProgram:
         raise raised
 
     def _sizes(self, part: dict[str, Any], given: Sequence[tuple[dict[str, Any], Any]]) -> dict[str, int]:
-        """The sizes that vary in a program, as these values have them.
+        """The varying sizes of a program, from these values.
 
         Raises:
-            ExportedProgramError: the values do not fit it.
+            ExportedProgramError: the values do not fit the program.
         """
         sizes: dict[str, int] = {}
         where: dict[str, str] = {}
@@ -293,15 +293,17 @@ class ExportedProgram:
         for name, size in sizes.items():
             least, most, multiple = self.manifest["sizes"][name]
             if not least <= size <= most or size % multiple:
-                what = f"{name} is {size} in {where[name]}, the program takes {_range(least, most, multiple)}"
+                what = f"{name} is {size} in {where[name]}, but the program takes {_range(least, most, multiple)}"
                 raise _error(what, fix=f'spmd.export(..., dynamic=...) with spmd.Dim("{name}", min=..., max=...), or other sizes')
         is_another = any(
             sizes[name] < least or sizes[name] % multiple != rest for name, (least, _, multiple, rest) in part["sizes"].items()
         )
         if is_another or not all(value_of(limit, sizes) for limit in part["limits"]):
             listed = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            what = "a dim would have fewer than two elements, or what Python asked of the sizes has another answer"
-            raise _error(f"no program of this file is for {listed}", what, fix="export a program for it too: spmd.export(..., also=[(x,)])")
+            what = "a dim would have fewer than two elements, or Python's questions about sizes would have other answers"
+            raise _error(
+                f"no program in this file covers {listed}", what, fix="export a program for these sizes too: spmd.export(..., also=[(x,)])"
+            )
         return sizes
 
 
@@ -312,7 +314,7 @@ _OPERATIONS = {
 
 
 def value_of(tree: Any, sizes: Mapping[str, Any]) -> Any:
-    """What is computed of sizes: a number, the name of a size, or [sign, operand, operand]."""
+    """Evaluate an expression of sizes: a number, the name of a size, or [operator, operand, operand]."""
     if isinstance(tree, str):
         return sizes[tree]
     if not isinstance(tree, list):
@@ -326,13 +328,13 @@ def _require_fit(item: dict[str, Any], value: Any, sizes: Mapping[str, int]) -> 
     wanted = [tuple(sizes.get(n, n) for n in item[name]) for name in ("shape", "stored")]
     if tuple(shape) not in wanted or not _fits(dtype, _dtype(item)):
         raise _error(
-            f"{item['name']} is {item['dtype']}{_listed(item['shape'])} in this program, the value is {dtype}{list(shape)}",
+            f"{item['name']} is {item['dtype']}{_listed(item['shape'])} in this program, but the value is {dtype}{list(shape)}",
             fix="export a program for it too: spmd.export(..., also=[(x,)])",
         )
 
 
 def _symbolic(shape: Sequence[int | str], scope: Any) -> tuple[Any, ...]:
-    """A shape in which text is an expression of symbols."""
+    """A shape whose strings are expressions of symbols."""
     return tuple(export.symbolic_shape(n, scope=scope)[0] if isinstance(n, str) else n for n in shape)
 
 
@@ -353,7 +355,7 @@ def _dtype(item: dict[str, Any]) -> np.dtype[Any]:
 
 
 def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
-    """The same dtype, or one that JAX has in place of a 64-bit one."""
+    """Whether the dtypes are equal, or `given` is JAX's 32-bit substitute of a 64-bit dtype."""
     return given == wanted or (given.kind == wanted.kind and given.itemsize * 2 == wanted.itemsize == 8)
 
 
@@ -373,7 +375,7 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], item: dict[str, Any]) -> 
 
 
 def _built(tree: Any, outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
-    """The function's result: containers around outputs and constants."""
+    """The function's result, with outputs and constants in its containers."""
     kind, content = tree
     if kind == "output":
         return outputs[content]

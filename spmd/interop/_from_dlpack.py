@@ -1,8 +1,8 @@
-"""`from_dlpack`: memory of torch on the CPU or on CUDA, of numpy, of any library with DLPack, as tensors on device 'jax'; not copied.
+"""`from_dlpack`: shares memory of CPU or CUDA torch, numpy or any library with DLPack as tensors on device 'jax', without a copy.
 
 x = spmd.from_dlpack(torch.randn(64, 64))                          # the same memory
-x = spmd.from_dlpack(pieces, m, ("data", None))                    # one piece for each device of the mesh
-y = torch.from_dlpack(spmd.to_jax(x))                              # and back: jax's own, also shard by shard
+x = spmd.from_dlpack(pieces, m, ("data", None))                    # one shard for each device of the mesh
+y = torch.from_dlpack(spmd.to_jax(x))                              # and back, by jax's own __dlpack__; also shard by shard
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from spmd.sharding._annotate import as_mesh
 
 
 def from_dlpack(source: Any, mesh: Any = None, partition_spec: SpecLike | None = None) -> torch.Tensor:
-    """A tensor on device 'jax' over memory that somebody else owns.
+    """A tensor on device 'jax' over memory that another library owns.
 
-    The memory is shared: whoever writes to it afterwards writes to the tensor, at a time of his own, so nobody should while it lives.
-    (`x.to("jax")` copies, as torch promises.) What torch does to the tensor gives it memory of its own, and no program takes this.
+    The memory is shared: later writes to it by the owner change the tensor at an undefined time, so it must not be written while the
+    tensor is alive (`x.to("jax")` copies, as in torch). A write to the tensor by torch gives the tensor its own memory, and no program
+    donates the shared memory.
 
     Args:
         source: an array or tensor with `__dlpack__`; with a mesh a sequence of them, one per device in the mesh's order.
-        mesh: where the pieces lie, with `partition_spec`. Each must be on its device or, for virtual CPU devices but the first, is
-            copied there: DLPack has one CPU.
+        mesh: the mesh of the shards, with `partition_spec`. Each shard must be on its device. For virtual CPU devices except the
+            first it is copied, because DLPack knows only one CPU.
 
     Raises:
-        SpmdError: the source requires grad, or its memory cannot be jax's: not contiguous, not aligned to 64 bytes.
-        SpecError: there is not one piece per device, or their shapes are not alike.
+        SpmdError: the source requires grad, or its memory is not contiguous or not aligned to 64 bytes, as jax needs.
+        SpecError: there is not one shard per device, or their shapes differ.
     """
     with exact_dtypes():
         if mesh is None:
@@ -44,8 +45,8 @@ def from_dlpack(source: Any, mesh: Any = None, partition_spec: SpecLike | None =
         if len(pieces) != len(places) or len(shapes) != 1:
             raise SpecError(
                 message(
-                    f"from_dlpack was given {len(pieces)} pieces of shapes {sorted(shapes)} for a mesh of {len(places)} devices",
-                    fix="pass one piece per device, all of one shape; pad them, or use mark_sharding(x.to('jax'), ...)",
+                    f"from_dlpack was given {len(pieces)} shards of shapes {sorted(shapes)} for a mesh of {len(places)} devices",
+                    fix="pass one shard per device, all of one shape; pad them, or use mark_sharding(x.to('jax'), ...)",
                 )
             )
         (shape,) = shapes
@@ -61,9 +62,9 @@ def _shards_per_dim(spec: ShardingSpec, rank: int) -> list[int]:
 
 
 def _shared(source: Any, device: Any) -> Any:
-    """The memory as an array; on another virtual CPU device than the first, a copy of it."""
+    """The memory as an array. It is copied for virtual CPU devices other than the first."""
     if isinstance(source, torch.Tensor) and source.device.type == "jax":
-        raise SpmdError(message("from_dlpack was given a tensor on device 'jax'", *called_at(), fix="it is one already"))
+        raise SpmdError(message("from_dlpack was given a tensor on device 'jax'", *called_at(), fix="use the tensor itself"))
     copies = device is not None and device.platform == "cpu" and device != devices()[0]
     try:
         return jax.dlpack.from_dlpack(source, device=device, copy=None if copies else False)

@@ -1,11 +1,11 @@
-"""`functionalize`: a module as a JAX function of its parameters, buffers and a random key.
+"""`functionalize`: turns a module into a JAX function of its parameters, buffers and a random key.
 
     fn, params, buffers = spmd.functionalize(model)
     loss, grads = jax.value_and_grad(lambda p: fn(p, buffers, key, x).sum())(params)
-    out, buffers = fn.with_buffers(params, buffers, key, x)      # a module that writes to its buffers
+    out, buffers = fn.with_buffers(params, buffers, key, x)      # for a module that writes to its buffers
 
-The function can be under `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan`, `shard_map`. What Python does in the module it does when
-JAX traces the function, as in any function under `jax.jit`. Sizes that are symbols of `jax.export`: see `_symbolic_sizes`.
+The function works under `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan` and `shard_map`. Python code in the module runs when JAX
+traces the function, as in any function under `jax.jit`. For sizes that are symbols of `jax.export` see `_symbolic_sizes`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def functionalize(module: nn.Module | Callable[..., Any] | torch.export.ExportedProgram) -> tuple[Functionalized, Arrays, Arrays]:
-    """A module as (a JAX function, its parameters, its buffers).
+    """Convert a module to (a JAX function, its parameters, its buffers).
 
     Args:
-        module: on device 'jax'; or a function of tensors, which has no parameters and no buffers; or a program of `torch.export`, on any
-            device: a function of every size that it allows. It is not changed, now or by calls.
+        module: a module on device 'jax'; a function of tensors, which has no parameters and buffers; or a program of `torch.export` on
+            any device, which becomes a function of every size that it allows. It is not changed, neither now nor by calls.
 
     Returns:
-        `fn`, to be called as `fn(params, buffers, key, *args, **kwargs)`; `params`, a flat dict of what requires grad; `buffers`, of all
-        else that the module holds: buffers and frozen parameters. Names are those of `state_dict`; what is tied is there once, under its
-        first name. The arrays are the module's own, not copied. Where JAX has no 64-bit types, integers of 64 bits (counters) come as 32.
+        `fn`, called as `fn(params, buffers, key, *args, **kwargs)`; `params`, a flat dict of what requires grad; `buffers`, the rest:
+        buffers and frozen parameters. Names are those of `state_dict`; a tied tensor occurs once, under its first name. The arrays are the
+        module's own, not copies. Where JAX has no 64-bit types, 64-bit integers (counters) are converted to 32 bits.
 
     Raises:
-        SpmdError: the module is not on device 'jax', or has float64 values where JAX has no 64-bit types.
+        SpmdError: the module is not on device 'jax', or has float64 values (or large integers) where JAX has no 64-bit types.
     """
     if isinstance(module, torch.export.ExportedProgram):
         module = module_on_device(module)
@@ -64,12 +64,12 @@ def functionalize(module: nn.Module | Callable[..., Any] | torch.export.Exported
             raise SpmdError(
                 message(f"functionalize was given a module whose {name!r} is on device '{tensor.device}'", fix="model = model.to('jax')")
             )
-    params = {name: _given_out(name, tensor) for name, (tensor, _) in held.items() if tensor.requires_grad}
-    buffers = {name: _given_out(name, tensor) for name, (tensor, _) in held.items() if not tensor.requires_grad}
+    params = {name: _as_array(name, tensor) for name, (tensor, _) in held.items() if tensor.requires_grad}
+    buffers = {name: _as_array(name, tensor) for name, (tensor, _) in held.items() if not tensor.requires_grad}
     return Functionalized(module), params, buffers
 
 
-def _given_out(name: str, tensor: torch.Tensor) -> Any:
+def _as_array(name: str, tensor: torch.Tensor) -> Any:
     narrow = None if keeps_64_bits() else _NARROW.get(to_numpy_dtype(tensor.dtype))
     if narrow is None:
         return to_jax(tensor.detach())
@@ -79,7 +79,7 @@ def _given_out(name: str, tensor: torch.Tensor) -> Any:
         if array.size and not bool(((array >= limits.min) & (array <= limits.max)).all()):
             raise SpmdError(
                 message(
-                    f"{name!r} has integers that do not fit into 32 bits, and JAX has no 64-bit types as it is set now",
+                    f"{name!r} has integers that do not fit into 32 bits, and JAX's 64-bit types are disabled",
                     fix='jax.config.update("jax_enable_x64", True)',
                 )
             )
@@ -87,10 +87,10 @@ def _given_out(name: str, tensor: torch.Tensor) -> Any:
 
 
 class Functionalized:
-    """A module, or a function of tensors, as a JAX function. Made by `spmd.functionalize`.
+    """A module, or a function of tensors, as a JAX function. Returned by `spmd.functionalize`.
 
     Attributes:
-        module: what it calls, as it is at that time: in training or in evaluation, with its hooks.
+        module: the module that is called, in its current state: training or evaluation mode, hooks.
     """
 
     def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
@@ -101,22 +101,22 @@ class Functionalized:
         return f"<functionalized {self.__name__}>"
 
     def __call__(self, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns, of arrays.
+        """Call the module on arrays.
 
         Args:
-            params, buffers: arrays by name, all that `functionalize` gave out; of other dtypes if you cast them, and frozen parameters
-                in either.
-            key: a key of `jax.random` that random numbers are drawn from, or None. `jax.random.key(s)` draws what follows
+            params, buffers: arrays by name, all those that `functionalize` returned. They may be cast to other dtypes, and frozen
+                parameters may be in either dict.
+            key: a key of `jax.random` for random numbers, or None. `jax.random.key(s)` gives the draws that follow
                 `torch.manual_seed(s)`.
-            args, kwargs: arrays in any container that JAX knows become tensors; the rest is handed on.
+            args, kwargs: arrays in any pytree of JAX become tensors; other values are passed through.
 
         Returns:
-            The container that the module returns, its tensors as arrays.
+            The module's result, with arrays instead of tensors.
 
         Raises:
-            SpmdError: names or shapes are not the module's; an argument or a result is nothing that JAX knows.
-            TraceError: the module writes to a buffer, which this call would lose; it draws and `key` is None; it writes to what is no
-                buffer.
+            SpmdError: names or shapes do not match the module; an argument or result is not a type that JAX supports.
+            TraceError: the module writes to a buffer, which this call would lose; it draws random numbers and `key` is None; or it writes
+                to something that is not a buffer.
         """
         call = _Call(self.module, self.__name__, params, buffers, key, args, kwargs)
         result, written = call.run()
@@ -133,9 +133,9 @@ class Functionalized:
     def with_buffers(
         self, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Arrays]:
-        """(what the module returns, all buffers, those that it wrote with their new values); the rest as for a call.
+        """Call the module; returns (its result, all buffers, with the new values of those that it wrote). Arguments as for a call.
 
-        A new value has the dtype that the buffer came with.
+        A new value has the dtype of the buffer that was passed.
         """
         call = _Call(self.module, self.__name__, params, buffers, key, args, kwargs)
         result, written = call.run()
@@ -143,7 +143,7 @@ class Functionalized:
 
 
 class _Call:
-    """One call: its arrays as one list, and what the module made of them as the same."""
+    """One call: its arrays as a flat list, and the structure of the module's result."""
 
     def __init__(
         self, module: Any, name: str, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, args: Any, kwargs: Any
@@ -155,7 +155,7 @@ class _Call:
         leaves, self.tree = jax.tree.flatten((args, kwargs))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                what = f"{name} is a JAX function now, and was given a tensor of shape {tuple(leaf.shape)}"
+                what = f"{name} is a JAX function, but was given a tensor of shape {tuple(leaf.shape)}"
                 raise SpmdError(message(what, *called_at(), fix="pass arrays: spmd.to_jax(x)"))
         self.is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         self.static = [None if is_array else leaf for leaf, is_array in zip(leaves, self.is_array, strict=True)]
@@ -170,22 +170,22 @@ class _Call:
             found = [f"missing: {', '.join(map(repr, missing[:3]))}"] if missing else []
             found += [f"unknown: {', '.join(map(repr, unknown[:3]))}"] if unknown else []
             fix = "pass the dicts that spmd.functionalize(module) returned, with new values"
-            raise SpmdError(message(f"params and buffers are not those of {self.name}", *found, *called_at(), fix=fix))
-        if jax.sharding.get_abstract_mesh().manual_axes:  # pieces, if the caller wants
+            raise SpmdError(message(f"params and buffers do not match {self.name}", *found, *called_at(), fix=fix))
+        if jax.sharding.get_abstract_mesh().manual_axes:  # inside shard_map the arrays may be shards
             return
         for name, (tensor, _) in self.held.items():
             shape = jnp.shape(self.state[name])
             if shape != tuple(tensor.shape):
                 raise SpmdError(
                     message(
-                        f"{name!r} of {self.name} has shape {tuple(tensor.shape)}, the array given for it has {shape}",
+                        f"{name!r} of {self.name} has shape {tuple(tensor.shape)}, but the array passed for it has {shape}",
                         *called_at(),
                         fix="under jax.vmap, map over params too: in_axes=(0, ...)",
                     )
                 )
 
     def run(self) -> tuple[Any, dict[str, Any]]:
-        """(result, new values of the written buffers), of arrays."""
+        """(result, new values of the written buffers), as arrays."""
         function = TensorFunction(self._on_tensors)
         with turn:
             found = function([*self.state.values(), *self.given], _words(self.key))
@@ -197,10 +197,10 @@ class _Call:
         return result, dict(zip(self.written, found[count:], strict=True))
 
     def _on_tensors(self, tensors: Tensors) -> Tensors:
-        """The module on tensors: those of its result, then the buffers that it wrote."""
+        """Run the module on tensors. Returns the tensors of its result, then the buffers that it wrote."""
         num_state = len(self.state)
         state = {name: self._widened(name, tensor) for name, tensor in zip(self.state, tensors, strict=False)}
-        # a copy: an argument that gets a gradient is a leaf, which torch lets nobody write to
+        # Cloned, because an argument that gets a gradient is a leaf, which torch does not allow to be written in place.
         rest = iter([t.clone() if t.requires_grad else t for t in tensors[num_state:]])
         args, kwargs = jax.tree.unflatten(
             self.tree, [next(rest) if is_array else leaf for leaf, is_array in zip(self.static, self.is_array, strict=True)]
@@ -213,23 +213,23 @@ class _Call:
             result = self.module(*args, **kwargs)
             written = {} if stand_ins is None else stand_ins.written()
         if self.key is None and default_stream.draws != draws:
-            what = f"{self.name} draws random numbers and was given no key"
+            what = f"{self.name} draws random numbers, but was given no key"
             raise TraceError(message(what, fix="fn(params, buffers, jax.random.key(0), ...), or module.eval()"))
         for name in written:
             if name in self.params:
-                what = f"{self.name} writes to its parameter {name!r}; a JAX function changes no argument"
-                raise TraceError(message(what, *called_at(), fix="write to a buffer, or change params outside of the function"))
+                what = f"{self.name} writes to its parameter {name!r}, but a JAX function cannot change its arguments"
+                raise TraceError(message(what, *called_at(), fix="write to a buffer, or change params outside the function"))
         self.written = list(written)
         leaves, self.out_tree = pytree.tree_flatten(result)
         before, self.leaves = self.leaves, [None if is_device_tensor(leaf) else (leaf,) for leaf in leaves]
         if has_symbols(self.given) and before not in ([], self.leaves):
-            what = f"{self.name} returns what is another value for another size, and its sizes are symbols"
-            raise SpmdError(message(what, f"{before} and {self.leaves}", fix="return tensors; an array's own shape has its sizes"))
+            what = f"{self.name} returns a value that depends on the sizes, which are symbols"
+            raise SpmdError(message(what, f"{before} and {self.leaves}", fix="return tensors; the sizes are in an array's shape"))
         self._require_plain(leaves)
         return [*(leaf for leaf in leaves if is_device_tensor(leaf)), *(t.detach() for t in written.values())]
 
     def _widened(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """An integer that JAX narrowed, as wide as the module has it."""
+        """A parameter or buffer at its original width if JAX narrowed its integers."""
         wanted = self.held[name].tensor.dtype
         is_narrowed = _NARROW.get(to_numpy_dtype(wanted)) == to_numpy_dtype(tensor.dtype)
         return tensor.to(wanted) if is_narrowed else tensor
@@ -240,16 +240,16 @@ class _Call:
                 what = f"{self.name} returns a tensor of shape {tuple(leaf.shape)} on device '{leaf.device}', which would be a constant"
                 raise TraceError(message(what, fix="make it on the device of an argument: torch.zeros(..., device=x.device)"))
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                what = f"{self.name} returns a {type(leaf).__name__}, which is no container of tensors"
+                what = f"{self.name} returns a {type(leaf).__name__}, which is not a container of tensors"
                 raise SpmdError(message(what, fix="return its tensors in a tuple or dict (transformers: use_cache=False)"))
 
 
 def _words(key: Any) -> Any:
-    """The random state that a key of `jax.random` stands for, uint32[4]; zeros for None, which nothing may be drawn from."""
+    """The random state, uint32[4], for a key of `jax.random`; zeros for None, in which case nothing may be drawn."""
     if key is None:
         return np.zeros(4, np.uint32)
     if isinstance(key, torch.Tensor) or not hasattr(key, "dtype"):
-        what = f"key is a {type(key).__name__}: the third argument is a key of jax.random, or None"
+        what = f"key is a {type(key).__name__}, but the third argument must be a key of jax.random or None"
         raise SpmdError(message(what, *called_at(), fix="fn(params, buffers, jax.random.key(0), ...)"))
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else jnp.asarray(key)
@@ -259,7 +259,7 @@ def _words(key: Any) -> Any:
 
 
 def as_wide_as_allowed(array: Any) -> Any:
-    """The array with 64-bit elements as 32-bit ones where JAX has no others: what its own operations would return."""
+    """The array with 64-bit elements converted to 32-bit ones if JAX's 64-bit types are disabled, like results of its operations."""
     if keeps_64_bits():
         return array
     narrow = jax.dtypes.canonicalize_dtype(array.dtype)

@@ -1,9 +1,9 @@
-"""`call_jax` in a graph that Dynamo captures (`torch.compile`): one call, so the graph does not break.
+"""Keeps `call_jax` in a graph that Dynamo captures (`torch.compile`): one call, so the graph does not break.
 
     compiled = torch.compile(model, backend="spmd", fullgraph=True)      # model.forward calls a JAX function
 
-Dynamo looks into `call_jax` as it stands here: the JAX function becomes a number, a constant of the graph that is guarded as any function
-is; its shapes are jax's own, by `jax.eval_shape`. When the graph runs, the node is `call_jax`, with its gradient.
+Dynamo traces `_call_jax` below instead of `call_jax`. The JAX function becomes a number, a constant of the graph that is guarded like
+any function. Result shapes come from `jax.eval_shape`. When the graph runs, the node is `call_jax`, with its gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from spmd.device._call_jax import call_jax
 
 
 class _Function:
-    """A JAX function of a graph.
+    """A JAX function in a graph.
 
     Attributes:
-        structure: of what it returned last, as nested tuples of constants; tensors are numbered.
+        structure: structure of its last result, as nested tuples of constants; tensors are numbered.
     """
 
     def __init__(self, fn: Callable[..., Any], name: str | None) -> None:
@@ -36,7 +36,7 @@ _functions: list[_Function] = []
 
 
 def register() -> None:
-    """From now on Dynamo has one call for each `call_jax`."""
+    """Make Dynamo trace `_call_jax` in place of `call_jax`."""
     torch.compiler.substitute_in_graph(call_jax)(_call_jax)
 
 
@@ -48,7 +48,7 @@ def _call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 @torch.compiler.assume_constant_result
 def _number(fn: Callable[..., Any], name: str | None) -> int:
-    """Its place in the list of functions: one for each call in a graph, which has results of its own."""
+    """The index of a new entry in the list of functions. Each call in a graph has its own, because its results may differ."""
     _functions.append(_Function(fn, name))
     return len(_functions) - 1
 
@@ -60,7 +60,7 @@ def _structure(number: int) -> Any:
 
 @torch.compiler.allow_in_graph
 def call_in_graph(number: int, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that a JAX function returns; of tensors without values, tensors without values."""
+    """The tensors that a JAX function returns. For fake tensors it returns fake tensors."""
     function, args, kwargs = _functions[number], _plain(args), _plain(kwargs)
     flat, tree = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, FakeTensor) for leaf in flat):
@@ -70,7 +70,7 @@ def call_in_graph(number: int, args: Any, kwargs: Any) -> tuple[torch.Tensor, ..
 
 
 def _shapes(function: _Function, flat: list[Any], tree: Any) -> tuple[torch.Tensor, ...]:
-    """What the function returns for such tensors; notes its structure."""
+    """Fake results of the function for these tensors; also records the structure of the result."""
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         if tensor.device.type != "jax":
@@ -89,7 +89,7 @@ def _shapes(function: _Function, flat: list[Any], tree: Any) -> tuple[torch.Tens
 
 
 class _Shapes(torch.autograd.Function):
-    """Tensors without values that need a gradient where their inputs do."""
+    """Makes fake tensors that require a gradient if an input does."""
 
     @staticmethod
     def forward(ctx: Any, kinds: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -101,7 +101,7 @@ class _Shapes(torch.autograd.Function):
 
 
 def _described(value: Any, found: list[Any]) -> Any:
-    """A result as nested tuples, its arrays numbered in the order in which torch flattens it."""
+    """A result as nested tuples, with its arrays numbered in the order in which torch flattens it."""
     if isinstance(value, jax.Array):
         found.append(value)
         return "tensor", len(found) - 1
@@ -112,7 +112,7 @@ def _described(value: Any, found: list[Any]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return "value", value
     kind = type(value).__name__
-    raise SpmdError(message(f"a JAX function in a graph of Dynamo's returns a {kind}", fix="return arrays in tuples, lists and dicts"))
+    raise SpmdError(message(f"a JAX function in a Dynamo graph returns a {kind}", fix="return arrays in tuples, lists and dicts"))
 
 
 def _built(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -127,7 +127,7 @@ def _built(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """fx's immutable containers as Python's own, which JAX knows."""
+    """fx's immutable containers converted to Python's own, which JAX supports."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

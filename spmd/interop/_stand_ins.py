@@ -1,10 +1,11 @@
-"""A module that runs on other tensors than its own: each parameter and buffer has a stand-in while it runs.
+"""Runs a module on replacements of its parameters and buffers.
 
     with StandIns(module, {"up.weight": w, ...}) as stand_ins:
         y = module(x)
-        stand_ins.written()                # buffers that hold something else now
+        stand_ins.written()                # buffers that were written
 
-Hooks of the parameters fire for their stand-ins. What the module would lose, since its own tensors come back afterwards, is refused.
+Hooks of parameters fire for their replacements. The module's own tensors come back afterwards, so a change that would then be lost
+is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ModuleTensor(NamedTuple):
     """A parameter or buffer of a module.
 
     Attributes:
-        places: the dicts and keys that hold it, several where it is tied.
+        places: the (dict, key) pairs that refer to it; several if it is tied.
     """
 
     tensor: torch.Tensor
@@ -32,7 +33,7 @@ class ModuleTensor(NamedTuple):
 
 
 def module_tensors(module: nn.Module) -> dict[str, ModuleTensor]:
-    """Every parameter and buffer once, by the first of its names in `state_dict` (and buffers that are not persistent)."""
+    """Every parameter and buffer once, by its first name in `state_dict`; includes buffers that are not persistent."""
     names: dict[str, ModuleTensor] = {}
     known: dict[int, ModuleTensor] = {}
     for prefix, part in module.named_modules():
@@ -51,7 +52,7 @@ class StandIns:
     """A context in which a module has other tensors.
 
     Args:
-        tensors: by the names of `held_by`, all of them.
+        tensors: replacements for all tensors, by the names of `module_tensors`.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -63,7 +64,7 @@ class StandIns:
             if getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise SpmdError(
                     message(
-                        f"parameter {name!r} has a hook for when its gradient is accumulated; a JAX function accumulates none",
+                        f"parameter {name!r} has a hook on gradient accumulation, but a JAX function accumulates no gradients",
                         fix="remove the hook, or use parameter.register_hook",
                     )
                 )
@@ -88,13 +89,13 @@ class StandIns:
             raise TraceError(
                 message(
                     f"the module keeps a tensor of this call under {left[0]}",
-                    "a JAX function has no state: the next call would find what only this one has",
+                    "a JAX function has no state, and the next call would see a tensor of this one",
                     fix="keep it with self.register_buffer(name, tensor): written buffers are returned by fn.with_buffers",
                 )
             )
 
     def _put_back(self, position: int) -> str | None:
-        """Put back what the call gave an attribute of a module, where it holds tensors; the name of one."""
+        """Restore a module's attributes to which the call assigned tensors. Returns the name of one, or None."""
         part, before = self.attributes[position]
         found = None
         for key, value in list(vars(part).items()):
@@ -106,24 +107,24 @@ class StandIns:
         return found
 
     def written(self) -> dict[str, torch.Tensor]:
-        """What the written ones hold now, by name.
+        """The new values of the tensors that were written, by name.
 
         Raises:
-            TraceError: the module removed one.
+            TraceError: the module removed a tensor.
         """
         found: dict[str, torch.Tensor] = {}
         for name, (_, places) in self.held.items():
             registry, key = places[0]
             now = registry.get(key)
             if now is None:
-                raise TraceError(message(f"the module sets {name!r} to None", *called_at(), fix="give it zeros"))
+                raise TraceError(message(f"the module sets {name!r} to None", *called_at(), fix="assign zeros instead"))
             if now is not self.tensors[name] or _state(now) != self.before[name]:
                 found[name] = now
         return found
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes with every write to the tensor."""
+    """A value that changes with every write to the tensor."""
     return id(buffer_of(tensor).value), tensor._version
 
 

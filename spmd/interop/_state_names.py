@@ -1,4 +1,4 @@
-"""Names for what a program's state and numbers are, as a file shows them."""
+"""Names of a program's state and numbers in an exported file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 
 
 def state_names(found: Reachable, buffers: Sequence[Buffer]) -> dict[int, str]:
-    """By id of each buffer a name of its own: "model.up.weight", "optimizer.model.up.weight.exp_avg"; "state.3" where nothing says more."""
+    """A unique name for each buffer, by id: "model.up.weight", "optimizer.model.up.weight.exp_avg"; "state.3" as a last resort."""
     wanted = {id(buffer) for buffer in buffers}
     names: dict[int, str] = {}
     used: set[str] = set()
@@ -38,7 +38,7 @@ def state_names(found: Reachable, buffers: Sequence[Buffer]) -> dict[int, str]:
 
 
 def number_names(found: Reachable, numbers: LiftedNumbers) -> list[str]:
-    """Of each number that the program takes: "optimizer.lr", "optimizer.betas[0]", with "param_groups[1]" for groups but the first."""
+    """Names of a program's lifted numbers: "optimizer.lr", "optimizer.betas[0]"; with "param_groups[1]" for groups after the first."""
     names: list[str] = []
     groups = {
         id(group): _title(found, i) + (f".param_groups[{k}]" if k else "")

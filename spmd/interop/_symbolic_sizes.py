@@ -1,8 +1,8 @@
-"""Torch code on arrays whose sizes are symbols of `jax.export.symbolic_shape`: traced at a few sizes, and recorded once over the symbols.
+"""Torch code on arrays whose sizes are symbols of `jax.export.symbolic_shape`: traced at a few sizes, recorded once over the symbols.
 
-Torch's tensors have numbers for sizes. What the traces have in common, as a function of the sizes (Note [Points]), is what is recorded. It
-holds for sizes for which no dim has fewer than two elements, and for which Python's questions have the traces' answers: JAX must be able to
-prove that from the symbols' constraints.
+Torch's tensors have numbers as sizes. The traces are generalized to one program as a function of the sizes (Note [Points]). It is valid
+for sizes where no dim has fewer than two elements and Python's questions about sizes have the same answers as in the traces. JAX must be
+able to prove that from the constraints of the symbols.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of
 from spmd.program.sizes._window_extents import learn_extents
 
-_FAR = 61  # from the least size of a symbol without a largest to the largest that is traced
+_FAR = 61  # range of traced sizes for a symbol without an upper bound
 Run = Callable[..., list[Any]]
 
 
 def has_symbols(arrays: Sequence[Any]) -> bool:
-    """Whether a size of an array is no number."""
+    """Whether an array has a symbolic size."""
     return any(not isinstance(n, int) for array in arrays for n in array.shape)
 
 
 class SymbolicSizes:
-    """The symbols in the shapes of some arrays, and the sizes at which what is called with them is traced.
+    """The symbols in the shapes of some arrays, and the sizes at which a function of them is traced.
 
     Attributes:
-        points: for each trace, the size of each symbol.
+        points: the sizes of all symbols, for each trace.
     """
 
     def __init__(self, arrays: Sequence[Any], shift: int = 0) -> None:
@@ -49,15 +49,15 @@ class SymbolicSizes:
         least = max(2, int(low))
         most = least + _FAR if high == float("inf") else int(high)
         if most < least + 5:
-            what = f"symbol {name!r} is from {int(low)} to {most}: too little to trace at several sizes"
-            raise TraceError(message(what, fix="trace the function for each size: jax.jit does so by itself"))
+            what = f"symbol {name!r} is from {int(low)} to {most}: too few sizes to trace at several of them"
+            raise TraceError(message(what, fix="trace the function for each size, as jax.jit does by itself"))
         return Range(least, most)
 
     def recorded(self, runs: Sequence[Run], arrays: Sequence[Any]) -> list[Any]:
-        """What functions of flat arrays return, one for each point, recorded over the symbols.
+        """Record functions of flat arrays, one for each point, as one program over the symbols. Returns its results.
 
         Raises:
-            TraceError: they are not proved to be one program for all sizes that the symbols may have.
+            TraceError: it is not proved that they are one program for all sizes that the symbols may have.
         """
         jaxprs, reads = list[Any](), list[SizeReads]()
         for point, run in zip(self.points, runs, strict=True):
@@ -80,7 +80,7 @@ class SymbolicSizes:
         return evaluated(points, list(self._symbols.values()), opened, [closed.consts for closed in jaxprs], arrays)
 
     def _require(self, found: Sequence[Any]) -> None:
-        """Raise where JAX cannot prove a limit, or that a symbol is at least 2."""
+        """Raise if JAX cannot prove a limit, or cannot prove that a symbol is at least 2."""
         unknown = [f"{name} >= 2" for name, symbol in self._symbols.items() if bounds_of(symbol)[0] < 2]
         for limit in found:
             try:
@@ -93,9 +93,9 @@ class SymbolicSizes:
             constraints = [text.replace("!=", ">") for text in dict.fromkeys(unknown)]
             raise TraceError(
                 message(
-                    "torch code is one program for the sizes of these symbols only where more is known of them",
+                    "torch code is one program for the sizes of these symbols only if more is known about them",
                     *(f"not known: {text}" for text in dict.fromkeys(unknown)),
-                    "a dim of one element would broadcast, and what Python asks of a size must have one answer",
+                    "a dim of one element would broadcast, and every question of Python about a size must have a single answer",
                     fix=f"jax.export.symbolic_shape({', '.join(self._symbols)!r}, constraints={constraints!r})",
                 )
             )
@@ -111,18 +111,18 @@ def _traced(run: Run, examples: Sequence[Any], values: Mapping[str, int]) -> Any
         name = next(iter(values))
         raise TraceError(
             message(
-                f"torch code raises {type(error).__name__} for {listed}, which the symbols may be",
+                f"torch code raises {type(error).__name__} for {listed}, which the symbols allow",
                 str(error).partition("\n")[0],
-                fix=f"say what they may be: jax.export.symbolic_shape({', '.join(values)!r}, constraints=['{name} >= 8', '{name} <= 64'])",
+                fix=f"restrict them: jax.export.symbolic_shape({', '.join(values)!r}, constraints=['{name} >= 8', '{name} <= 64'])",
             )
         ) from error
 
 
 def _decided(limit: Any, symbols: Mapping[str, Any]) -> bool:
-    """Whether a limit is true of symbols.
+    """Whether a limit holds for symbols.
 
     Raises:
-        InconclusiveDimensionOperation: of some of their values only, for all that JAX knows.
+        InconclusiveDimensionOperation: JAX cannot prove it for all of their values.
     """
     sign, one, other = limit
     if isinstance(other, bool):
@@ -130,7 +130,7 @@ def _decided(limit: Any, symbols: Mapping[str, Any]) -> bool:
     if sign not in ("==", "!="):
         return bool(value_of(limit, symbols))
     first, second = value_of(one, symbols), value_of(other, symbols)
-    if first == second:  # in JAX: for all values
+    if first == second:  # true in JAX if equal for all values
         return sign == "=="
     if _is_above(first, second) or _is_above(second, first):
         return sign == "!="
@@ -148,7 +148,7 @@ _NOT = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "=="}
 
 
 def _text(limit: Any, symbols: Mapping[str, Any]) -> str:
-    """A limit in the words of `jax.export.symbolic_shape`, which has none for "!="."""
+    """A limit as a constraint of `jax.export.symbolic_shape`, which has no "!="."""
     sign, one, other = limit
     if isinstance(other, bool):
         sign, one, other = one if other else (_NOT[one[0]], *one[1:])
@@ -167,7 +167,7 @@ def _refused(error: Inexact) -> TraceError:
         message(
             "torch code is not one program for all sizes that the symbols may have",
             *details,
-            fix='narrow them, jax.export.symbolic_shape("b, 4", constraints=["b >= 8"]), or trace each size: jax.jit does so by itself',
+            fix='narrow them, jax.export.symbolic_shape("b, 4", constraints=["b >= 8"]), or trace each size, as jax.jit does by itself',
         )
     )
 

@@ -1,9 +1,9 @@
-"""`to_jax` and `from_jax`: a tensor on device 'jax' and a `jax.Array` are one array seen from two sides. Nothing is copied.
+"""`to_jax` and `from_jax`: view a tensor on device 'jax' as a `jax.Array` and back, without a copy.
 
-    a = spmd.to_jax(x)                        # any container of tensors; layout and mesh kept
-    x = spmd.from_jax(jnp.sin(a))             # any container of arrays; laid out as the array is
+    a = spmd.to_jax(x)                        # any container of tensors; keeps layout and mesh
+    x = spmd.from_jax(jnp.sin(a))             # any container of arrays; keeps the sharding
 
-Neither side sees the other's writes: JAX writes nothing in place, and a tensor's write gives the tensor another array. A compiled
+Neither side sees the other's writes: JAX writes nothing in place, and a write to the tensor gives the tensor another array. A compiled
 step that would donate a shared array copies it first (Note [Lent arrays]).
 """
 
@@ -31,42 +31,42 @@ from spmd.sharding._tensor import become_sharded
 
 
 def to_jax(tree: Any) -> Any:
-    """Tensors on device 'jax' as `jax.Array`s: the arrays that they hold, with their shape, dtype and sharding.
+    """Tensors on device 'jax' as `jax.Array`s, with their shape, dtype and sharding.
 
-    No copy, but for a view, which is computed, and a tensor that is padded in storage, which is cut. In a function that is traced the
-    arrays are tracers.
+    Nothing is copied, except that a view is computed and padding in device memory is cut off. In a function that is being traced
+    the arrays are tracers.
 
     Args:
-        tree: a tensor, or any container of tensors that torch or JAX knows; what is no tensor stays as it is.
+        tree: a tensor, or any pytree of torch or JAX with tensors; other leaves are left alone.
 
     Returns:
-        The same container; a dict in place of a mapping that JAX does not know (an output of transformers).
+        The same container; a mapping that JAX does not support (an output of transformers) becomes a dict.
 
     Raises:
-        SpmdError: a tensor is not on device 'jax'; torch would record what is done with it, which JAX cannot (`requires_grad`); it has
-            64-bit elements, which JAX's operations would cut to 32 bits as it is set now.
+        SpmdError: a tensor is not on device 'jax'; it requires grad, and torch could not record what JAX does with it; or it has 64-bit
+            elements while JAX's 64-bit types are disabled, so that JAX's operations would truncate them.
     """
     return as_jax_container(tree_map(_array_of, tree))
 
 
 def from_jax(tree: Any) -> Any:
-    """`jax.Array`s as tensors on device 'jax' that hold them: same shape, dtype, devices; a layout over a mesh is kept as a mark.
+    """`jax.Array`s as tensors on device 'jax' with the same shape, dtype and devices; a layout over a mesh becomes an annotation.
 
-    No copy. The tensors require no gradient. JAX must not differentiate through them: what `detach`, `no_grad` and custom Functions
-    mean to torch it does not see, so a derivative taken through `from_jax` raises; `spmd.functionalize` gives torch's own.
+    Nothing is copied. The tensors do not require grad. JAX must not differentiate through them, because it cannot see `detach`,
+    `no_grad` and custom Functions of torch. Such a derivative raises; `spmd.functionalize` gives torch's own.
 
     Args:
-        tree: an array (a tracer, where a function is traced), or any container of arrays; what is no array stays as it is.
+        tree: an array (or a tracer, in a function that is being traced), or any container of arrays; other leaves are left alone.
 
     Raises:
-        SpmdError: an array is deleted, lies on devices that are not device 'jax', or is of a dtype that torch does not have; a leaf
-            is a numpy array.
+        SpmdError: an array is deleted, is on devices that are not device 'jax', or has a dtype that torch lacks; or a leaf is a
+            numpy array.
     """
     return jax.tree.map(_tensor_of, tree)
 
 
 def tree_map(of_leaf: Callable[[Any], Any], tree: Any) -> Any:
-    """`of_leaf` on every leaf of a container that JAX knows, and of those in it that only torch does."""
+    """Apply `of_leaf` to every leaf of a pytree of JAX, also inside containers that only torch supports."""
 
     def on(leaf: Any) -> Any:
         return of_leaf(leaf) if pytree.tree_is_leaf(leaf) else pytree.tree_map(of_leaf, leaf)
@@ -75,7 +75,7 @@ def tree_map(of_leaf: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def as_jax_container(value: Any) -> Any:
-    """`value` with a dict in place of each mapping of a class that JAX does not know."""
+    """`value` with each mapping that JAX does not support converted to a dict."""
 
     def plain(leaf: Any) -> Any:
         return {key: as_jax_container(item) for key, item in leaf.items()} if isinstance(leaf, dict) else leaf
@@ -84,18 +84,18 @@ def as_jax_container(value: Any) -> Any:
 
 
 def keeps_64_bits() -> bool:
-    """Whether JAX has 64-bit types as it is set now, on this thread."""
+    """Whether JAX's 64-bit types are enabled now, on this thread."""
     return bool(jax.config.read("jax_enable_x64"))
 
 
 def require_numbers(array: Any) -> None:
-    """Raise if a size of an array is a symbol of `jax.export.symbolic_shape`."""
+    """Raise SpmdError if a size of an array is a symbol of `jax.export.symbolic_shape`."""
     if not all(isinstance(size, int) for size in array.shape):
         raise SpmdError(
             message(
-                f"torch code was given an array of shape {array.shape}: a tensor's sizes are numbers",
+                f"torch code was given an array of shape {array.shape}, but the sizes of a tensor must be numbers",
                 *called_at(),
-                fix="spmd.functionalize(fn) takes symbols; or trace each size, as jax.jit does by itself",
+                fix="spmd.functionalize(fn) supports symbols; or trace each size, as jax.jit does by itself",
             )
         )
 
@@ -109,7 +109,7 @@ def _array_of(leaf: Any) -> Any:
     if leaf.requires_grad and torch.is_grad_enabled():
         raise SpmdError(
             message(
-                f"to_jax was given {name_of(leaf)}, which requires grad: torch sees nothing of what JAX does, so no gradient comes back",
+                f"to_jax was given {name_of(leaf)}, which requires grad, but torch cannot see what JAX does: no gradient would come back",
                 *called_at(),
                 fix="spmd.to_jax(x.detach()), or let torch differentiate the JAX function: spmd.call_jax(fn, (x,))",
             )
@@ -119,9 +119,9 @@ def _array_of(leaf: Any) -> Any:
         narrow = {"i": "x.int()", "u": "x.to(torch.uint32)", "f": "x.float()", "c": "x.to(torch.complex64)"}[array.dtype.kind]
         raise SpmdError(
             message(
-                f"to_jax was given {name_of(leaf)} of {leaf.dtype}: JAX has no 64-bit types as it is set now",
+                f"to_jax was given {name_of(leaf)} of {leaf.dtype}, but JAX's 64-bit types are disabled",
                 *called_at(),
-                "its operations would take the low 32 bits and say nothing",
+                "its operations would silently truncate to 32 bits",
                 fix=f'jax.config.update("jax_enable_x64", True), or spmd.to_jax({narrow})',
             )
         )
@@ -136,19 +136,19 @@ def _tensor_of(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise SpmdError(message("from_jax was given a key of jax.random, which torch has no dtype for", fix="jax.random.key_data(key)"))
+        raise SpmdError(message("from_jax was given a key of jax.random, for which torch has no dtype", fix="jax.random.key_data(key)"))
     to_torch_dtype(leaf.dtype)
     require_numbers(leaf)
     if is_tracer(leaf):
         return wrap(_into_torch(leaf))
     if leaf.is_deleted():
-        what = f"from_jax was given an array of shape {leaf.shape} that is deleted: a jitted function has taken its memory"
+        what = f"from_jax was given an array of shape {leaf.shape} that is deleted: it was donated to a jitted function"
         raise SpmdError(message(what, *called_at(), fix="pass jnp.copy(array) to functions that donate it"))
     if not leaf.sharding.device_set <= set(devices()):
         where, ours = sorted({d.platform for d in leaf.sharding.device_set}), devices()[0]
         raise SpmdError(
             message(
-                f"from_jax was given an array on {', '.join(where)}, device 'jax' computes on {ours.platform}",
+                f"from_jax was given an array on {', '.join(where)}, but device 'jax' computes on {ours.platform}",
                 fix="jax.device_put(array, jax.devices()[0])",
             )
         )
@@ -156,11 +156,11 @@ def _tensor_of(leaf: Any) -> Any:
 
 
 def _with_layout(array: jax.Array) -> torch.Tensor:
-    """A tensor that holds `array`, marked as that lies if it lies on a mesh."""
+    """A tensor on `array`, annotated with its layout if it is over a mesh."""
     sharding, spec = array.sharding, None
     if isinstance(sharding, NamedSharding):
         spec = ShardingSpec.from_jax(sharding, array.ndim)
-        if any(kind is not AxisType.Auto for kind in sharding.mesh.axis_types):  # the same devices, the same pieces
+        if any(kind is not AxisType.Auto for kind in sharding.mesh.axis_types):  # the same devices and shards
             array = jax.device_put(array, spec.to_jax())
     if getattr(array, "weak_type", False):
         array = jax.lax.convert_element_type(array, array.dtype)
@@ -174,7 +174,7 @@ def _with_layout(array: jax.Array) -> torch.Tensor:
 
 @jax.custom_jvp
 def _into_torch(array: Any) -> Any:
-    """The array itself; differentiating it raises."""
+    """The array itself. Differentiating it raises."""
     return array
 
 
@@ -182,7 +182,7 @@ def _into_torch(array: Any) -> Any:
 def _(primals: Any, tangents: Any) -> Any:
     raise SpmdError(
         message(
-            "JAX differentiates through spmd.from_jax: it would not see what detach, no_grad or a custom Function mean to torch",
+            "JAX differentiates through spmd.from_jax, but it cannot see detach, no_grad and custom Functions of torch",
             *called_at(),
             fix="let torch write the gradient: fn, params, buffers = spmd.functionalize(module_or_function)",
         )

@@ -1,8 +1,8 @@
-"""A function of torch tensors as a function of arrays whose derivative, for JAX, is the one that torch's autograd writes.
+"""Turns a function of torch tensors into a function of arrays whose derivative in JAX comes from torch's autograd.
 
-JAX would differentiate the operations that it sees, and knows nothing of `detach`, `no_grad`, hooks or custom Functions. So the function is
-a `jax.custom_vjp`: both passes are traced together (`program/flow/_joint`), torch writing the second. Any order of reverse derivatives
-is exact: the backward pass is such a function again. Forward mode is refused by JAX itself (a custom_vjp has none).
+JAX would differentiate the operations that it sees, without regard to `detach`, `no_grad`, hooks and custom Functions. So the function
+is a `jax.custom_vjp`: both passes are traced together (`program/flow/_joint`), and autograd defines the backward pass. Reverse
+derivatives of any order are exact, because the backward pass is such a function again. JAX itself refuses forward mode for a custom_vjp.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class TensorFunction:
     """A function from tensors to tensors, to be called on arrays.
 
     Args:
-        fn: takes and returns a list of device tensors; it is run anew by every trace.
+        fn: takes and returns a list of device tensors; every trace runs it again.
     """
 
     def __init__(self, fn: Callable[[Tensors], Tensors]) -> None:
         self.fn = fn
 
     def __call__(self, arrays: Sequence[Any], words: Any) -> list[Any]:
-        """The results as arrays; `words`: the random state that its draws start from, uint32[4]."""
+        """The results as arrays. `words`: random state at the start, uint32[4]."""
         axes = frozenset[str]().union(*map(varying_axes, (*arrays, words)))
         return _values(self, [_varying(a, axes) for a in arrays], _varying(words, axes))
 
     def joint(self, arrays: Sequence[Any], wanted: Sequence[bool], words: Any) -> Joint | SymbolicJoint:
-        """Both passes, traced for arrays like these."""
+        """Both passes, traced for arrays with these shapes."""
         if has_symbols(arrays):
             return SymbolicJoint(self, arrays, wanted, words)
         with exact_dtypes():
             return trace_joint(lambda *tensors: self.fn(list(tensors)), [wrap(a) for a in arrays], wanted, [], words)
 
     def gradient(self, wanted: Sequence[bool], has_gradient: Sequence[bool]) -> TensorFunction:
-        """The function from (its tensors, a cotangent per result that has a gradient) to gradients of the wanted tensors."""
+        """The function from (tensors, a cotangent per result that has a gradient) to the gradients of the wanted tensors."""
 
         def run(tensors: Tensors) -> Tensors:
             inputs, cotangents = tensors[: len(wanted)], tensors[len(wanted) :]
@@ -63,10 +63,10 @@ class TensorFunction:
 
 
 class SymbolicJoint:
-    """Both passes for arrays whose sizes are symbols: a joint trace for each of a few sizes.
+    """Both passes for arrays with symbolic sizes: a joint trace for each of a few sizes.
 
     Attributes:
-        has_gradient: per result, whether it takes a cotangent.
+        has_gradient: whether each result takes a cotangent.
     """
 
     def __init__(self, function: TensorFunction, arrays: Sequence[Any], wanted: Sequence[bool], words: Any) -> None:
@@ -79,11 +79,11 @@ class SymbolicJoint:
         self.has_gradient = self._joints[0].has_gradient
 
     def outer_values(self) -> list[Any]:
-        """None: what is read from outside is a constant of each trace."""
+        """Empty: values from outside are constants of each trace."""
         return []
 
     def run_forward(self, consts: Sequence[Any], inputs: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
-        """(results, residuals) of arrays."""
+        """(results, residuals), as arrays."""
         found = self._forward(inputs, words)
         return found[: self._num_results], found[self._num_results :]
 
@@ -109,7 +109,7 @@ class SymbolicJoint:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(function: TensorFunction, arrays: list[Any], words: Any) -> Any:
-    """The function without a gradient."""
+    """The function's values, if no gradient is needed."""
     if has_symbols(arrays):
         with exact_dtypes():
             sizes = SymbolicSizes(arrays)
@@ -133,7 +133,7 @@ def _values_bwd(function: TensorFunction, saved: Any, cotangents: Any) -> tuple[
     if saved is None:
         return None, None
     static, values, words, residuals = saved
-    return _pulled(static, values, words, residuals, [_dense(c) for c in cotangents]), None
+    return _input_gradients(static, values, words, residuals, [_dense(c) for c in cotangents]), None
 
 
 _values.defvjp(_values_fwd, _values_bwd, symbolic_zeros=True)
@@ -145,7 +145,7 @@ def _dense(cotangent: Any) -> Any:
 
 @jax.tree_util.register_static
 class _Static:
-    """A function, its joint trace and whose gradients that computes: what residuals have that is no array."""
+    """The static part of the residuals: the function, its joint trace, and which inputs get a gradient."""
 
     def __init__(self, function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...]) -> None:
         self.function, self.joint, self.wanted = function, joint, wanted
@@ -158,7 +158,7 @@ class _Static:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _forward(function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...], values: list[Any], words: Any) -> Any:
-    """(results, residuals): the forward pass of a joint trace."""
+    """The forward pass of a joint trace: (results, residuals)."""
     with exact_dtypes():
         return joint.run_forward(joint.outer_values(), values, words)
 
@@ -172,14 +172,14 @@ def _forward_bwd(
     function: TensorFunction, joint: Joint | SymbolicJoint, wanted: tuple[bool, ...], saved: Any, cotangents: Any
 ) -> tuple[Any, None]:
     values, words, residuals = saved
-    return _pulled(_Static(function, joint, wanted), values, words, residuals, cotangents[0]), None
+    return _input_gradients(_Static(function, joint, wanted), values, words, residuals, cotangents[0]), None
 
 
 _forward.defvjp(_forward_fwd, _forward_bwd)
 
 
-def _pulled(static: _Static, values: list[Any], words: Any, residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-    """One gradient per input, None where JAX asks for none."""
+def _input_gradients(static: _Static, values: list[Any], words: Any, residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+    """One gradient per input; None where JAX needs none."""
     flowing = [_conjugated(c) for c, has in zip(cotangents, static.joint.has_gradient, strict=True) if has]
     axes = frozenset[str]().union(*map(varying_axes, values))
     gradients: Any = _backward(static, values, words, residuals, flowing)
@@ -187,19 +187,19 @@ def _pulled(static: _Static, values: list[Any], words: Any, residuals: list[Any]
 
 
 def _varying(array: Any, axes: frozenset[str]) -> Any:
-    """The array as one that differs along `axes`: then all inputs and gradients do, and JAX sums the gradient of one that did not."""
+    """The array, marked as varying along `axes`. If all inputs and gradients vary, JAX sums the gradients of inputs that did not."""
     missing = tuple(sorted(axes - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
 def _conjugated(value: Any) -> Any:
-    """torch's gradient of a complex value is the conjugate of JAX's."""
+    """Conjugate a complex value: torch's gradient is the conjugate of JAX's."""
     return jnp.conj(value) if jnp.iscomplexobj(value) else value
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward(static: _Static, values: list[Any], words: Any, residuals: list[Any], cotangents: list[Any]) -> Any:
-    """Gradients of the wanted inputs, in torch's convention; computed from the residuals, a function of the values."""
+    """Gradients of the wanted inputs in torch's convention, computed from the residuals; formally a function of the values."""
     with exact_dtypes():
         return static.joint.run_backward(residuals, cotangents)
 
@@ -209,7 +209,7 @@ def _backward_fwd(static: _Static, values: list[Any], words: Any, residuals: lis
 
 
 def _backward_bwd(static: _Static, saved: Any, seconds: list[Any]) -> tuple[Any, None, None, Any]:
-    """Of second order: the gradient, as torch computes it when a graph of it is kept, is differentiated as a function of its own."""
+    """Second order: differentiates the gradient as its own function, computed by torch with create_graph=True."""
     values, words, cotangents = saved
     gradient = static.function.gradient(static.wanted, static.joint.has_gradient)
     is_inexact = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]

@@ -1,4 +1,4 @@
-"""`torch.export`'s programs as modules on device 'jax': also what their graphs make on the device that they were exported on."""
+"""Converts programs of `torch.export` to modules on device 'jax', including devices that are named in their graphs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spmd.base._torch import pytree
 
 
 def module_on_device(program: torch.export.ExportedProgram) -> nn.Module:
-    """A module of its own that computes the program; the program is not changed. It asserts the sizes that the program allows."""
+    """A new module that computes the program, which is not changed. It asserts the sizes that the program allows."""
     module = program.module()
     for name, part in list(module.named_children()):
-        if isinstance(part, fx.GraphModule):  # a branch or a loop's body: the program's own
+        if isinstance(part, fx.GraphModule):  # a branch or loop body, shared with the program
             setattr(module, name, copy.deepcopy(part))
     for part in module.modules():
         for name, value in list(vars(part).items()):  # constants of the graph are plain attributes

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric over a device mesh: importing this registers accelerator "jax" and strategy "spmd" with both.
+"""Runs Lightning's Trainer and Fabric over a device mesh. The import registers accelerator "jax" and strategy "spmd" with both.
 
     import spmd.lightning
 
@@ -6,7 +6,7 @@
     Trainer(accelerator="jax", strategy=spmd.lightning.SpmdStrategy(mesh, rules="megatron"))
     Fabric(accelerator="jax", strategy="spmd")
 
-For the package `lightning`; its parts under their other names, `pytorch_lightning` and `lightning_fabric`, have registries of their own.
+Works with the package `lightning`. `pytorch_lightning` and `lightning_fabric` have separate registries.
 """
 
 # pyright: reportMissingImports=none, reportUnknownVariableType=none

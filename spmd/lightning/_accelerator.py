@@ -1,4 +1,4 @@
-"""Lightning's accelerator "jax": the one device that all chips of this process are to PyTorch."""
+"""Lightning's accelerator "jax": all chips of this process, which PyTorch sees as one device."""
 
 # pyright: reportMissingImports=none, reportUnknownVariableType=none, reportUntypedBaseClass=none, reportUnknownMemberType=none
 
@@ -17,16 +17,16 @@ NAME = "jax"
 
 
 class JaxAccelerator(Accelerator):
-    """For Trainer and Fabric; which chips are used, and how, the strategy's mesh says."""
+    """Accelerator for Trainer and Fabric. The strategy's mesh determines which chips are used, and how."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Nothing to do for the device.
+        """Check the device; there is nothing to set up.
 
         Raises:
-            SpmdError: another strategy put the model elsewhere.
+            SpmdError: the strategy's device is not device 'jax'.
         """
         if device.type != NAME:
-            what = f"accelerator='jax' was given a strategy whose device is '{device}'"
+            what = f"accelerator='jax' has a strategy for device '{device}'"
             raise SpmdError(message(what, fix="Trainer(accelerator='jax', strategy='spmd')"))
 
     def teardown(self) -> None:
@@ -34,14 +34,14 @@ class JaxAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """The number of devices to PyTorch, which is one: "auto", -1, 1 and the number of chips all mean every chip.
+        """The number of PyTorch devices, always 1. "auto", -1, 1 and the number of chips all select every chip.
 
         Raises:
-            SpmdError: another number.
+            SpmdError: any other value.
         """
         if devices in ("auto", -1, "-1", 1, "1", device_count(), str(device_count())):
             return 1
-        what = f"devices={devices!r}: this process has {device_count()} devices, of which the mesh says which are used"
+        what = f"devices={devices!r}: this process has {device_count()} devices, and the mesh selects among them"
         fix = "strategy=spmd.lightning.SpmdStrategy(spmd.Mesh(range(4), (4,), ('fsdp',)))"
         raise SpmdError(message(what, fix=fix))
 
@@ -62,7 +62,7 @@ class JaxAccelerator(Accelerator):
         return NAME
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Bytes on the chip that has the most; nothing where jax counts none (CPU devices)."""
+        """Bytes in use on the fullest chip; empty if jax reports none (CPU devices)."""
         try:
             return dict(memory_stats())
         except SpmdError:

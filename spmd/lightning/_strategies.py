@@ -1,6 +1,6 @@
-"""Lightning's strategy "spmd", for Trainer and for Fabric: models laid out by rules, batches split, a step's operations one program.
+"""Lightning's strategy "spmd" for Trainer and Fabric: models laid out by rules, batches split, each step one program.
 
-To Lightning it is one process with one device: a loader's batch is the global one, `world_size` is 1, nothing is reduced.
+Lightning sees one process with one device: a loader's batch is the global batch, `world_size` is 1, and nothing is reduced.
 """
 
 # pyright: reportMissingImports=none, reportUnknownVariableType=none, reportUntypedBaseClass=none, reportUnknownMemberType=none
@@ -30,17 +30,17 @@ from spmd.sharding._annotate import as_mesh, mark_sharding
 from spmd.sharding._tensor import sharding_of
 
 NAME = "spmd"
-# Lightning moves a model to the host when it is done with it, and off the device it has no layout: that of a model set up again.
+# Layouts of models that were set up. Lightning moves a finished model to the host, where it loses its layout. A second setup restores it.
 _laid_out: WeakKeyDictionary[torch.nn.Module, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
 
-class _Placing:
-    """What both strategies do.
+class _Placement:
+    """What both strategies do: layout of models and batches, and deferred operations.
 
     Attributes:
-        mesh: the devices; made when a model is set up, if none was given.
-        lazy: the operations that wait: `num_executables`, `retraces`, `program`. None before a model is set up, and inside a
-            `spmd.lazy()` of the program's own.
+        mesh: the mesh; created when a model is set up, if none was given.
+        lazy: the deferred operations, with `num_executables`, `retraces` and `program`. None before a model is set up, and inside
+            a `spmd.lazy()` of the program.
     """
 
     def __init__(self, mesh: Any, rules: RulesLike, batch: str | Sequence[str] | None, strict: bool) -> None:
@@ -48,16 +48,16 @@ class _Placing:
         self.lazy: Lazy | None = None
         self._options = rules, batch, strict
         self._layouts: Layouts | None = None
-        self._waiting = ExitStack()
+        self._deferring = ExitStack()
 
     def lay_out(self, model: torch.nn.Module) -> None:
-        """Lay the model out, move it to the device, and let operations wait from now on."""
+        """Lay out the model, move it to the device, and defer operations from now on."""
         if self.mesh is None:
             self.mesh = Mesh(range(device_count()), (device_count(),), ("fsdp",))
         if self._layouts is None:
             self._layouts = Layouts(self.mesh, *self._options)
         if deferring.get() is None:
-            self.lazy = self._waiting.enter_context(lazy())
+            self.lazy = self._deferring.enter_context(lazy())
         before = _laid_out.get(model)
         if before is not None and before[0] == (self.mesh, self._options[0]):
             for name, tensor in named_tensors(model):
@@ -73,16 +73,16 @@ class _Placing:
         return batch if self._layouts is None else self._layouts.placed(batch)
 
     def finish(self) -> None:
-        """Run what waits, and let no more wait. A model that is set up later is laid out anew."""
-        self._waiting.close()
+        """Run pending operations and stop deferring. A model that is set up later is laid out again."""
+        self._deferring.close()
         self._layouts = None
 
 
 def on_this_device(precision: Any) -> Any:
-    """A precision plugin whose autocast is for device 'jax': Lightning makes it for CUDA where it does not know the accelerator.
+    """Set a precision plugin's autocast to device 'jax'. For an unknown accelerator Lightning makes it for CUDA.
 
     Raises:
-        SpmdError: it scales losses.
+        SpmdError: the plugin scales losses.
     """
     if isinstance(precision, MixedPrecision | FabricMixedPrecision):
         if precision.precision != "bf16-mixed":
@@ -92,44 +92,44 @@ def on_this_device(precision: Any) -> Any:
 
 
 def on_the_host(state: Any) -> Any:
-    """The same containers with CPU tensors, which torch reads without this package."""
+    """The same containers with CPU tensors, which torch can load without this package."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().as_subclass(torch.Tensor), state)
 
 
-class _OneProgram:
-    """What both strategies are beside Lightning's for a single device, whose classes stand behind this one."""
+class _MeshStrategy:
+    """What both strategies add to Lightning's strategy for a single device, the base class after this one."""
 
     def __init__(
         self, mesh: Any = None, rules: RulesLike = "fsdp", batch: str | Sequence[str] | None = None, strict: bool = True, **options: Any
     ) -> None:
-        lightnings: Any = super()
-        lightnings.__init__(device=torch.device("jax", 0), **options)
-        self.placing = _Placing(mesh, rules, batch, strict)
+        base: Any = super()
+        base.__init__(device=torch.device("jax", 0), **options)
+        self.placing = _Placement(mesh, rules, batch, strict)
 
     @property
     def lazy(self) -> Lazy | None:
-        """The operations that wait: `num_executables`, `retraces`, `program`."""
+        """The deferred operations, with `num_executables`, `retraces` and `program`."""
         return self.placing.lazy
 
     def teardown(self) -> None:
         self.placing.finish()
-        lightnings: Any = super()
-        lightnings.teardown()
+        base: Any = super()
+        base.teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(NAME, cls, description="one program over a mesh", override=True)
 
 
-class SpmdStrategy(_OneProgram, SingleDeviceStrategy):
-    """`Trainer(accelerator="jax", strategy="spmd")`, or this with a mesh.
+class SpmdStrategy(_MeshStrategy, SingleDeviceStrategy):
+    """`Trainer(accelerator="jax", strategy="spmd")`; pass an instance to choose a mesh.
 
     Args:
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`; default: all devices along one axis, 'fsdp'.
-        rules: what `spmd.shard_module` takes.
-        batch: the axis or axes that split a batch; default: all that are not named as those of a model are.
-        strict: of `spmd.shard_module`.
-        options: Lightning's, of `SingleDeviceStrategy`.
+        rules: rules for `spmd.shard_module`.
+        batch: the axis or axes that split a batch; default: all axes without the name of a model axis.
+        strict: as for `spmd.shard_module`.
+        options: further options of Lightning's `SingleDeviceStrategy`.
     """
 
     strategy_name = NAME
@@ -146,7 +146,7 @@ class SpmdStrategy(_OneProgram, SingleDeviceStrategy):
         self.placing.lay_out(self.model)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """The module's own hooks see what they see elsewhere; what they leave on the host is split on the way."""
+        """Split the tensors that are still on the host. The module's own hooks run as with any other strategy."""
         return super().batch_to_device(self.placing.placed(batch), device, dataloader_idx)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -156,8 +156,8 @@ class SpmdStrategy(_OneProgram, SingleDeviceStrategy):
         return on_the_host(super().optimizer_state(optimizer))
 
 
-class SpmdFabricStrategy(_OneProgram, FabricSingleDevice):
-    """`Fabric(accelerator="jax", strategy="spmd")`, or this with a mesh: arguments as for `SpmdStrategy`."""
+class SpmdFabricStrategy(_MeshStrategy, FabricSingleDevice):
+    """`Fabric(accelerator="jax", strategy="spmd")`; pass an instance to choose a mesh. Arguments as for `SpmdStrategy`."""
 
     @property
     def precision(self) -> Any:
@@ -184,9 +184,9 @@ class SpmdFabricStrategy(_OneProgram, FabricSingleDevice):
 
 
 class PlacedLoader:
-    """A loader whose batches are split over the mesh; everything else is asked of the loader."""
+    """A loader whose batches are split over the mesh. Other attributes come from the wrapped loader."""
 
-    def __init__(self, loader: Any, placing: _Placing) -> None:
+    def __init__(self, loader: Any, placing: _Placement) -> None:
         self.loader, self._placing = loader, placing
 
     def __getattr__(self, name: str) -> Any:

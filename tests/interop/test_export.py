@@ -155,14 +155,14 @@ def damaged(path: Path, part: str) -> Path:
 
 VERSIONS = {"spmd": "9", "jax": "9.9"}
 NOT_LOADED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "no file of ours": (lambda p: no_program(p), "is no exported program"),
-    "a damaged manifest": (lambda p: damaged(p, "manifest.json"), r"or it is damaged\n  manifest.json: "),
-    "a damaged program": (lambda p: damaged(p, "program0.bin"), r"or it is damaged\n  program0.bin: "),
-    "format": (lambda p: changed(p, format=99), r"has format 99, this loader reads 2\n  written with spmd"),
-    "platform": (lambda p: changed(p, platforms=["tpu"]), r"is a program for tpu, these devices are cpu(?s:.*)platforms=\(\"cpu\",\)"),
+    "no file of ours": (lambda p: no_program(p), "is not an exported program"),
+    "a damaged manifest": (lambda p: damaged(p, "manifest.json"), r"or is damaged\n  manifest.json: "),
+    "a damaged program": (lambda p: damaged(p, "program0.bin"), r"or is damaged\n  program0.bin: "),
+    "format": (lambda p: changed(p, format=99), r"has format 99, but this loader reads up to 2\n  written with spmd"),
+    "platform": (lambda p: changed(p, platforms=["tpu"]), r"is a program for tpu, but these devices are cpu(?s:.*)platforms=\(\"cpu\",\)"),
     "devices": (
         lambda p: changed(p, mesh={"shape": [512], "axes": ["data"]}),
-        r"for 512 devices, there are \d+\n  its mesh: \{'data': 512\}",
+        r"for 512 devices, but there are \d+\n  its mesh: \{'data': 512\}",
     ),
     "jax": (
         lambda p: changed(p, versions=VERSIONS, programs=[{}]),
@@ -182,13 +182,13 @@ def test_a_weight_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         weight = next(name for name in archive.namelist() if name.endswith(".npy"))
     program = load(damaged(path, weight))
-    with pytest.raises(ValueError, match=rf"or it is damaged\n  {weight}: "):
+    with pytest.raises(ValueError, match=rf"or is damaged\n  {weight}: "):
         program.state()
 
 
 X = np.zeros((2, 8), np.float32)
 NOT_CALLED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a shape": (lambda p: p(p.state(), X[:1]), r"args\[0\] is float32\[2, 8\] in this program, the value is float32\[1, 8\]"),
+    "a shape": (lambda p: p(p.state(), X[:1]), r"args\[0\] is float32\[2, 8\] in this program, but the value is float32\[1, 8\]"),
     "a dtype": (lambda p: p(p.state(), X.astype(int)), r"the value is int64\[2, 8\]"),
     "an argument": (lambda p: p(p.state()), r"the call has no args\[0\]"),
     "a number": (lambda p: p(p.state(), X, numbers={"lr": 1.0}), "takes no number 'lr'"),
@@ -205,7 +205,7 @@ def test_a_call_that_does_not_fit_says_what_is_wanted(call: Callable[[Any], Any]
 def test_without_weights_they_are_given_and_other_platforms_can_be_asked_for(tmp_path: Path) -> None:
     path = exported(tmp_path, weights=False, platforms=("cpu", "tpu"))
     program = load(path)
-    with pytest.raises(ValueError, match=r"has no value of 'up.weight'"):
+    with pytest.raises(ValueError, match=r"has no value for 'up.weight'"):
         program.state()
     names = {item["name"]: np.ones(item["shape"], np.float32) for item in program.manifest["state"]}
     assert program(program.state(names), X)[1].shape == (2, 8)
@@ -247,7 +247,7 @@ def test_several_sizes_and_values_over_one_state(tmp_path: Path) -> None:
     for x, is_training in (*calls, *calls):
         state, loss = program(state, x.numpy(), is_training)
         np.testing.assert_allclose(loss, compiled(x.to("jax"), is_training).item(), *REORDERED)
-    with pytest.raises(ValueError, match=r"args\[0\] is float32\[4, 8\] in this program, the value is float32\[3, 8\](?s:.*)also="):
+    with pytest.raises(ValueError, match=r"args\[0\] is float32\[4, 8\] in this program, but the value is float32\[3, 8\](?s:.*)also="):
         program(state, batch(3, 8).numpy(), True)
 
 
@@ -295,7 +295,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "writes to Python": (counts, (torch.ones(2),), r"counts cannot be exported: it writes to .* in every call"),
     "updates an argument": (lambda x: x.add_(1), (torch.ones(2),), "writes in place to an argument"),
     "an object returned": (lambda x: object(), (torch.ones(2),), "returns a object"),
-    "an object given": (lambda x, y: x, (torch.ones(2), object()), r"args\[1\] is a object: a file takes arrays and plain values"),
+    "an object given": (
+        lambda x, y: x,
+        (torch.ones(2), object()),
+        r"args\[1\] is a object: an exported file takes arrays and plain values",
+    ),
 }
 
 
@@ -315,5 +319,5 @@ def test_a_check_of_the_function_is_made_by_the_file(tmp_path: Path) -> None:
     assert program({}, np.full(2, 4.0, np.float32), 2.0)[1].tolist() == [4, 4]
     with pytest.raises(RuntimeError, match="negative"):
         program({}, np.full(2, -4.0, np.float32), 2.0)
-    with pytest.raises(ValueError, match=r"args\[1\] is 2.0 in this program, the call has 3.0"):
+    with pytest.raises(ValueError, match=r"args\[1\] is 2.0 in this program, but 3.0 in the call"):
         program({}, np.ones(2, np.float32), 3.0)

@@ -113,7 +113,7 @@ def test_a_language_model_with_batch_and_sequence_at_once(is_sharded: bool, tmp_
         assert_close(loss, expected(ids))
     assert_close(state["blocks.0.mlp.up.weight"], host.get_parameter("blocks.0.mlp.up.weight"))
     if is_sharded and num_devices > 1:
-        with pytest.raises(ValueError, match=r"batch is 3 in args\[0\], the program takes \d to 32 in multiples of \d"):
+        with pytest.raises(ValueError, match=r"batch is 3 in args\[0\], but the program takes \d to 32 in multiples of \d"):
             program(state, np.zeros((3, 9), np.int64))
 
 
@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "questions": (equals, X, r"for all sizes of dim 'batch'(?s:.*)batch = 2 to 24 and 32 to 64(?s:.*)spmd.Dim\('batch', min=32, max=64\)"),
     "a size of 1": (noted, X, r"noted cannot be traced for batch = 1(?s:.*)more than 1 value(?s:.*)spmd.Dim\('batch', min=2, max=64\)"),
     "an error": (most, X, r"most cannot be traced for batch = \d, a size(?s:.*)selected index k(?s:.*)spmd.Dim\('batch', min=\d, max=64\)"),
-    "too few sizes": (branch, {"x": {0: spmd.Dim("batch", min=4, max=6)}}, r"varies from 4 to 6(?s:.*)too little(?s:.*)also="),
+    "too few sizes": (branch, {"x": {0: spmd.Dim("batch", min=4, max=6)}}, r"varies from 4 to 6(?s:.*)too few sizes(?s:.*)also="),
     "a size of the example": (
         branch,
         {"x": {0: spmd.Dim("batch", min=6, max=64)}},
@@ -371,7 +371,7 @@ def test_narrower_sizes_are_one_program(fn: Callable[..., Any], least: int, tmp_
     program = load(spmd.export(fn, (batch(40, 3),), tmp_path / "yes.spmd", dynamic=dims))
     for size in (least, 41, 64):
         assert_close(program({}, batch(size, 3).numpy())[1], fn(batch(size, 3)))
-    with pytest.raises(ValueError, match=rf"batch is {least - 1} in args\[0\], the program takes {least} to 64"):
+    with pytest.raises(ValueError, match=rf"batch is {least - 1} in args\[0\], but the program takes {least} to 64"):
         program({}, batch(least - 1, 3).numpy())
 
 
@@ -383,16 +383,16 @@ def test_sizes_for_which_python_would_do_something_else_are_refused_by_the_loade
     dims = {"x": {0: BATCH}, "y": {0: spmd.Dim("other", max=64)}}
     program = load(spmd.export(pairs, (batch(4, 3), batch(5, 3)), tmp_path / "pairs.spmd", dynamic=dims))
     assert_close(program({}, batch(9, 3).numpy(), batch(8, 3).numpy())[1], pairs(batch(9, 3), batch(8, 3)))
-    with pytest.raises(ValueError, match=r"no program of this file is for batch = 9, other = 9(?s:.*)another answer"):
+    with pytest.raises(ValueError, match=r"no program in this file covers batch = 9, other = 9(?s:.*)other answers"):
         program({}, batch(9, 3).numpy(), batch(9, 3).numpy())
 
 
 NOT_CALLED: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
-    "too many": ((65, 8), (65,), r"batch is 65 in args\[0\], the program takes 1 to 64"),
+    "too many": ((65, 8), (65,), r"batch is 65 in args\[0\], but the program takes 1 to 64"),
     "none": ((0, 8), (0,), r"batch is 0 in args\[0\]"),
     "two sizes": ((4, 8), (5,), r"batch has two sizes: 4 in args\[0\], 5 in args\[1\]"),
-    "another dim": ((4, 9), (4,), r"args\[0\] is float32\[batch, 8\] in this program, the value is float32\[4, 9\]"),
-    "a rank": ((4, 8, 1), (4,), r"args\[0\] is float32\[batch, 8\] in this program, the value is float32\[4, 8, 1\]"),
+    "another dim": ((4, 9), (4,), r"args\[0\] is float32\[batch, 8\] in this program, but the value is float32\[4, 9\]"),
+    "a rank": ((4, 8, 1), (4,), r"args\[0\] is float32\[batch, 8\] in this program, but the value is float32\[4, 8, 1\]"),
 }
 
 

@@ -73,8 +73,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "requires grad": (lambda: spmd.from_dlpack(aligned(2).requires_grad_()), r"cannot be shared with JAX(?s:.*)require gradient"),
     "gaps": (lambda: spmd.from_dlpack(aligned(4, 4)[:, :2]), r"cannot be shared with JAX(?s:.*)to\('jax'\)"),
     "alignment": (lambda: spmd.from_dlpack(aligned(65)[1:]), r"cannot be shared with JAX(?s:.*)aligned to 64 bytes"),
-    "on the device": (lambda: spmd.from_dlpack(torch.ones(2, device="jax")), "it is one already"),
-    "pieces": (lambda: spmd.from_dlpack([aligned(2)] * (mesh.device_count() + 1), grid(), ("data",)), "one piece per device"),
+    "on the device": (lambda: spmd.from_dlpack(torch.ones(2, device="jax")), "use the tensor itself"),
+    "pieces": (lambda: spmd.from_dlpack([aligned(2)] * (mesh.device_count() + 1), grid(), ("data",)), "one shard per device"),
 }
 
 

@@ -266,7 +266,7 @@ def test_hooks_fire() -> None:
     assert_gradients(jax.grad(lambda p: fn(p, buffers, KEY, as_jax(x)).sum())(params), host)
     assert heard
     model.up.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(spmd.SpmdError, match=r"'up.weight' has a hook for when its gradient is accumulated"):
+    with pytest.raises(spmd.SpmdError, match=r"'up.weight' has a hook on gradient accumulation"):
         fn(params, buffers, KEY, as_jax(x))
 
 
@@ -303,7 +303,7 @@ def test_64_bit_results_are_what_jax_has_and_arguments_what_torch_says() -> None
         assert [a.dtype.name for a in fn({}, {}, None, jnp.ones(3))] == ["int64", "float64"]
         wide, params, buffers = spmd.functionalize(MLP().double().to("jax"))
         assert wide(params, buffers, KEY, jnp.ones((2, 8))).dtype == np.float64
-    with pytest.raises(spmd.SpmdError, match="JAX has no 64-bit types"):
+    with pytest.raises(spmd.SpmdError, match="JAX's 64-bit types are disabled"):
         spmd.functionalize(MLP().double().to("jax"))
 
 
@@ -362,9 +362,9 @@ def calls(make: Callable[[], Any], *args: Any, key: Any = None, change: Callable
 ONES = jnp.ones((2, 8))
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "on the host": (lambda: spmd.functionalize(MLP()), r"'up.weight' is on device 'cpu'(?s:.*)model.to\('jax'\)"),
-    "no key": (calls(lambda: MLP(p=0.5), ONES), r"MLP draws random numbers and was given no key"),
-    "a seed for a key": (calls(MLP, ONES, key=3), r"key is a int: the third argument is a key of jax.random"),
-    "a name less": (calls(MLP, ONES, change=lambda p: {}), r"not those of MLP\n  missing: 'up.weight', 'up.bias', 'down.weight'"),
+    "no key": (calls(lambda: MLP(p=0.5), ONES), r"MLP draws random numbers, but was given no key"),
+    "a seed for a key": (calls(MLP, ONES, key=3), r"key is a int, but the third argument must be a key of jax.random"),
+    "a name less": (calls(MLP, ONES, change=lambda p: {}), r"do not match MLP\n  missing: 'up.weight', 'up.bias', 'down.weight'"),
     "a name more": (calls(MLP, ONES, change=lambda p: {**p, "x": ONES}), r"unknown: 'x'"),
     "a shape": (calls(MLP, ONES, change=lambda p: {**p, "up.bias": ONES}), r"'up.bias' of MLP has shape \(16,\).*has \(2, 8\)"),
     "a tensor": (calls(MLP, torch.ones(2, 8)), r"was given a tensor of shape \(2, 8\)(?s:.*)spmd.to_jax\(x\)"),
@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a written parameter": (calls(lambda: Overwrites(8, 8), ONES), r"writes to its parameter 'weight'"),
     "a write outside": (calls(lambda: lambda x: OUTSIDE.add_(1), ONES), "writes in place to a tensor from outside"),
     "a host tensor": (calls(lambda: lambda x: torch.zeros(2), ONES), r"returns a tensor of shape \(2,\) on device 'cpu'"),
-    "an object": (calls(lambda: lambda x: object(), ONES), "returns a object, which is no container of tensors"),
+    "an object": (calls(lambda: lambda x: object(), ONES), "returns a object, which is not a container of tensors"),
     "host random numbers": (calls(lambda: lambda x: x + float(torch.rand(())), ONES), "random numbers"),
     "a branch on a value": (lambda: jax.jit(calls(lambda: lambda x: x if x.sum() > 0 else -x, ONES))(), "torch.cond"),
 }
@@ -380,7 +380,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 def test_a_size_that_is_a_symbol_is_refused_where_nothing_is_traced_at_other_sizes() -> None:
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), jnp.float32)
-    with pytest.raises(spmd.SpmdError, match=r"an array of shape \(b, 4\): a tensor's sizes are numbers(?s:.*)spmd.functionalize"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"an array of shape \(b, 4\), but the sizes of a tensor must be numbers(?s:.*)spmd.functionalize"
+    ):
         jax.export.export(jax.jit(lambda x: spmd.to_jax(spmd.from_jax(x))))(shape)
 
 

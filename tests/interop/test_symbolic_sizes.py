@@ -102,14 +102,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a size of 1": (torch.sin, (), r"not known: b >= 2(?s:.*)symbolic_shape\('b', constraints=\['b >= 2'\]\)"),
     "a part of one": (pieces, ("b >= 2",), r"not known: b - 1 >= 2"),
     "a question": (equal, ("b >= 2",), r"not known: b != 24(?s:.*)constraints=\['b > 24'\]"),
-    "a branch": (large, ("b >= 2",), r"Python asks something of a size(?s:.*)jax.jit does so by itself"),
+    "a branch": (large, ("b >= 2",), r"Python asks something of a size(?s:.*)as jax.jit does by itself"),
     "an error": (
         first,
         ("b >= 2",),
-        r"raises RuntimeError for b = 3, which(?s:.*)selected index k out of range(?s:.*)say what they may be",
+        r"raises RuntimeError for b = 3, which(?s:.*)selected index k out of range(?s:.*)restrict them: ",
     ),
-    "a number": (named, ("b >= 2",), r"named returns what is another value for another size"),
-    "no room": (torch.sin, ("b >= 2", "b <= 4"), r"symbol 'b' is from 2 to 4: too little"),
+    "a number": (named, ("b >= 2",), r"named returns a value that depends on the sizes"),
+    "no room": (torch.sin, ("b >= 2", "b <= 4"), r"symbol 'b' is from 2 to 4: too few sizes"),
 }
 
 

@@ -168,7 +168,7 @@ def no_array_of(x: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "requires grad": (lambda: spmd.to_jax(torch.ones(2, device="jax", requires_grad=True)), r"requires grad(?s:.*)spmd.call_jax"),
     "on the host": (lambda: spmd.to_jax(torch.ones(2)), r"on device 'cpu'(?s:.*)x.to\('jax'\)"),
-    "int64": (lambda: spmd.to_jax(torch.arange(2, device="jax")), r"JAX has no 64-bit types(?s:.*)x.int\(\)"),
+    "int64": (lambda: spmd.to_jax(torch.arange(2, device="jax")), r"JAX's 64-bit types are disabled(?s:.*)x.int\(\)"),
     "float64": (lambda: spmd.to_jax({"a": torch.zeros(2, dtype=torch.float64, device="jax")}), r"(?s)64-bit types.*x.float\(\)"),
     "numpy": (lambda: spmd.from_jax(np.zeros(2)), r"a numpy array(?s:.*)torch.from_numpy"),
     "a key": (lambda: spmd.from_jax(jax.random.key(0)), "jax.random.key_data"),

@@ -93,7 +93,7 @@ def trainers() -> None:
     for m, place in zip(half, PLACES, strict=True):
         fitted(m, place, precision="bf16-mixed")
     assert abs(float(half[0].losses[-1]) - float(half[1].losses[-1])) < 0.02
-    for options, words in (({"precision": "16-mixed"}, "scales losses for CUDA"), ({"devices": 3}, "of which the mesh says which")):
+    for options, words in (({"precision": "16-mixed"}, "scales losses for CUDA"), ({"devices": 3}, "and the mesh selects among them")):
         with pytest.raises(spmd.SpmdError, match=words):
             fitted(Module(), PLACES[1], **options)
     with pytest.raises(spmd.SpmdError, match="strategy='spmd'"):
