@@ -1,14 +1,14 @@
-"""The backend "spmd" of torch.compile: graphs that Dynamo captures, as programs of jax.
+"""The backend "spmd" of torch.compile: compiles graphs that Dynamo captures to programs of jax.
 
     model = GPT2().to("jax")
-    fast = torch.compile(model, backend="spmd")         # found by its entry point
+    fast = torch.compile(model, backend="spmd")         # found through its entry point
     step = torch.compile(train_step, backend="spmd")    # with backward and optimizer: one program, see Note [Whole steps]
-    spmd.dynamo.graphs()                                # what was compiled, and what was not and why
+    spmd.dynamo.graphs()                                # what was compiled, and why something was not
 
 Note [Graphs as Dynamo has them]
-A graph is run under our own trace as Dynamo has it, in torch's own calls, and torch's autograd writes its backward pass in that trace.
-AOTAutograd would hand us operators of ATen instead: `linear` and attention taken apart, 4-D products as views and `bmm`, which merges
-dims that lie over different axes. What it does besides is done here: writes to inputs, results that are views, random numbers.
+Our own trace runs a graph as Dynamo captured it, in torch-level calls, and torch's autograd writes the backward pass in that trace.
+AOTAutograd would give us ATen operators instead: `linear` and attention decomposed, and 4-D products as views and `bmm`, which merge dims
+that are split over different axes. The rest of AOTAutograd's work is done here: writes to inputs, results that are views, random numbers.
 """
 
 from spmd.dynamo._compile_graph import compile_graph as compile_graph

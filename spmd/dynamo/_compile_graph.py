@@ -1,6 +1,7 @@
-"""The backend itself: what `torch.compile(..., backend="spmd")` calls with each graph that Dynamo captured.
+"""The backend itself: `torch.compile(..., backend="spmd")` calls it with each graph that Dynamo captured.
 
-Found by its entry point (`torch_dynamo_backends` in pyproject.toml). Importing this module imports Dynamo; importing spmd does not.
+It is found through its entry point (`torch_dynamo_backends` in pyproject.toml). Importing this module imports Dynamo; importing spmd does
+not.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _made: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
 
 
 def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> GraphProgram:
-    """A callable that runs the graph as compiled programs; they are made when it is first called.
+    """A callable that runs the graph as compiled programs, which are made when it is first called.
 
     Args:
-        graph: torch's calls, as Dynamo captured them.
-        example_inputs: not looked at: the first call has tensors with values and layouts.
-        given: `options` of torch.compile, which are for training steps, and `mode`: there is none.
+        graph: torch-level calls, as Dynamo captured them.
+        example_inputs: unused; the first call has tensors with values and layouts.
+        given: `options` of torch.compile, which apply to training steps, and `mode`, which is not supported.
 
     Raises:
-        SpmdError: a mode, or an option that means nothing.
+        SpmdError: a mode or an unknown option is given.
     """
     if given.get("mode") is not None:
-        raise SpmdError(message("backend='spmd' has no modes", f"mode={given['mode']!r}", fix='torch.compile(fn, backend="spmd")'))
+        raise SpmdError(message("backend='spmd' supports no modes", f"mode={given['mode']!r}", fix='torch.compile(fn, backend="spmd")'))
     checked_options(given.get("options") or {})
     program = GraphProgram(graph, f"graph_{next(_numbers)}")
     _made.add(program)
@@ -42,7 +43,7 @@ def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **
 
 
 def graphs() -> list[GraphProgram]:
-    """The graphs that are kept, in the order in which they were captured: how many programs each has, and why one has none."""
+    """All live graphs in order of capture. Each shows its number of programs, or why it has none."""
     return sorted(_made, key=lambda program: int(program.name.rpartition("_")[2]))
 
 

@@ -1,4 +1,4 @@
-"""What Dynamo and inductor ask of a device by name: streams, properties, whether bfloat16 is there. One device, one stream."""
+"""The device interface that Dynamo and inductor look up by name: streams, properties, bfloat16 support. One device, one stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.device._only_device import NAME
 
 
 def register() -> None:
-    """Register the interface; does nothing the second time."""
+    """Register the interface; a second call does nothing."""
     parts = device_interfaces()
     if NAME not in parts.registered:
         interface = _interface(parts)
@@ -25,7 +25,7 @@ def _interface(parts: DeviceInterfaces) -> type:
     module = DeviceModule()
 
     class JaxWorker:
-        """The device's properties, in any process."""
+        """Properties of the device, in any process."""
 
         current_device = staticmethod(module.current_device)
         set_device = staticmethod(module.set_device)
@@ -35,7 +35,7 @@ def _interface(parts: DeviceInterfaces) -> type:
         """Device 'jax'."""
 
         device = module.device
-        Event = torch.Event  # C++'s own: Dynamo captures no others
+        Event = torch.Event  # the C++ class; Dynamo captures no other
         Stream = torch.Stream
         Worker = JaxWorker
         current_device = staticmethod(module.current_device)
@@ -62,7 +62,7 @@ def _interface(parts: DeviceInterfaces) -> type:
 
         @staticmethod
         def get_compute_capability(device: Any = None) -> str:
-            """What the chips are."""
+            """The kind of the chips."""
             return module.get_device_name()
 
         @staticmethod

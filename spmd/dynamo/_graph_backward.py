@@ -1,11 +1,11 @@
 """The backward pass of a graph, for the outputs that have a gradient in a call.
 
 Note [Outputs without a gradient]
-A graph is one node on autograd's tape. A loss that is made of some of its outputs leaves the others without a gradient, and PyTorch would
-not visit what only those are made from: such inputs get None, and an infinity there meets no zero. So each set of outputs that
-have a gradient has a backward pass of its own, made from the one for all: their cotangents are known to be zero, and so is what is
-made from them alone. Which inputs an output reaches is read off autograd's graph while it is traced. A derivative that a user wrote
-(`torch.autograd.Function`) may be no zero where its cotangents are; so its results are made to depend on them.
+A graph is a single node on autograd's tape. A loss that uses only some of its outputs leaves the others without a gradient. PyTorch would
+not visit what only those depend on: such inputs get None, and an infinity there is not multiplied by zero. So each set of outputs with a
+gradient gets its own backward pass, derived from the one for all outputs. The missing cotangents are known zeros, and so is everything
+computed only from them. Which inputs an output reaches is read from autograd's graph during the trace. A user-defined derivative
+(`torch.autograd.Function`) may be nonzero for zero cotangents, so its results are made to depend on them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CALLS = frozenset(("pjit", "jit", "closed_call", "core_call", "custom_jvp_call"
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward pass of a trace.
+    """The backward pass of one trace.
 
     Attributes:
-        rest: closed jaxpr of what it needs and the cotangents to the gradients that a cotangent has part in.
-        places: for each value that it needs, which of the kept values it is; first come gradients that no cotangent has part in.
-        is_known: which gradients these are.
-        reached: for each output that takes a cotangent, which of the gradients it has part in, by autograd's graph.
-        constants: closed jaxpr without inputs of values that follow the kept ones in the numbering of `places`.
-        num_again: values that it is given anew, after those that were kept.
+        rest: closed jaxpr from the values it needs and the cotangents to those gradients that depend on a cotangent.
+        places: index of each needed value among the saved values. Gradients that do not depend on any cotangent come first.
+        is_known: which gradients do not depend on any cotangent.
+        reached: for each output that takes a cotangent, which gradients depend on it, by autograd's graph.
+        constants: closed jaxpr without inputs, whose results follow the saved values in the numbering of `places`.
+        num_again: number of further inputs, after the saved values.
     """
 
     rest: Any
@@ -48,14 +48,14 @@ class Backward:
 
     @functools.cached_property
     def groups(self) -> dict[tuple[int, ...], list[int]]:
-        """Gradients by the outputs that reach them."""
+        """Indices of gradients, by the outputs that reach them."""
         found: dict[tuple[int, ...], list[int]] = {}
         for gradient, own in enumerate(zip(*self.reached, strict=True)):
             found.setdefault(tuple(i for i, is_reached in enumerate(own) if is_reached), []).append(gradient)
         return found
 
     def run(self, *arrays: Any) -> list[Any]:
-        """All gradients, of the kept values and all cotangents."""
+        """All gradients, from the saved values and all cotangents."""
         return self._gradients(arrays, lambda given: eval_jaxpr(self.rest.jaxpr, self.rest.consts, *given))
 
     def _gradients(self, arrays: Sequence[Any], rest: Callable[[list[Any]], list[Any]]) -> list[Any]:
@@ -66,14 +66,14 @@ class Backward:
         return [next(known) if is_known else next(news) for is_known in self.is_known]
 
     def for_outputs(self, is_given: Sequence[bool], kept: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[int]]:
-        """The pass for some of the outputs alone.
+        """The pass for a subset of the outputs.
 
         Args:
             is_given: which of the outputs that take a cotangent have one.
-            kept: the kept values, or their shapes and dtypes.
+            kept: the saved values, or their shapes and dtypes.
 
         Returns:
-            (run, found): a function of the kept values and the cotangents that are given, and which of the gradients it returns.
+            (run, found): a function of the saved values and the given cotangents, and the indices of the gradients that it returns.
         """
         if all(is_given):
             return self.run, list(range(len(self.is_known)))
@@ -94,7 +94,7 @@ class Backward:
 
 
 class _Zero:
-    """What a cotangent that is not given is, and what is made from it alone."""
+    """A missing cotangent, or a value computed only from missing ones."""
 
 
 ZERO = _Zero()
@@ -106,7 +106,7 @@ def _results(closed: Any, values: Sequence[Any], num_cotangents: int) -> list[An
 
 
 def _evaluated(closed: Any, args: Sequence[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
-    """Results of a closed jaxpr, and whether a cotangent has part in them, of values with the same."""
+    """Evaluate a closed jaxpr on (value, whether it depends on a cotangent) pairs; returns such pairs."""
     jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
     known = dict(zip(jaxpr.constvars, ((c, False) for c in consts), strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
@@ -120,7 +120,7 @@ def _evaluated(closed: Any, args: Sequence[tuple[Any, bool]]) -> list[tuple[Any,
 
 
 def _applied(equation: Any, operands: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
-    """The results of an equation. A derivative is linear: it is zero where all that it is made of is."""
+    """The results of an equation. A derivative is linear in the cotangents, so it is zero if all of them are."""
     name, zeros = equation.primitive.name, [value is ZERO for value, _ in operands]
     depends = any(dependent for _, dependent in operands)
     if not any(zeros):
@@ -145,13 +145,13 @@ def _bound(equation: Any, arrays: list[Any]) -> list[Any]:
 
 
 def reached_by(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of these leaf tensors an output is made from, by autograd's graph."""
+    """Which of these leaf tensors `output` depends on, by autograd's graph."""
     variables = [getattr(node, "variable", None) for node in _nodes([output])]
     return [any(variable is tensor for variable in variables) for tensor in inputs]
 
 
 def tie_derivatives(outputs: Sequence[torch.Tensor]) -> None:
-    """Let what a user's derivatives give be zero where no cotangent reaches them, and see zeros where some do."""
+    """Make results of user-defined derivatives zero if no cotangent reaches them, and give them zeros for missing cotangents."""
     for node in _nodes(outputs):
         written_as = getattr(type(node), "_forward_cls", None)
         if written_as is not None and not written_as.__module__.startswith("spmd."):
@@ -160,7 +160,7 @@ def tie_derivatives(outputs: Sequence[torch.Tensor]) -> None:
 
 
 def _tied(values: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The values as they are, as if each depended on all of these gradients; XLA sees that it does not."""
+    """The values, unchanged, but depending formally on all of these gradients; XLA optimizes the dependence away."""
     marks = [jnp.any(load(grad) != 0) for grad in grads if grad is not None]
     if not marks:
         return tuple(values)
@@ -169,7 +169,7 @@ def _tied(values: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | 
 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes of autograd's graph that outputs are made by."""
+    """All nodes of autograd's graph above `outputs`."""
     found: dict[Any, None] = {}
     waiting: list[Any] = [t.grad_fn for t in outputs]
     while waiting:

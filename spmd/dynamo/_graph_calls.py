@@ -1,4 +1,4 @@
-"""What a graph of Dynamo's consists of: its calls, the tensors that it holds, and how it is run while jax traces."""
+"""The content of a Dynamo graph: its calls, the tensors that it contains, and its execution while jax traces."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from spmd.program.flow._remat import remat
 
 
 class Calls:
-    """A graph module, and what a program needs to know of it.
+    """A graph module and its properties that matter for a program.
 
     Attributes:
-        graph: as Dynamo made it.
-        held: tensors of the device that it has as attributes: inputs of its programs, after the arguments.
-        held_hosts: tensors elsewhere that it has.
-        numbers: positions of CPU tensors that stand for Python floats: their values are constants of a program.
-        sizes: those that vary.
-        makes_device_tensors: a node names the device.
-        enables_gradients: a node turns autograd on, whatever the mode around the graph is.
+        graph: the graph module from Dynamo.
+        held: device tensors among its attributes; they are inputs of its programs, after the arguments.
+        held_hosts: tensors on other devices among its attributes.
+        numbers: positions of CPU tensors that represent Python floats.
+        sizes: the symbolic sizes.
+        makes_device_tensors: whether a node names the device.
+        enables_gradients: whether a node turns autograd on, whatever the mode around the graph.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -36,7 +36,7 @@ class Calls:
         self.held = [t for t in tensors.values() if t.device.type == "jax"]
         self.held_hosts = [t for t in tensors.values() if t.device.type != "jax"]
         placeholders = [n for n in nodes if n.op == "placeholder"]
-        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]  # the second is AOTAutograd's
+        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]  # AOTAutograd uses the second key
         self.numbers = [i for i, n in enumerate(placeholders) if n.users and all(u.target == "item" for u in n.users)]
         self.sizes = GraphSizes(inputs, [n.meta.get("example_value", n.meta.get("val")) for n in nodes])
         self.makes_device_tensors = any("jax" in map(_device, (*n.args, *n.kwargs.values())) for n in nodes)
@@ -44,12 +44,12 @@ class Calls:
         self.enables_gradients = any(n.target is set_grad_enabled and n.args[0] for n in nodes)
 
     def run(self, args: Sequence[Any], held: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Its results, call by call; `held`: tensors that stand for `held` and then for `held_hosts`."""
+        """Run the graph call by call. `held`: replacements for `held`, then for `held_hosts`."""
         return _Run(self.graph, dict(zip(self._names, held, strict=True))).run(*args)
 
 
 class _Run(fx.Interpreter):
-    """The calls of a graph, one after the other."""
+    """Runs the calls of a graph in order, with its tensors replaced."""
 
     def __init__(self, graph: fx.GraphModule, held: dict[str, torch.Tensor]) -> None:
         super().__init__(graph)

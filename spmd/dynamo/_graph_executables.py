@@ -1,4 +1,4 @@
-"""The executables of one graph for one signature, and a call of them: arrays in by a flat list, results wrapped once."""
+"""The executables of one graph for one signature, and a call of them: a flat list of arrays in, results wrapped once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Sizes = tuple[int, ...]
 
 
 def is_host_tensor(value: Any) -> bool:
-    """Whether it is a tensor that is not on the device."""
+    """Whether `value` is a tensor that is not on device 'jax'."""
     return isinstance(value, torch.Tensor) and not is_device_tensor(value)
 
 
@@ -43,13 +43,13 @@ class GraphExecutables:
     """The executables for one signature.
 
     Attributes:
-        traced: the trace they were made from.
-        given: how each tensor of the device is given to them.
-        mesh: the mesh that the tensors lie on, or None (one device).
+        traced: the trace from which they were made.
+        given: how each device tensor is passed to them.
+        mesh: the mesh of the tensors, or None for a single device.
     """
 
     def __init__(self, calls: Calls, args: tuple[Any, ...], name: str, *, takes_numbers: bool) -> None:
-        """`takes_numbers`: Python floats are inputs; else they are constants."""
+        """`takes_numbers`: Python floats are inputs; otherwise they are constants."""
         self._held, self._held_hosts = calls.held, calls.held_hosts
         self._positions = [i for i, a in enumerate(args) if is_device_tensor(a)]
         self._numbers = calls.numbers if takes_numbers else []
@@ -64,10 +64,10 @@ class GraphExecutables:
         with compiling(), without_dynamo(), without_saved_tensors_hooks(), underway(f"tracing {name}"), no_host_random():
             self.traced = traced = self._traced(calls, args, tensors)
         self._outer = [value for value, _ in traced.outer]
-        self._no_words: Any = on_all_devices(np.zeros(4, np.uint32), self._replicated)  # an array: the host's would be sent in each call
+        self._no_words: Any = on_all_devices(np.zeros(4, np.uint32), self._replicated)  # a device array, so that no call uploads it
         self._forward = self._jitted(traced.run_forward, name)
         self._name = name
-        self._backwards: dict[tuple[bool, ...], tuple[Any, list[int]]] = {}  # by which cotangents are given
+        self._backwards: dict[tuple[bool, ...], tuple[Any, list[int]]] = {}  # keyed by which cotangents are given
         self._is_plain = all(isinstance(r, Made) and r.position == i for i, r in enumerate(traced.results))
 
     def _given_as(self, tensor: torch.Tensor, position: int, with_gradient: bool) -> Given:
@@ -81,9 +81,9 @@ class GraphExecutables:
         return jax.jit(run) if self.mesh is None else PartitionedJit(run)
 
     def _traced(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Traced:
-        """The trace, with CPU tensors as inputs after those of the device; it may not write to them."""
+        """The trace. CPU tensors are inputs after the device tensors, and the graph must not write to them."""
         hosts = self._host_tensors(args)
-        copies = [t.detach().clone() for t in hosts]  # a trace is no call: what it writes is not written
+        copies = [t.detach().clone() for t in hosts]  # so that a trace writes nothing
         examples = [example_of(t, self.mesh, self._replicated) for t in tensors]
         joint = self._trace(calls, args, copies, self.given).joint(examples, list(map(host_array, hosts)))
         if any(t._version for t in copies):
@@ -91,7 +91,7 @@ class GraphExecutables:
         return joint.split()
 
     def _trace(self, calls: Calls, args: tuple[Any, ...], copies: list[torch.Tensor], given: Sequence[Given]) -> GraphTrace:
-        """The graph on tensors that are given so; `copies` of its CPU tensors."""
+        """The trace of the graph with tensors passed as in `given`, and with `copies` of its CPU tensors."""
         stand_ins = [t.as_subclass(HostArgument) for t in copies]
         bound, held_hosts = [None if is_device_tensor(a) else a for a in args], stand_ins[len(self._hosts) :]
         for i, stand_in in zip(self._hosts, stand_ins, strict=False):
@@ -104,7 +104,7 @@ class GraphExecutables:
         def run(*inputs: torch.Tensor) -> Any:
             filled = list(bound)
             for position, number in zip(self._numbers, numbers, strict=True):
-                filled[position] = wrap(number)  # whose `item()` is a number of the device
+                filled[position] = wrap(number)  # its `item()` is a number on the device
             for position, tensor in zip(self._positions, inputs, strict=False):
                 filled[position] = tensor
             return calls.run(filled, [*inputs[count:], *held_hosts])
@@ -122,30 +122,30 @@ class GraphExecutables:
         return list(map(host_array, self._host_tensors(args))) if self._hosts or self._held_hosts else ()
 
     def sizes_of(self, args: tuple[Any, ...]) -> Sizes:
-        """The sizes of a call, of those that vary in the program; () where none do."""
+        """The varying sizes of a call; () if none vary."""
         return ()
 
     def _cut(self, values: Sequence[Any], outputs: Sequence[int], sizes: Sizes) -> Sequence[Any]:
-        """Values of the program without what is padding; `outputs`: which results of both passes they are."""
+        """Results of the program without padding. `outputs`: their indices among the results of both passes."""
         return values
 
     def _shown(self, sizes: Sizes) -> tuple[list[Made | Shown | Plain], list[Window | None]]:
-        """The results, and the windows of the computed values, of a call."""
+        """The results of a call, and the windows of its computed values."""
         return self.traced.results, self.traced.windows
 
     def _tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         return [*args, *self._held] if self._has_all else [*(args[i] for i in self._positions), *self._held]
 
     def is_shared(self, args: tuple[Any, ...]) -> bool:
-        """Whether the graph writes to a tensor whose storage another one shows too: PyTorch knows what the other sees then."""
+        """Whether the graph writes to a tensor that shares its storage with another input. PyTorch then runs the graph itself."""
         if not self.traced.written:
             return False
         buffers = list(map(buffer_of, self._tensors(args)))
         return any(buffers.count(buffers[i]) > 1 for i in self.traced.written)
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """What the graph returns for these inputs."""
-        if self._turns_on and not torch.is_grad_enabled():  # the trace knows which results have a gradient
+        """Run the graph; returns its results."""
+        if self._turns_on and not torch.is_grad_enabled():  # the trace determines which results have a gradient
             with torch.enable_grad():
                 return self(args)
         tensors = self._tensors(args)
@@ -158,7 +158,7 @@ class GraphExecutables:
         return [self._result(result, made, tensors) for result in self._shown(self.sizes_of(args))[0]]
 
     def forward(self, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[Any]]:
-        """The computed values as tensors, and what is kept for the backward pass, as arrays; inputs that the graph writes are written."""
+        """(computed values as tensors, arrays saved for the backward pass). Inputs that the graph writes to are updated."""
         traced, words, outer = self.traced, self._no_words, self._outer
         if traced.draws:
             words = default_stream.words()
@@ -178,7 +178,7 @@ class GraphExecutables:
         return list(map(made_of, own[:num_values], self._shown(sizes)[1])), flat[num_own:]
 
     def bare(self, args: tuple[Any, ...]) -> Callable[[], Any]:
-        """A call of the forward executable alone, with today's arrays, to measure what is around it."""
+        """A call of only the forward executable on today's arrays, to measure the overhead around it."""
         inputs = self.arrays(self._tensors(args), self.given)
 
         def call() -> Any:
@@ -188,10 +188,10 @@ class GraphExecutables:
         return call
 
     def backward(self, kept: Sequence[Any], cotangents: Sequence[Any], sizes: Sizes) -> list[torch.Tensor | None]:
-        """Gradients of the inputs at `traced.gradients`. See Note [Outputs without a gradient]
+        """Gradients of the inputs at `traced.gradients`. See Note [Outputs without a gradient].
 
         Args:
-            cotangents: of the outputs at `traced.flowing`; None where an output has none.
+            cotangents: cotangents of the outputs at `traced.flowing`; None for an output without one.
         """
         run, found = self._backward_for(tuple(c is not None for c in cotangents), kept)
         with exact_dtypes():
@@ -213,7 +213,7 @@ class GraphExecutables:
         return self._backwards[is_given]
 
     def arrays(self, tensors: Sequence[torch.Tensor], given: Sequence[Given]) -> list[Any]:
-        """What the executable takes for today's tensors."""
+        """The executable's inputs for today's tensors."""
         found: list[Any] = []
         mesh, add = self.mesh, found.append
         for tensor, how in zip(tensors, given, strict=True):
@@ -234,7 +234,7 @@ class GraphExecutables:
         stride = how.stride
         if stride is None:
             return load(tensor)
-        # a part of a storage, as dense as the storage that there was
+        # a part of a storage, laid out like the dense storage in the trace
         order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
         return load(tensor).transpose(order).reshape(how.root)
 

@@ -1,4 +1,4 @@
-"""How a graph's program is given the tensors of the device, and how what it writes to them comes back."""
+"""Passes device tensors to a graph's program and writes updated inputs back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spmd.program.xla._target import lies_on
 
 
 class Given(NamedTuple):
-    """How the trace is given a tensor: dense ones as their storage with their strides, others as a contiguous copy.
+    """How the trace receives a tensor: a dense tensor as its storage with strides, any other as a contiguous copy.
 
     Attributes:
         root: shape of the array.
-        stride: of the tensor over that array; None: contiguous.
-        dtype: of the array; None where the tensor may show it in another way (conjugated).
-        order: the tensor's dims in the order of memory, where along some of them the array has its elements and then others; None: it has
-            the tensor's elements alone.
+        stride: strides of the tensor over that array; None: contiguous.
+        dtype: dtype of the array; None if the tensor may view it differently (conjugated).
+        order: the tensor's dims in memory order, if the array may be padded along some of them; None: the array has exactly the
+            tensor's elements.
     """
 
     root: tuple[int, ...]
@@ -32,7 +32,7 @@ class Given(NamedTuple):
     order: tuple[int, ...] | None = None
 
     def in_trace(self, array: Any) -> torch.Tensor:
-        """The tensor that stands for it."""
+        """The tensor in the trace."""
         tensor = wrap(array)
         if self.stride is not None:
             tensor = strided_alias(tensor, self.size, self.stride, 0)
@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
 
 def example_of(tensor: torch.Tensor, mesh: Mesh | None, replicated: Any) -> Any:
-    """The array that the program is given for a tensor: its storage where the tensor shows all of that, else a copy of what it shows."""
+    """The program's array for a tensor: its storage if the tensor covers all of it, else a copy of its elements."""
     buffer = buffer_of(tensor)
     buffer.settle()
     if mesh is not None and not lies_on(buffer.raw(), mesh):
@@ -49,7 +49,7 @@ def example_of(tensor: torch.Tensor, mesh: Mesh | None, replicated: Any) -> Any:
 
 
 def is_dense(tensor: torch.Tensor, buffer: Buffer) -> bool:
-    """Whether the tensor shows every element of its storage once, as they are."""
+    """Whether the tensor shows every element of its storage exactly once and unmodified."""
     if is_whole(tensor, buffer):
         return True
     if tensor.numel() != math.prod(buffer.shape) or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
@@ -64,7 +64,7 @@ def is_dense(tensor: torch.Tensor, buffer: Buffer) -> bool:
 
 
 def given_as(tensor: torch.Tensor, wants_gradient: bool) -> Given:
-    """How the trace is given a tensor."""
+    """How the trace receives `tensor`."""
     buffer = buffer_of(tensor)
     size = tuple(tensor.shape)
     stride = tensor.stride() if not is_whole(tensor, buffer) and is_dense(tensor, buffer) else None
@@ -73,7 +73,7 @@ def given_as(tensor: torch.Tensor, wants_gradient: bool) -> Given:
 
 
 def write_back(tensor: torch.Tensor, stride: tuple[int, ...] | None, value: Any) -> None:
-    """Put the new value of an input that the graph wrote to in its place, and count the write as autograd does."""
+    """Store the new value of an input that the graph wrote to, and increment the version counter, as autograd does."""
     buffer = buffer_of(tensor)
     if stride is not None or is_whole(tensor, buffer):
         buffer.set(value)
@@ -84,10 +84,10 @@ def write_back(tensor: torch.Tensor, stride: tuple[int, ...] | None, value: Any)
 
 
 def layout_of(tensor: torch.Tensor, size: tuple[int, ...]) -> Any:
-    """The sharding of what is written to a tensor, and of its gradient; None where the compiler chooses.
+    """The sharding of values written to a tensor and of its gradient; None if the compiler may choose.
 
     Args:
-        size: the shape that it has in the program.
+        size: the tensor's shape in the program.
     """
     buffer = buffer_of(tensor)
     spec = state_sharding_of(tensor) if tensor.requires_grad else buffer.annotation

@@ -1,11 +1,11 @@
-"""A call of a graph's programs on autograd's tape: one node, forward and backward one program each.
+"""A call of a graph's programs as a node on autograd's tape; forward and backward are one program each.
 
-What the backward pass needs of the inputs is saved as these tensors, so a write in between is found. What the forward pass computed
-for it hangs on one tensor without elements, which is saved with them: a hundred arrays cost what one does. Where saved-tensor
-hooks are on, each is a tensor of its own, which they see.
+Inputs that the backward pass needs are saved as tensors, so a write in between is detected. Values that the forward pass computed for it
+are attached to a single tensor without elements, which is saved too: a hundred arrays cost as much as one. If saved-tensor hooks are
+active, each is a tensor of its own, so that the hooks see it.
 
-Where the outputs do not all reach the same inputs, autograd must not visit inputs that only outputs without a gradient reach: their hooks
-would run. So there is a node for each group of inputs that the same outputs reach, and before these one for each output. The
+If the outputs do not all reach the same inputs, autograd must not visit inputs that only outputs without a gradient reach, because their
+hooks would run. So there is a node for each group of inputs that the same outputs reach, and after these one node for each output. The
 backward program runs once for all groups, with the gradients that arrived.
 """
 
@@ -28,7 +28,7 @@ Gradient = torch.Tensor | None
 
 
 def on_tape(program: GraphExecutables, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
-    """The computed values of a call, with their gradient."""
+    """The computed values of a call, with their autograd nodes."""
     traced = program.traced
     assert traced.backward is not None
     groups = traced.backward.groups
@@ -49,7 +49,7 @@ def on_tape(program: GraphExecutables, tensors: list[torch.Tensor], args: tuple[
 
 
 class _Whole(torch.autograd.Function):
-    """apply(program, tensors, args, *those of the tensors that get a gradient)"""
+    """apply(program, tensors, args, *tensors that get a gradient)"""
 
     @staticmethod
     def forward(ctx: Any, program: GraphExecutables, tensors: list[torch.Tensor], args: tuple[Any, ...], *wanted: torch.Tensor) -> Any:
@@ -73,11 +73,11 @@ class _Whole(torch.autograd.Function):
 
 
 class _Call:
-    """What the nodes of one call share.
+    """State that the nodes of one call share.
 
     Attributes:
-        arrived: gradients of outputs, of a backward pass whose program did not run yet.
-        ready: for each group whose node did not run yet, the gradients of its outputs that the program had, and those that it gave.
+        arrived: gradients of outputs in a backward pass whose program has not run yet.
+        ready: for each group whose node has not run yet, the output gradients that the program used and the gradients that it returned.
     """
 
     def __init__(self, program: GraphExecutables, sizes: tuple[int, ...]) -> None:
@@ -86,10 +86,10 @@ class _Call:
         self.ready: dict[tuple[int, ...], tuple[dict[int, torch.Tensor], list[Gradient]]] = {}
 
     def gradients(self, outputs: tuple[int, ...], own: dict[int, torch.Tensor], ctx: Any) -> list[Gradient]:
-        """Of the inputs of a group whose outputs have these gradients; the program runs for all groups at once."""
+        """Gradients of a group's inputs, given gradients of its outputs. The program runs once for all groups."""
         had, made = self.ready.pop(outputs, ({}, []))
         if made and _is_same(had, own):
-            if ctx.is_carried:  # what hooks hold would be brought back for nothing
+            if ctx.is_carried:  # otherwise saved-tensor hooks would restore values that are not needed
                 ctx.saved_tensors  # noqa: B018 - autograd refuses a second backward pass
             return made
         given = self.arrived if _is_same(_part(self.arrived, outputs), own) else own
@@ -104,11 +104,11 @@ class _Call:
 
 
 class _Group(torch.autograd.Function):
-    """apply(call, outputs, tensors, computed, tensors of the outputs' shapes, *inputs that just these outputs reach)"""
+    """apply(call, outputs, tensors, computed, tensors of the outputs' shapes, *inputs that exactly these outputs reach)"""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, outputs: tuple[int, ...], tensors: Any, computed: Any, like: Any, *wanted: torch.Tensor) -> Any:
-        """For each of the outputs a tensor without a value: an edge for its gradient."""
+        """A tensor without a value for each of the outputs: an edge for its gradient."""
         ctx.call, ctx.outputs = call, outputs
         _keep(ctx, call.program, tensors, computed)
         return tuple(wrap_unset(tuple(t.shape), buffer_of(t).dtype) for t in like)
@@ -122,7 +122,7 @@ class _Group(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """apply(call, which output, [its value], *what stands for it at its groups)"""
+    """apply(call, index of the output, [its value], *placeholders of it at its groups)"""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, output: int, value: list[torch.Tensor], *stand_ins: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The gradient, for each group."""
+        """The output's gradient, for each group."""
         if grad is not None:
             ctx.call.arrived[ctx.output] = grad
         return None, None, None, *([grad] * ctx.count)
@@ -149,7 +149,7 @@ def _keep(ctx: Any, program: GraphExecutables, tensors: list[torch.Tensor], comp
 
 
 def _kept(ctx: Any, program: GraphExecutables) -> list[Any]:
-    """The arrays that were saved."""
+    """The saved arrays."""
     positions, saved = program.traced.kept_inputs, ctx.saved_tensors
     inputs = program.arrays(saved[: len(positions)], [program.given[i] for i in positions])
     return [*inputs, *(saved[len(positions)].untyped_storage().spmd_carried if ctx.is_carried else map(load, saved[len(positions) :]))]

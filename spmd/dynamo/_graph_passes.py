@@ -1,4 +1,4 @@
-"""The two passes of a graph that was traced: one jaxpr of both, split where the cotangents come in."""
+"""The two passes of a traced graph: one jaxpr for both, split where the cotangents enter."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from spmd.program.trace._window import Window
 
 @dataclass(frozen=True)
 class Traced:
-    """What one trace found.
+    """The result of one trace.
 
     Attributes:
-        forward: jaxpr of values from outside, inputs, random words to computed values, new values of written inputs, what is kept for
-            `backward`; each flat.
-        backward: what it needs and cotangents to gradients; None where none flow.
-        outer: values from outside the graph: with the buffer to read in each call, or None where it never changes.
-        results: how each of the graph's results is made.
-        windows: of the computed values, as in `Results`.
-        flowing: which computed values take a cotangent.
-        written: positions of inputs whose new values follow.
-        kept_inputs: positions of inputs that `backward` takes, before what the forward pass computed for it.
-        gradients: positions of the inputs whose gradients `backward` gives.
-        draws: random numbers drawn.
+        forward: jaxpr from outer values, inputs and random words to computed values, new values of written inputs, and values that are
+            saved for `backward`; all flat.
+        backward: the pass from saved values and cotangents to gradients; None if no gradients flow.
+        outer: values from outside the graph, each with the buffer that is read in every call, or None if it is constant.
+        results: how each result of the graph is made.
+        windows: windows of the computed values, as in `Results`.
+        flowing: indices of computed values that take a cotangent.
+        written: positions of inputs that are written.
+        kept_inputs: positions of inputs that are saved for `backward`, before the values that the forward pass computed for it.
+        gradients: positions of inputs whose gradients `backward` returns.
+        draws: number of random draws.
     """
 
     forward: Any
@@ -42,7 +42,7 @@ class Traced:
     draws: int
 
     def run_forward(self, *arrays: Any) -> list[Any]:
-        """`forward` of arrays."""
+        """Run `forward` on arrays."""
         return eval_jaxpr(self.forward.jaxpr, self.forward.consts, *arrays)
 
 
@@ -51,13 +51,13 @@ class Joint:
     """Both passes as one jaxpr.
 
     Attributes:
-        closed: of values from outside, inputs, CPU tensors, random words, what the backward pass is given anew, and cotangents, to computed
-            values, new values of written inputs, and gradients.
-        num_inputs: tensors of the device among them.
-        num_again: what the backward pass is given anew.
-        reached: for each output that takes a cotangent, which of the gradients it has part in.
+        closed: jaxpr from outer values, inputs, CPU tensors, random words, further inputs of the backward pass and cotangents to
+            computed values, new values of written inputs, and gradients.
+        num_inputs: number of device tensors among the inputs.
+        num_again: number of further inputs of the backward pass.
+        reached: for each output that takes a cotangent, which gradients depend on it.
 
-    The others are those of `Traced`.
+    The other attributes are as in `Traced`.
     """
 
     closed: Any
@@ -74,11 +74,11 @@ class Joint:
 
     @property
     def num_own(self) -> int:
-        """Results of the jaxpr before the gradients."""
+        """Number of results of the jaxpr before the gradients."""
         return len(self.windows) + len(self.written)
 
     def split(self) -> Traced:
-        """The two passes; what the second needs of the inputs is taken from there and not returned by the first."""
+        """Split into two passes. Inputs that the backward pass needs are saved directly, not returned by the forward pass."""
         num_later = self.num_again + len(self.flowing)
         num_known = len(self.closed.in_avals) - num_later
         forward, rest, is_unknown = split_by_dependence(self.closed, [False] * num_known + [True] * num_later)
@@ -94,15 +94,15 @@ class Joint:
         )
 
     def _without_inputs(self, forward: Any) -> tuple[Any, list[int], list[int], Any]:
-        """The forward pass without what follows its own outputs and is an input, made of nothing (zeros, positions), or there twice.
+        """The forward pass without saved results that are inputs, are constant (zeros, positions) or occur twice.
 
         Returns:
-            (forward, kept_inputs, places, constants); `places`: for each value that followed, which it is of these inputs, of what is
-            computed, and of the results of `constants`, a jaxpr without inputs.
+            (forward, kept_inputs, places, constants). `places`: index of each saved value among these inputs, computed values and
+                results of `constants`, a jaxpr without inputs.
         """
         jaxpr, num_outer = forward.jaxpr, len(self.outer)
         given = jaxpr.invars[num_outer : num_outer + self.num_inputs]
-        source = {id(v): i for i, v in enumerate(given) if i not in self.written}  # those have other values after the call
+        source = {id(v): i for i, v in enumerate(given) if i not in self.written}  # written inputs have other values after the call
         equations, made = _without_operands(jaxpr)
         values = jaxpr.outvars[self.num_own :]
         inputs = list(dict.fromkeys(source[id(v)] for v in values if id(v) in source))
@@ -117,7 +117,7 @@ class Joint:
 
 
 def _without_operands(jaxpr: Any) -> tuple[list[Any], set[int]]:
-    """The equations that are made of nothing but numbers in them, and the ids of the variables that they give."""
+    """The equations that depend only on literals, and the ids of their output variables."""
     found, made = list[Any](), set[int]()
     for equation in jaxpr.eqns:
         if not equation.effects and all(is_literal(v) or id(v) in made for v in equation.invars):

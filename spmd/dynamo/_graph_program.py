@@ -1,10 +1,10 @@
-"""A graph of Dynamo's as compiled programs, one per sizes: arrays in by a flat list, one call of the executable, results wrapped once.
+"""A Dynamo graph as compiled programs, one per sizes: a flat list of arrays in, one call of an executable, results wrapped once.
 
     program = GraphProgram(graph_module, "graph_0")
-    results = program(*inputs)              # Dynamo's guards hold: shapes, dtypes, gradients and modes are those of the trace
+    results = program(*inputs)              # Dynamo's guards ensure the shapes, dtypes, requires_grad and modes of the trace
 
-Graphs without a tensor of the device, and graphs that cannot be traced, run as PyTorch runs them, operation by operation; the
-logger "spmd.dynamo" says which and why.
+Graphs without a device tensor, and graphs that cannot be traced, run in PyTorch operation by operation. The logger "spmd.dynamo" reports
+which graphs, and why.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MAX_NUMBERS = 16
 
 
 class GraphProgram:
-    """One graph, and its programs by what Dynamo leaves open: the values of its integers, and where tensors lie.
+    """One graph, with a program for each case that Dynamo leaves open: values of its integers, and layouts of tensors.
 
-    Python floats that vary are inputs of a program; where its trace needs one to be Python's own, constants, of which there are 16 at most.
+    Python floats that vary are inputs of a program. If a trace needs their values, they are constants instead, with at most 16 programs.
 
     Attributes:
-        name: of its programs in profiles.
-        refused: why the graph runs operation by operation; None: it does not.
+        name: name of its programs in profiles.
+        refused: why the graph runs operation by operation; None if it does not.
     """
 
     def __init__(self, graph: torch.fx.GraphModule, name: str) -> None:
         self._calls = Calls(graph)
-        self._takes_numbers = True  # until a trace needs one to be Python's own
+        self._takes_numbers = True  # until a trace needs the value of one
         self.name = name
         self._programs: dict[Any, GraphExecutables] = {}
         self._latest: GraphExecutables | None = None
@@ -49,12 +49,12 @@ class GraphProgram:
 
     @property
     def num_programs(self) -> int:
-        """How many were compiled."""
+        """Number of compiled programs."""
         return len(self._programs) + self._sized.num_programs
 
     @property
     def sizes(self) -> str | None:
-        """Why each size that varies has a program of its own; None: one serves many, or nothing varies."""
+        """Why every size gets its own program; None if a program serves many sizes, or none vary."""
         return self._sized.refused
 
     @property
@@ -66,7 +66,7 @@ class GraphProgram:
         return f"<{self.name}: {self.num_programs} programs>" if self.refused is None else f"<{self.name}: {self.refused.splitlines()[0]}>"
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph; the first call with new sizes traces and compiles it."""
+        """Run the graph. The first call with new sizes traces and compiles it."""
         if self.refused is not None or recording.get() is not None or are_functorch_transforms_active():
             return self._calls.graph(*args)
         program = self._latest
@@ -77,30 +77,30 @@ class GraphProgram:
 
     def _found(self, args: tuple[Any, ...]) -> GraphExecutables | None:
         if not any(map(is_device_tensor, (*args, *self._calls.held))) and not self._calls.makes_device_tensors:
-            self.refused = "no tensor of it is on the device"
+            self.refused = "it has no tensor on the device"
             return None
         if self._calls.enables_gradients and torch.is_inference_mode_enabled():
-            self._refuse("it turns gradients on in inference mode, where only views of its inputs have one")
+            self._refuse("it turns gradients on in inference mode, where only views of its inputs have a gradient")
             return None
         if self._calls.numbers and self._takes_numbers:
             try:
-                return self._kept(args, ())
-            except (TraceError, TypeError, RuntimeError) as reason:  # what has another reason is raised again below
+                return self._program_for(args, ())
+            except (TraceError, TypeError, RuntimeError) as reason:  # an error with another cause is raised again below
                 self._takes_numbers = False
-                logger.info("%s has its Python floats as constants: %s", self.name, reason)
-        return self._kept(args, tuple(exactly(args[i].item()) for i in self._calls.numbers))
+                logger.info("%s takes its Python floats as constants: %s", self.name, reason)
+        return self._program_for(args, tuple(exactly(args[i].item()) for i in self._calls.numbers))
 
     def _varies(self) -> bool:
-        """Whether calls that Dynamo's guards let pass may be of different programs."""
+        """Whether calls that pass Dynamo's guards may need different programs."""
         return bool(self._calls.sizes.names) or bool(self._calls.numbers and not self._takes_numbers)
 
-    def _kept(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> GraphExecutables | None:
-        """The program of a call whose Python floats are these constants."""
+    def _program_for(self, args: tuple[Any, ...], numbers: tuple[Any, ...]) -> GraphExecutables | None:
+        """The program of a call in which these Python floats are constants."""
         program = self._sized.found(args, numbers, takes_numbers=self._takes_numbers) if self._calls.sizes.names else None
         key = (numbers, *map(_described, args))
         program = self._programs.get(key) if program is None else program
         if program is None and len({values for values, *_ in self._programs} | self._sized.numbers | {numbers}) > _MAX_NUMBERS:
-            self._refuse(f"more than {_MAX_NUMBERS} values of its Python floats, each of which was a program")
+            self._refuse(f"more than {_MAX_NUMBERS} values of its Python floats, each with its own program")
             return None
         if program is None:
             try:

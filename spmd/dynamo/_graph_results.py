@@ -1,4 +1,4 @@
-"""How each result of a graph is made after a call: computed, an input, a view of an input, a view of another result, or plain."""
+"""How each result of a graph is made after a call: computed, an input, a view of an input or of another result, or plain."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Untraceable(TraceError):
 
 
 class Made(NamedTuple):
-    """A result that the program computes; `position` among the computed values."""
+    """A result that the program computes, at `position` among the computed values."""
 
     position: int
 
 
 class Shown(NamedTuple):
-    """A result that shows the storage of an input, or (`is_made`) of a computed value; `window` None: that tensor itself."""
+    """A view of an input's storage or (`is_made`) of a computed value's. `window` None: the tensor itself."""
 
     position: int
     is_made: bool
@@ -32,12 +32,12 @@ class Shown(NamedTuple):
     has_gradient: bool
 
     def shown(self, tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-        """The result, of the tensor whose storage it shows; `stride`: its own in the trace, None: it was contiguous there."""
+        """The result as a view of `tensor`. `stride`: strides of the tensor in the trace; None: it was contiguous there."""
         if self.window is None:
             return tensor
         if not self.has_gradient and tensor.requires_grad:
             tensor = tensor.detach()
-        if stride is not None:  # the window is one of the storage
+        if stride is not None:  # the window refers to the storage
             offset = int(tensor.storage_offset()) + self.window.offset
             return tensor.as_strided(self.window.size, self.window.stride, offset)
         if is_whole(tensor, buffer_of(tensor)):
@@ -45,29 +45,29 @@ class Shown(NamedTuple):
         if not tensor.requires_grad:
             return self.window.part_of(tensor)
         place = self.window.through(tensor)
-        if place is None:  # its strides allow no such view, and PyTorch would have copied
+        if place is None:  # its strides allow no such view; PyTorch would copy too
             tensor, place = tensor.clone(memory_format=torch.contiguous_format), (self.window.stride, self.window.offset)
         return tensor.as_strided(self.window.size, *place)
 
 
 class Plain(NamedTuple):
-    """A result that is no tensor of the device."""
+    """A result that is not a device tensor."""
 
     value: Any
 
 
 class Results:
-    """What the graph returned in a trace.
+    """The results of the graph in a trace.
 
     Attributes:
-        results: how each of its results is made.
-        made: the tensors whose values the program computes.
-        windows: how each of these shows its storage, which then leaves the program whole; None: it leaves contiguous.
+        results: how each result is made.
+        made: tensors whose values the program computes.
+        windows: how each of these views its storage, which the program returns as a whole; None: it is returned contiguous.
         flowing: positions of those that take a cotangent.
     """
 
     def __init__(self, returned: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        """`inputs`: each over a storage of its own."""
+        """`inputs`: tensors that each have their own storage."""
         self.made: list[torch.Tensor] = []
         self.windows: list[Window | None] = []
         self._positions: dict[Any, int] = {}
@@ -88,18 +88,18 @@ class Results:
         self.flowing = [i for i, t in enumerate(self.made) if t.requires_grad]
 
     def values(self) -> list[Any]:
-        """The arrays that leave the program."""
+        """The arrays that the program returns."""
         found = zip(map(torch.Tensor.detach, self.made), self.windows, strict=True)
         return [load(t) if window is None else buffer_of(t).get() for t, window in found]
 
     def _of_value(self, value: torch.Tensor, sharing: list[torch.Tensor], buffer: Buffer) -> Made | Shown:
-        """One of the results that show a storage which the graph made."""
+        """One of the results that share a storage created by the graph."""
         if len(sharing) == 1 or not leaves_whole(sharing, buffer):
             dense = value.numel() == math.prod(buffer.shape) and not value.is_conj() and not value.is_neg()
             return Made(self._add(id(value), value, Window.of(value) if dense and leaves_whole([value], buffer) else None))
         base = next((t for t in (*sharing, *(t._base for t in sharing)) if t is not None and is_whole(t, buffer)), None)
         if base is None or any(t.dtype != base.dtype or t.is_conj() or t.is_neg() for t in sharing):
-            raise Untraceable(message("two results show one storage in ways that no view has", fix="return copies: y.clone()"))
+            raise Untraceable(message("two results share a storage in a way that no view can express", fix="return copies: y.clone()"))
         position = self._add(buffer, base, None)
         return Made(position) if value is base else Shown(position, True, Window.of(value), value.requires_grad)
 
@@ -113,7 +113,7 @@ class Results:
 
 def _of_input(value: torch.Tensor, position: int, given: torch.Tensor) -> Shown:
     if value.dtype != given.dtype or value.is_conj() or value.is_neg():
-        raise Untraceable(message("a result shows an input as another dtype", fix="return a copy: y.clone()"))
+        raise Untraceable(message("a result views an input as another dtype", fix="return a copy: y.clone()"))
     window = Window.of(value)
     is_itself = window[:3] == Window.of(given)[:3] and value.requires_grad == given.requires_grad
     return Shown(position, False, None if is_itself else window, value.requires_grad)

@@ -1,8 +1,8 @@
-"""The sizes that Dynamo leaves open in a graph: its symbols, the shapes that are made of them, and what it took for granted of them.
+"""The sizes that Dynamo leaves open in a graph: its symbols, the shapes that depend on them, and the guards on them.
 
 sizes = GraphSizes([node.meta.get("example_value") for node in placeholders])
-sizes.of(args)                  # (5, 128): what the symbols are in a call
-sizes.shape(3, (8, 128))        # (8, 128, 64): of the input at position 3 for other sizes
+sizes.of(args)                  # (5, 128): values of the symbols in a call
+sizes.shape(3, (8, 128))        # (8, 128, 64): shape of the input at position 3 for other sizes
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class GraphSizes:
     """The symbols of one graph.
 
     Attributes:
-        names: of the symbols; a call's sizes are in this order.
+        names: names of the symbols; sizes of a call are in this order.
     """
 
     def __init__(self, inputs: Sequence[Any], values: Sequence[Any] = ()) -> None:
-        """`inputs`: Dynamo's example of each; `values`: of all that the graph computes."""
+        """`inputs`: Dynamo's example for each input; `values`: examples for all values in the graph."""
         self._numbers = {i: v.node.expr for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)}
         shapes = {i: tuple(map(_expression, v.shape)) for i, v in enumerate(inputs) if isinstance(v, torch.Tensor)}
         self._shapes = {i: shape for i, shape in shapes.items() if any(_is_open(n) for n in shape)}
-        self._places: dict[Any, tuple[int, int | None]] = {}  # the input whose value, or whose dim, is the symbol
+        self._places: dict[Any, tuple[int, int | None]] = {}  # symbol -> the input whose value (None) or dim it is
         for i, number in self._numbers.items():
             self._places.setdefault(number, (i, None))
         for i, shape in self._shapes.items():
@@ -53,17 +53,17 @@ class GraphSizes:
 
     @property
     def rounded(self) -> list[Callable[[Sequence[Any]], Any]]:
-        """The extents that a quotient has part in, each as a function of the sizes, which may be traced."""
+        """The extents that depend on a quotient, each as a function of the sizes, which may be traced."""
         return [lambda sizes, n=n: _computed(n, dict(zip(self._symbols, sizes, strict=True))) for n in sorted(self._rounded, key=str)]
 
     @property
     def is_known(self) -> bool:
-        """Whether a call shows the value of each symbol."""
+        """Whether the inputs of a call determine the value of each symbol."""
         return all(symbol in self._places for symbol in self._symbols)
 
     @property
     def positions(self) -> list[int]:
-        """Of the tensors whose shapes have symbols."""
+        """Positions of the tensors with symbols in their shape."""
         return list(self._shapes)
 
     def of(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -72,20 +72,20 @@ class GraphSizes:
         return tuple(int(args[i]) if d is None else int(args[i].shape[d]) for i, d in found)
 
     def varies(self, position: int, which: Collection[int]) -> bool:
-        """Whether the shape of the input at a position has one of these sizes in it."""
+        """Whether the shape of the input at `position` depends on one of these sizes."""
         return any(self._symbols.index(symbol) in which for n in self._shapes.get(position, ()) for symbol in _symbols(n))
 
     def shape(self, position: int, sizes: Sizes) -> tuple[int, ...]:
-        """The shape of an input that varies, for other sizes."""
+        """The shape of a varying input for other sizes."""
         return tuple(_value(n, self._values(sizes)) for n in self._shapes[position])
 
     def replaced(self, args: Sequence[Any], sizes: Sizes) -> list[Any]:
-        """The inputs of a call with integers as for other sizes."""
+        """The inputs of a call, with integers for other sizes."""
         values = self._values(sizes)
         return [_value(self._numbers[i], values) if i in self._numbers else a for i, a in enumerate(args)]
 
     def parts(self, position: int, which: int, parts: Sequence[int]) -> int:
-        """What a size must be a multiple of, so that the dims of an input are cut into so many parts; 0: no multiple will do."""
+        """The multiple that a size must be so that each dim of an input splits into `parts` shards; 0 if no multiple does."""
         found = 1
         for n, count in zip(self._shapes.get(position, ()), parts, strict=False):
             if count > 1 and self._symbols[which] in _symbols(n):
@@ -93,7 +93,7 @@ class GraphSizes:
         return found
 
     def limits(self, which: int, sizes: Sizes) -> tuple[int, int | None]:
-        """The least and the largest size for which Dynamo made the graph, where the others are these; None: there is no largest."""
+        """The smallest and largest valid size of the graph, given the other sizes; None: there is no largest."""
         least, most = self._range(which)
         unit = max(1, self.unit(which, sizes))
         small = (unit * n for n in range(-(-least // unit), sizes[which] // unit))
@@ -107,10 +107,10 @@ class GraphSizes:
         return max(2, least or 0), None if most is None or most > 1 << 40 else most
 
     def unit(self, which: int, sizes: Sizes) -> int:
-        """The least number of whose multiples, from today on, all that Dynamo took for granted is so, where the others are these.
+        """The smallest number whose multiples, from today's size on, satisfy all guards of Dynamo, given the other sizes.
 
         Returns:
-            The number; 0: there is none.
+            The number, or 0 if there is none.
         """
         key = which, *sizes
         if key not in self._units:
@@ -119,7 +119,7 @@ class GraphSizes:
         return self._units[key]
 
     def _tried(self, which: int, unit: int, sizes: Sizes) -> list[int]:
-        """Sizes near to today's and far from it."""
+        """Sizes close to today's and far from it."""
         most = self._range(which)[1]
         found = {sizes[which] + unit * n for n in (1, 2, 3, 5, 10, 37, 100)}
         return sorted(n for n in found if most is None or n <= most) or [sizes[which] - unit]
@@ -128,7 +128,7 @@ class GraphSizes:
         return self.refusal([size if i == which else n for i, n in enumerate(sizes)]) is None
 
     def refusal(self, sizes: Sizes) -> str | None:
-        """What Dynamo took for granted that is not so for these sizes; None: nothing."""
+        """A guard of Dynamo that these sizes violate, as text; None if they violate none."""
         values = self._values(sizes)
         return next((f"Dynamo's graph holds only where {g}" for g in self._guards() if g.xreplace(values) == sympy.false), None)
 
@@ -140,12 +140,12 @@ class GraphSizes:
 
 
 def _is_open(size: Any) -> bool:
-    """Whether it is an expression of symbols; else an int."""
+    """Whether it is an expression of symbols and not an int."""
     return isinstance(size, sympy.Expr)
 
 
 def _expression(size: Any) -> Any:
-    """An int, or what it is made of."""
+    """The size as an int, or else its expression of symbols."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -157,7 +157,7 @@ def _divisors(size: int) -> list[int]:
 
 
 def _is_rounded(expression: Any) -> bool:
-    """Whether it has quotients of integers, and nothing that `_computed` does not know."""
+    """Whether it contains integer quotients, and nothing that `_computed` cannot evaluate."""
     parts = [*sympy.preorder_traversal(expression)]
     return any(type(part).__name__ in _QUOTIENTS for part in parts) and all(
         part.is_Add or part.is_Mul or part.is_Symbol or part.is_Integer or type(part).__name__ in _QUOTIENTS for part in parts
@@ -165,7 +165,7 @@ def _is_rounded(expression: Any) -> bool:
 
 
 def _computed(expression: Any, values: dict[Any, Any]) -> Any:
-    """Its value, for integers or traced ones."""
+    """Evaluate an expression for integers or traced values."""
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:

@@ -1,8 +1,7 @@
-"""One trace of a graph that Dynamo captured: flat lists of arrays in and out, forward and, where gradients flow, backward.
+"""One trace of a graph that Dynamo captured: flat lists of arrays in and out, forward and, if gradients flow, backward.
 
-torch's autograd writes the backward pass in the trace of the forward pass (as in `spmd.program.flow._joint`). What the graph does besides
-computing is found and told: which inputs it wrote to, which results are inputs, views of them, or views of each other, how many random
-numbers it drew.
+torch's autograd writes the backward pass in the trace of the forward pass (as in `spmd.program.flow._joint`). The trace also records side
+effects: inputs that are written, results that are inputs or views of inputs or of each other, and the number of random draws.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Recorded = Callable[[Sequence[Any], Any], TraceRecorder]
 
 
 class _GraphRound(Round):
-    """A round that may write to what it is given, and to nothing around it."""
+    """A round that may write to its inputs, but to nothing outside."""
 
     def will_write(self, buffer: Buffer) -> None:
         if buffer not in self.newborn:
@@ -48,12 +47,12 @@ class _GraphRound(Round):
 
 
 class GraphTrace:
-    """The trace of one graph, run twice where gradients flow: once for the shapes of the cotangents.
+    """The trace of one graph. If gradients flow it runs twice, the first time for the shapes of the cotangents.
 
     Args:
-        graph: a function of tensors of the device, each as `given` says.
-        layouts: per tensor, the sharding of the value that is written to it and of its gradient, or None.
-        recorded: the recorder of a trace in which CPU tensors have these values, and the random state these words.
+        graph: a function of device tensors, passed as `given` says.
+        layouts: for each tensor the sharding of values written to it and of its gradient, or None.
+        recorded: makes the recorder of a trace, from the values of CPU tensors and the random state.
     """
 
     def __init__(self, graph: Graph, given: Sequence[Given], layouts: Sequence[Any], recorded: Recorded) -> None:
@@ -67,11 +66,11 @@ class GraphTrace:
         self._draws = 0
 
     def joint(self, examples: Sequence[Any], hosts: Sequence[Any]) -> Joint:
-        """What it finds, given an array (or its shape and dtype) for each tensor and the values of CPU tensors.
+        """Trace both passes, given an array (or its shape and dtype) for each tensor and the values of CPU tensors.
 
         Raises:
-            Untraceable: it writes to a tensor from outside, or a value with a gradient to an input, or replaces an input's memory; a
-                result is a view that no view has.
+            Untraceable: the graph writes to a tensor from outside, writes a value with a gradient to an input, or replaces an input's
+                memory; or a result is not expressible as a view.
             TraceError: Python or the host needs a value.
         """
         with exact_dtypes():
@@ -88,17 +87,17 @@ class GraphTrace:
         )
 
     def _run(self, arrays: Sequence[Any], cotangents: Sequence[Any] | None) -> tuple[list[Any], list[Any], list[Any]]:
-        """(computed values, new values of written inputs, gradients) of traced arrays: tensors, CPU tensors, random words."""
+        """(computed values, new values of written inputs, gradients), from traced arrays: tensors, CPU tensors, random words."""
         words, hosts = arrays[-1], arrays[len(self._given) : -1]
-        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace is this thread's
-        with _in(self._recorded(hosts, words)), one_round(words, _GraphRound) as part, one_thread:
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace state is thread-local
+        with _recording_in(self._recorded(hosts, words)), one_round(words, _GraphRound) as part, one_thread:
             inputs = [one.in_trace(array) for one, array in zip(self._given, arrays, strict=False)]
             buffers = list(map(buffer_of, inputs))
             start, shapes = [b.value for b in buffers], list(map(_shape, inputs))
             found = self._found = Results(self._returned(inputs), inputs)
             if [*map(buffer_of, inputs)] != buffers or [*map(_shape, inputs)] != shapes:
                 fix = "write to its elements, or return the new tensor"
-                raise Untraceable(message("a graph gives an input other memory, or another shape", *called_at(), fix=fix))
+                raise Untraceable(message("a graph gives an input new memory or another shape", *called_at(), fix=fix))
             self._written = [i for i, (b, was) in enumerate(zip(buffers, start, strict=True)) if b.value is not was]
             if any(inputs[i].grad_fn is not None for i in self._written):
                 raise Untraceable(message("a graph writes a value with a gradient to an input", fix="return the new value instead"))
@@ -111,15 +110,15 @@ class GraphTrace:
                     tie_derivatives(flowing)
                 try:
                     grads = torch.autograd.grad(flowing, sources, list(map(wrap, cotangents)), allow_unused=True)
-                except RuntimeError as error:  # eagerly, it is raised where somebody asks for gradients
+                except RuntimeError as error:  # eager code raises it when gradients are requested
                     raise Untraceable(message("the gradient of a graph cannot be computed", str(error), fix="see there")) from error
             reached = [(i, g) for i, g in zip(self._wanted, grads, strict=False) if g is not None]
             self._gradients = [i for i, _ in reached]
             self._reached = [[r for r, g in zip(own, grads, strict=True) if g is not None] for own in reaches]
             self._draws = default_stream.draws - part.start_draws
             self._reads = {id(value): buffer for buffer, value in part.seen.items()}
-            new = [self._laid(i, buffers[i].raw()) for i in self._written]
-            return found.values(), new, [self._laid(i, load(g)) for i, g in reached]
+            new = [self._constrained(i, buffers[i].raw()) for i in self._written]
+            return found.values(), new, [self._constrained(i, load(g)) for i, g in reached]
 
     def _returned(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         try:
@@ -127,10 +126,10 @@ class GraphTrace:
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
-            what = "a graph writes to an input that requires a gradient"  # which may be no leaf outside
+            what = "a graph writes to an input that requires a gradient"  # outside the graph it may not be a leaf
             raise Untraceable(message(what, *called_at(), fix="return the new value instead")) from error
 
-    def _laid(self, position: int, value: Any) -> Any:
+    def _constrained(self, position: int, value: Any) -> Any:
         sharding = self._layouts[position]
         return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
 
@@ -140,7 +139,7 @@ def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _in(recorder: TraceRecorder) -> Generator[None]:
+def _recording_in(recorder: TraceRecorder) -> Generator[None]:
     token = recording.set(recorder)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A graph's executables for sizes up to a bucket's: inputs are padded on the way in, and results cut on the way out. See Note [Padding]."""
+"""A graph's executables for all sizes up to a bucket's: inputs are padded, and results are cut. See Note [Padding]."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from spmd.program.sizes._trace_points import more_points, points_within, with_en
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
 
-_LARGEST = 256  # that is traced at least: a trace for larger sizes costs no more
+_LARGEST = 256  # traces cover at least sizes up to this; larger sizes cost no more
 
 
 class Sizing(NamedTuple):
     """The sizes of a program.
 
     Attributes:
-        today: all sizes of the call that it is made for.
-        vary: which of them may be others, in another call.
-        units: for each of these, what it is always a multiple of. The following, and the sizes that programs see, are counted in these.
-        bucket: the size that the program has.
-        multiples: what the sizes of the traces are multiples of, so that shards divide them.
-        limits: the least and the largest size that the graph is traced for.
+        today: all sizes of the call for which it is made.
+        vary: indices of the sizes that may differ in other calls.
+        units: for each of these, a number of which it is always a multiple. Bucket, limits and the program count sizes in this unit.
+        bucket: the sizes for which the program is compiled.
+        multiples: numbers of which the sizes of the traces are multiples, so that shards divide them.
+        limits: the smallest and largest sizes for which the graph is traced.
     """
 
     today: tuple[int, ...]
@@ -56,18 +56,18 @@ class Sizing(NamedTuple):
     limits: tuple[tuple[int, int], ...]
 
     def all_at(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """All sizes, where those that vary are these."""
+        """All sizes, with `sizes` for those that vary."""
         found = list(self.today)
         for i, unit, size in zip(self.vary, self.units, sizes, strict=True):
             found[i] = unit * size
         return tuple(found)
 
     def of(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Those that vary, of all."""
+        """The varying sizes among all sizes."""
         return tuple(sizes[i] // unit for i, unit in zip(self.vary, self.units, strict=True))
 
     def ranges(self) -> list[list[tuple[int, int]]]:
-        """The sizes for which one set of traces may hold: all; all that are not small; those of the bucket."""
+        """Ranges of sizes for which one set of traces may be valid: all sizes, all that are not small, those of the bucket."""
         today = self.of(self.today)
         found = [
             list(self.limits),
@@ -79,20 +79,20 @@ class Sizing(NamedTuple):
         ]
         found = [limits for limits in found if all(low <= n <= high for n, (low, high) in zip(today, limits, strict=True))]
         found = [limits for i, limits in enumerate(found) if limits not in found[:i]]
-        return [*found[:1], *found]  # once more at other points: a size that is the model's own constant can be taken for it
+        return [*found[:1], *found]  # the first twice, at other points: a size may equal a constant by chance
 
 
 def sizing(calls: Calls, args: Sequence[Any], vary: Sequence[int]) -> Sizing | None:
-    """The sizes of the program that a call needs; None: it has sizes that no bucket has.
+    """The sizes of the program for a call; None if no bucket covers them.
 
     Args:
-        vary: which of its sizes may be others.
+        vary: indices of the sizes that may differ.
     """
     sizes, today = calls.sizes, calls.sizes.of(args)
     found = list[tuple[int, int, int, int, tuple[int, int]]]()
     for i in vary:
         (least, largest), unit, parts = sizes.limits(i, today), sizes.unit(i, today), 1
-        if not unit:  # another size is another graph
+        if not unit:  # another size needs another graph
             continue
         for position, value in enumerate(args):
             if is_device_tensor(value) and (spec := annotation_of(value)) is not None and sizes.varies(position, (i,)):
@@ -122,10 +122,10 @@ class SizedGraph(GraphExecutables):
     """The executables of one bucket.
 
     Args:
-        known: traces for other buckets, which are used where they hold; new ones are put there.
+        known: traces from other buckets, which are reused if valid; new traces are added.
 
     Raises:
-        Inexact: it is not proved that padding has no part in what comes out.
+        Inexact: it is not proved that padding does not affect the results.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SizedGraph(GraphExecutables):
         return self._how.of(self._sizes.of(args))
 
     def reason(self, args: tuple[Any, ...]) -> str | None:
-        """Why it does not hold for a call; None if it does."""
+        """The reason why the program is not valid for a call; None if it is."""
         sizes = self.sizes_of(args)
         if any(n > b for n, b in zip(sizes, self._how.bucket, strict=True)):
             return "a size is larger than the bucket's"
@@ -153,16 +153,16 @@ class SizedGraph(GraphExecutables):
         if position >= len(self._positions) or not self._sizes.varies(self._positions[position], self._how.vary):
             return given
         order = tuple(range(tensor.dim()))
-        if tensor.is_contiguous():  # of whatever shape its storage is
+        if tensor.is_contiguous():  # whatever the shape of its storage
             given = given._replace(stride=None)
         if given.stride is not None:
             order = tuple(sorted(order, key=tensor.stride().__getitem__, reverse=True))
             if not is_whole(tensor.permute(order), buffer_of(tensor)):
-                raise Inexact("an input whose size varies, and that is a part of its storage in another order of dims")
+                raise Inexact("an input of varying size that is a part of its storage with permuted dims")
         return self._resized(given._replace(order=order), position, self._whole)
 
     def _resized(self, given: Given, position: int, sizes: Sequence[int]) -> Given:
-        """How a tensor is given for other sizes: as it lies, in the order of its dims in memory."""
+        """How a tensor is passed for other sizes: with its dims in the same memory order."""
         assert given.order is not None
         size = self._sizes.shape(self._positions[position], sizes)
         root = tuple(size[d] for d in given.order)
@@ -178,13 +178,13 @@ class SizedGraph(GraphExecutables):
         else:
             joint = found.at(self._how.bucket)
         why = found.reason(sizes, self._how.bucket)
-        if why is not None:  # known only now that the program was evaluated
+        if why is not None:  # known only after the program was evaluated
             raise SizeDecides(why)
         self._traces = found
         return joint.split()
 
     def _made(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[SizedTraces, Joint]:
-        """Traces that hold for a call, and both passes for the bucket."""
+        """Traces that are valid for a call, and both passes for the bucket."""
         how, ranges = self._how, self._how.ranges()
         names = tuple(
             f"{calls.sizes.names[i]} / {unit}" if unit > 1 else calls.sizes.names[i] for i, unit in zip(how.vary, how.units, strict=True)
@@ -213,10 +213,10 @@ class SizedGraph(GraphExecutables):
         raise AssertionError("there is a range")
 
     def _joint_at(self, point: Sequence[int], calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Joint:
-        """Both passes for other sizes than the call's.
+        """Both passes, traced for other sizes than the call's.
 
         Raises:
-            SizeDecides: the graph is not for these.
+            SizeDecides: the graph is not valid for these sizes.
         """
         sizes = self._how.all_at(point)
         why = self._sizes.refusal(sizes)
@@ -232,7 +232,7 @@ class SizedGraph(GraphExecutables):
         except (TraceError, Inexact):
             raise
         except Exception as error:
-            if self._numbers:  # it may be one of these that Python needs
+            if self._numbers:  # Python may need the value of one of these
                 raise
             raise SizeDecides(f"for sizes {tuple(sizes)} the graph raises {type(error).__name__}: {error}") from error
         if any(t._version for t in copies):
@@ -240,7 +240,7 @@ class SizedGraph(GraphExecutables):
         return joint
 
     def _placed_hosts(self, args: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]]:
-        """The CPU tensors with their positions among the inputs; -1: the graph holds it."""
+        """The CPU tensors with their positions among the inputs; -1 for a tensor that the graph contains."""
         return list(zip([*self._hosts, *[-1] * len(self._held_hosts)], self._host_tensors(args), strict=True))
 
     def _host_for(self, position: int, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -271,7 +271,7 @@ class SizedGraph(GraphExecutables):
         return self._of(sizes)[0]
 
     def _of(self, sizes: Sizes) -> tuple[Any, list[tuple[int, ...]]]:
-        """What is shown of a call of these sizes, and the shapes of all results."""
+        """(results and windows, shapes of all results) for a call with these sizes."""
         if self._latest[0] != sizes:
             self._latest = sizes, self._traces.shown(sizes), self._traces.shapes(sizes)
         return self._latest[1:]
@@ -290,7 +290,7 @@ class SizedGraph(GraphExecutables):
 
 
 def _whole(tensor: torch.Tensor, how: Given) -> torch.Tensor:
-    """The tensor with the sizes that it is given with."""
+    """The tensor padded to the sizes with which it is passed."""
     if how.order is None:
         return tensor
     if how.stride is None:

@@ -1,7 +1,7 @@
-"""Which programs a graph has for sizes that vary: one for each bucket where that is exact.
+"""Chooses a graph's programs for varying sizes: one program per bucket if that is exact.
 
-A graph with one open size varies in it. Of several sizes those vary that had a second value: under `dynamic=True` Dynamo leaves
-sizes open that never change, and padding these is work for nothing.
+A graph with a single open size varies in it. Of several sizes, only those vary that had a second value: under `dynamic=True` Dynamo also
+leaves sizes open that never change, and padding these would be wasted work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MAX_LATEST = 1024
 
 
 class SizedPrograms:
-    """The programs of one graph with sizes that vary.
+    """The programs of one graph for varying sizes.
 
     Attributes:
-        refused: why each size has a program of its own; None: one serves many, or nothing varied yet.
-        num_programs: how many were compiled.
-        numbers: the values of Python floats that programs have as constants.
+        refused: why every size gets its own program; None if a program serves many sizes, or none has varied yet.
+        num_programs: number of compiled programs.
+        numbers: the values of Python floats that are constants of programs.
     """
 
     def __init__(self, calls: Calls, name: str) -> None:
@@ -38,7 +38,7 @@ class SizedPrograms:
         self._traces: dict[Any, list[SizedTraces]] = {}
         self._programs: dict[Any, list[SizedGraph]] = {}
         self._exact: set[Any] = set()
-        self._latest: dict[Any, SizedGraph | None] = {}  # by sizes, while nothing is marked
+        self._latest: dict[Any, SizedGraph | None] = {}  # by sizes; valid until a tensor is marked
         self._marks = -1
         self._sized = calls.sizes.positions
         self._num_refusals = 0
@@ -50,7 +50,7 @@ class SizedPrograms:
         return {key[0] for key in self._programs}
 
     def found(self, args: tuple[Any, ...], numbers: tuple[Any, ...], *, takes_numbers: bool) -> SizedGraph | None:
-        """The program of a call; None: it has one of its own size.
+        """The program of a call; None if the call needs one for exactly its sizes.
 
         Raises:
             TraceError: the graph cannot be traced.
@@ -92,7 +92,7 @@ class SizedPrograms:
         return program
 
     def _note(self, sizes: tuple[int, ...]) -> None:
-        """Learn from the sizes of a call which of them vary."""
+        """Record the sizes of a call, to learn which of them vary."""
         if self._first is None:
             self._first = sizes
         if sizes != self._first:
@@ -106,7 +106,7 @@ class SizedPrograms:
         self._num_refusals += 1
         if not self._programs or self._num_refusals > _MAX_REFUSALS:
             self.refused = f"{why}{where}"
-        logger.info("%s is compiled for the sizes %s alone: %s%s", self._name, how.today, why, where)
+        logger.info("%s is compiled for only the sizes %s: %s%s", self._name, how.today, why, where)
 
 
 __all__ = ["SizedPrograms"]

@@ -1,7 +1,7 @@
-"""A graph traced at several sizes, as its two passes for any of them. See Note [Points] and Note [Padding].
+"""A graph traced at several sizes, combined into its two passes for any size. See Note [Points] and Note [Padding].
 
-Both passes are evaluated together, so a value that is kept for the backward pass is as the forward pass left it, with its padding. What the
-backward pass asks of the sizes of a call it is told anew: masks are made there again, not kept.
+Both passes are evaluated together, so a value that is saved for the backward pass keeps the padding that the forward pass gave it. The
+backward pass gets the sizes of a call again as inputs: it recomputes masks, instead of saving them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Sizes = Sequence[int]
 
 
 class SizedTraces:
-    """One graph at its points.
+    """One graph traced at several points.
 
     Args:
-        joints: its passes at each; the last CPU tensor of each stands for the sizes of a call, int64[names].
-        limits: for each name the least and the largest size for which they hold.
-        extents: those that Dynamo knows as functions of the sizes.
+        joints: its passes at each point. The last CPU tensor of each is a placeholder for the sizes of a call, int64[names].
+        limits: for each name the smallest and largest valid size.
+        extents: extents that Dynamo knows as functions of the sizes.
 
     Raises:
-        Inexact: the traces are not of one program.
+        Inexact: the traces do not combine into one program.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class SizedTraces:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the points are enough for the forms that its numbers have."""
+        """Whether there are enough points to determine the formulas of its numbers."""
         return self._points.are_enough
 
     def reason(self, sizes: Sizes, bucket: Sizes) -> str | None:
-        """Why they do not hold for these sizes in a bucket; None if they do."""
+        """The reason why the traces are not valid for these sizes in a bucket; None if they are."""
         room = self._rooms.get(tuple(bucket))
         if room is not None and not room.holds(sizes):
             return "a part of the graph is larger than in its bucket"
@@ -69,7 +69,7 @@ class SizedTraces:
         return None
 
     def shown(self, sizes: Sizes) -> tuple[list[Made | Shown | Plain], list[Window | None]]:
-        """The results, and the windows of the computed values, of a call of these sizes."""
+        """(results, windows of the computed values) of a call with these sizes."""
         results, windows = self._shown(sizes)
         return list(results), list(windows)
 
@@ -78,10 +78,10 @@ class SizedTraces:
         return [tuple(int(n(sizes)) for n in shape) for shape in self._shapes]
 
     def at(self, bucket: Sizes) -> Joint:
-        """Both passes for arrays of larger sizes; the sizes of a call are given to each of them.
+        """Both passes for arrays of a bucket's sizes; the sizes of a call are inputs of each.
 
         Raises:
-            Inexact: it is not proved that padding has no part in what comes out; with the equation.
+            Inexact: it is not proved that padding does not affect the results; the error has the equation.
         """
         first, room = self._joints[0], Room(self._points, [least for least, _ in self._limits], bucket, ())
         kept = [buffer for _, buffer in first.outer if buffer is not None]
@@ -112,7 +112,7 @@ class SizedTraces:
         )
 
     def _evaluated(self, room: Room, dims: Sequence[Dims], state: Sequence[Any], given: Sequence[Any], num_again: int) -> list[Any]:
-        """The results of arrays: state, then inputs, CPU tensors, words, the sizes anew, and cotangents."""
+        """The results from traced arrays: state, then inputs, CPU tensors, random words, the sizes again, and cotangents."""
         first, joints = self._joints[0], self._joints
         num_later = num_again + len(first.flowing)
         known, later = given[: len(given) - num_later], given[len(given) - num_later :]
@@ -127,7 +127,7 @@ class SizedTraces:
 
 
 class _Passes(Evaluation):
-    """An evaluation in which the equations of the backward pass have the sizes of the call from another input."""
+    """An evaluation whose backward equations take the sizes of the call from a second input."""
 
     def __init__(self, room: Room, joint: Joint, again: list[Any]) -> None:
         super().__init__(room)
@@ -150,7 +150,7 @@ class _Passes(Evaluation):
             self.room.today = self._now
 
     def whole(self, value: Padded, *, is_gradient: bool) -> Padded:
-        """With all padding of a dim behind what is real."""
+        """The value with all padding of a dim behind the real elements."""
         self.room.today = self._again if is_gradient else self._now
         return self.room.like(value, tuple((self.room.product(dim),) for dim in value.dims))
 
@@ -175,10 +175,10 @@ def _require_alike(joints: Sequence[Joint]) -> None:
 
 
 def _formula(points: Points, values: Sequence[Any]) -> Callable[[Sizes], Any]:
-    """What is known at each point, numbers in tuples, as a function of the sizes.
+    """A function of the sizes, from its value at each point. Values may be numbers in nested tuples.
 
     Raises:
-        Inexact: it has no form that is known.
+        Inexact: no known kind of formula fits.
     """
     first = values[0]
     if any(type(v) is not type(first) for v in values) or isinstance(first, torch.Tensor):
@@ -197,7 +197,7 @@ def _formula(points: Points, values: Sequence[Any]) -> Callable[[Sizes], Any]:
     if type(first) is float:
         number = points.number(values, np.float64)
         return lambda sizes: float(number(sizes))
-    raise Inexact("a result that is a Python object made of a size")
+    raise Inexact("a result that is a Python object computed from a size")
 
 
 __all__ = ["SizedTraces"]

@@ -1,7 +1,7 @@
-"""Code that Dynamo does not look into: what makes device 'jax' what it is, and jax. To Dynamo its operators are operators.
+"""Tells Dynamo which code to skip: the implementation of device 'jax', and jax. Dynamo sees its operators as opaque operators.
 
-`mark_sharding` (spmd/sharding) is looked into: it says in a graph what it is. A function of `spmd.compile` that is called in a function
-under `torch.compile` ends the graph there, and runs as its own program.
+`mark_sharding` (spmd/sharding) is not skipped, because it becomes an operator in the graph. A call of a `spmd.compile` function inside
+`torch.compile` breaks the graph there and runs as its own program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SKIPPED = (
     "jaxlib",
     "mesh.job",
     "mesh.platform",
-    # not `_torch`, which tells Dynamo where a graph ends
+    # not `_torch`, which makes Dynamo's graph breaks
     *(f"spmd.base.{name}" for name in ("_convert", "_errors", "_exact", "_jax", "_open_sizes", "_settings", "_underway")),
     "spmd.device",
     "spmd.lowering",
@@ -25,7 +25,7 @@ SKIPPED = (
 
 
 def register() -> None:
-    """From now on Dynamo skips it."""
+    """Make Dynamo skip this code from now on."""
     for name in SKIPPED:
         skip_in_dynamo(name)
 

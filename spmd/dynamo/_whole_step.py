@@ -1,14 +1,14 @@
-"""A training step under torch.compile(backend="spmd") as one donated program: recognised, and handed to spmd.compile's engine.
+"""Runs a training step under torch.compile(backend="spmd") as one donated program of spmd.compile's engine.
 
 Note [Whole steps]
-Dynamo makes no one graph of a step as people write it (torch 2.13): `zero_grad` is switched off for it, `optimizer.step` begins with
-a graph break of torch's own, and `backward` is one too. `config.trace_autograd_ops` takes the last away, for all backends of the process,
-and not where the loss is returned; compiled autograd makes a graph of the backward pass alone. Calls of ours in its graph
-(`allow_in_graph`) would have to hide the optimizer and its numbers from the guards. So the step would be three graphs and more, an eager
-engine between them, each gradient and parameter an array that is handed from one to the next, and the learning rate a constant that
-recompiles. The engine of `spmd.compile` makes one program of the same function, with its own guards. So a function that computes gradients
-or steps an optimizer goes there. Where that refuses it (a value is needed in the middle), Dynamo's graphs run instead, except with
-`fullgraph=True`, which asks for one.
+Dynamo does not make a single graph of a typical step (torch 2.13): it skips `zero_grad`, `optimizer.step` begins with a graph break of
+torch's own, and `backward` is a break too. `config.trace_autograd_ops` removes the last one, but for all backends of the process, and not
+where the loss is returned. Compiled autograd makes a graph of the backward pass only. Calls of ours in Dynamo's graph (`allow_in_graph`)
+would have to hide the optimizer and its numbers from the guards. So the step would be three or more graphs with an eager engine in
+between, every gradient and parameter would pass from one to the next, and the learning rate would be a constant that recompiles. The engine
+of `spmd.compile` makes one program of the same function, with its own guards. So a function that computes gradients or steps an optimizer
+goes there. If the engine refuses it (a value is needed in the middle), Dynamo's graphs run instead, except under `fullgraph=True`, which
+requires a single graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEPTH = 4
 
 
 def register(backend: Callable[..., Any]) -> None:
-    """From now on torch.compile with this backend makes one program of a training step."""
+    """Make torch.compile with this backend run a training step as one program, from now on."""
     torchs = current(_CONTEXT)
 
     def __call__(self: Any, fn: Any) -> Any:
@@ -50,10 +50,10 @@ def register(backend: Callable[..., Any]) -> None:
 
 
 def whole_step(fn: Callable[..., Any], compiled: Callable[..., Any], options: dict[str, Any], *, fullgraph: bool) -> Callable[..., Any]:
-    """`fn` as one program, or as Dynamo compiled it (`compiled`) from the first call on that no program can be.
+    """`fn` as one program. From the first call that cannot be a program, Dynamo's version of it (`compiled`) runs.
 
     Attributes of the result:
-        spmd_step: the `Step`: its programs, retraces and collectives.
+        spmd_step: the `Step`, with its programs, retraces and collectives.
     """
     chosen: dict[str, Any] = {"keep_grads": not _steps(fn)} | options
     step = compile_step(fn, **chosen)
@@ -68,7 +68,7 @@ def whole_step(fn: Callable[..., Any], compiled: Callable[..., Any], options: di
         except TraceError as error:
             if fullgraph:
                 raise
-            logger.warning("%s is not one program, so Dynamo's graphs run: %s", step, error)
+            logger.warning("%s cannot run as one program, so Dynamo's graphs run instead: %s", step, error)
             refused.append(error)
         return compiled(*args, **kwargs)
 
@@ -77,26 +77,26 @@ def whole_step(fn: Callable[..., Any], compiled: Callable[..., Any], options: di
 
 
 def step_of(fn: Any) -> Step[..., Any]:
-    """The program of a training step that torch.compile(backend="spmd") made: its collectives, memory, retraces.
+    """The `Step` of a training step compiled by torch.compile(backend="spmd"): its collectives, memory and retraces.
 
     Raises:
-        SpmdError: it is no such function.
+        SpmdError: `fn` is not such a function.
     """
     found = getattr(fn, "spmd_step", None)
     if found is None:
-        what = f"{getattr(fn, '__name__', fn)!r} is no training step that torch.compile(backend='spmd') made one program of"
+        what = f"{getattr(fn, '__name__', fn)!r} is not a training step that torch.compile(backend='spmd') runs as one program"
         raise SpmdError(message(what, fix="spmd.dynamo.graphs() lists the graphs of other functions"))
     return found
 
 
 def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a step; SpmdError for others."""
+    """Return the options of a step; SpmdError if there are unknown ones."""
     unknown = sorted(options.keys() - set(_OPTIONS))
     if unknown:
         raise SpmdError(
             message(
                 f"backend='spmd' has no option {unknown[0]!r}",
-                f"those of a training step: {', '.join(_OPTIONS)}; graphs have none",
+                f"options of a training step: {', '.join(_OPTIONS)}; graphs have none",
                 fix='torch.compile(train_step, backend="spmd", options={"keep_grads": True})',
             )
         )
@@ -104,7 +104,7 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_whole_step(fn: Any) -> bool:
-    """Whether a function computes gradients or steps an optimizer, by the names in its code and in functions that it names."""
+    """Whether a function computes gradients or steps an optimizer, judged by names in its code and in functions that it names."""
     if isinstance(getattr(fn, "__self__", None), torch.optim.Optimizer):
         return True
     if not isinstance(fn, (types.FunctionType, types.MethodType)) or isinstance(getattr(fn, "__self__", None), torch.nn.Module):
@@ -132,7 +132,7 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _functions(fn: Any) -> list[types.FunctionType]:
-    """The function and the user's functions that its code names, as globals, closure variables or methods; no module's."""
+    """The function and the user functions that its code names as globals, closure variables or methods; not those of modules."""
     found: dict[int, types.FunctionType] = {}
 
     def visit(value: Any, depth: int) -> None:
@@ -155,7 +155,7 @@ def _functions(fn: Any) -> list[types.FunctionType]:
 
 
 def _named(fn: types.FunctionType) -> Iterator[Any]:
-    """What the names in a function's code are now: globals and closure variables."""
+    """Current values of the names in a function's code: globals and closure variables."""
     for name in _code_names(fn.__code__):
         if name in fn.__globals__:
             yield fn.__globals__[name]

@@ -401,7 +401,7 @@ def test_on_the_host_it_is_pytorchs_own() -> None:
     model = MLP()
     fast = compiled(model)
     assert_same(fast(batch(4, 8)), model(batch(4, 8)))
-    assert graphs()[0].refused == "no tensor of it is on the device"
+    assert graphs()[0].refused == "it has no tensor on the device"
 
 
 def test_options_are_refused() -> None:

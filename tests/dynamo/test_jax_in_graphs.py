@@ -112,7 +112,7 @@ def test_a_training_step_with_a_kernel_learns_as_without_dynamo() -> None:
 
 def test_a_result_of_another_type_is_refused_by_name() -> None:
     compiled = torch.compile(lambda x: spmd.call_jax(lambda x: slice(x, x), (x,)), backend="spmd", fullgraph=True)
-    with pytest.raises(Exception, match="a JAX function in a graph of Dynamo's returns a slice"):
+    with pytest.raises(Exception, match="a JAX function in a Dynamo graph returns a slice"):
         compiled(torch.ones(2, device="jax"))
 
 
