@@ -85,5 +85,5 @@ def test_an_environment_that_cannot_be_had_is_refused(
 
 def test_the_real_torch_xla_is_not_pushed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
-    with pytest.raises(spmd.DeviceSlotError, match="torch_xla is loaded already"):
+    with pytest.raises(spmd.DeviceSlotError, match="torch_xla is already loaded"):
         spmd.compat.torch_xla.install()

@@ -88,7 +88,7 @@ def test_a_manager_keeps_the_last_steps_and_restores_one_of_them(group: Any, tmp
     assert_same(model.weight.detach().cpu(), expected[20])
     with pytest.raises(CheckpointError, match="step 0 is not tracked"):
         again.restore(0, state)
-    with pytest.raises(CheckpointError, match="does not hear of preemption"):
+    with pytest.raises(CheckpointError, match="does not watch for preemption"):
         again.reached_preemption(1)
 
 
@@ -115,7 +115,7 @@ def test_a_manager_without_a_process_group_says_how_to_make_one(tmp_path: Path) 
 
 
 def test_a_group_that_reduces_over_replicas_is_refused() -> None:
-    with pytest.raises(AssertionError, match="reduces over replicas, of which there are none"):
+    with pytest.raises(AssertionError, match="reduces over replicas, but SPMD has none"):
         dist.init_process_group("xla", init_method="xla://")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -80,7 +80,7 @@ def test_from_local_takes_the_whole_as_to_local_gives_it(grid: DeviceMesh) -> No
 
 
 def test_what_one_program_cannot_mean_is_refused(grid: DeviceMesh) -> None:
-    with pytest.raises(spmd.SpmdError, match=r"DTensor.from_local was given a piece \(2, 4\) of a tensor \(8, 4\)"):
+    with pytest.raises(spmd.SpmdError, match=r"DTensor.from_local was given a shard \(2, 4\) of a tensor \(8, 4\)"):
         DTensor.from_local(batch(2, 4), grid["tp"], [Shard(0)], shape=torch.Size((8, 4)), stride=(4, 1))
     with pytest.raises(mesh.SpecError, match="on axis .dp. asks for an unreduced tensor"):
         distribute_tensor(batch(8), grid, [Partial(), Replicate()])
@@ -88,7 +88,7 @@ def test_what_one_program_cannot_mean_is_refused(grid: DeviceMesh) -> None:
         distribute_tensor(batch(8), grid, [Shard(0)])
     with pytest.raises(spmd.SpmdError, match="found non-leaf tensor"):
         distribute_tensor(batch(8).requires_grad_() * 2, grid)
-    with pytest.raises(spmd.SpmdError, match=r"a plan is for one axis of a mesh(?s:.*)device_mesh\['tp'\]"):
+    with pytest.raises(spmd.SpmdError, match=r"a plan needs a mesh of one axis(?s:.*)device_mesh\['tp'\]"):
         parallelize_module(nn.Linear(8, 8), grid, ColwiseParallel())
 
 

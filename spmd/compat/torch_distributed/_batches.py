@@ -1,4 +1,4 @@
-"""A batch laid out along its first dim, where nobody has said how it lies."""
+"""Splits a batch without a layout along its first dim."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd.sharding._constraint import constrain
 
 
 def split_batch(values: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """The same containers; device tensors without a layout whose first dim the axes divide are split over them."""
+    """The same containers. Device tensors without a layout are split along dim 0 over `axes`, if these divide it."""
     num_parts = math.prod(map(mesh.axis_size, axes))
 
     def split(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""`torch.distributed.fsdp.fully_shard` on a mesh of type "jax": `spmd.fully_shard`, by torch's arguments and defaults.
+"""`torch.distributed.fsdp.fully_shard` on a mesh of type "jax": `spmd.fully_shard` with torch's arguments and defaults.
 
-Parameters are split along dim 0, as torch's are, over the last dim of the mesh; over a first dim of two they are replicated (HSDP). The
-batch of a program is the whole one, and the outermost module lays it out over these axes where nobody has. Gradients are those
-of the loss as it is written: a mean over the batch is a mean over all ranks' batches.
+As in torch, parameters are split along dim 0 over the last dim of the mesh, and replicated over the first of two dims (HSDP). The batch of
+a program is the global batch. The outermost module splits it over these axes if it has no layout. Gradients are those of the loss as
+written: a mean over the batch is the mean over the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _classes: dict[type, type] = {}
 
 
 def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
-    """torch's `fully_shard`; on the device a unit of `spmd.fully_shard`.
+    """torch's `fully_shard`; on the device it makes a unit of `spmd.fully_shard`.
 
     Raises:
-        SpmdError: an argument asks for what one program has not: offload to the host, a smaller world after the forward.
+        SpmdError: an argument asks for something that a single program lacks: offload to the host, a smaller world after the forward pass.
     """
     modules: Sequence[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     if not is_of_devices(mesh) and not (mesh is None and _is_ours(modules)):
@@ -70,7 +70,7 @@ def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
 
 
 class _Batch:
-    """Lays the batch out that the outermost unit is given."""
+    """Splits the batch that is passed to the outermost unit."""
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
         self.mesh, self.axes = mesh, axes
@@ -80,27 +80,27 @@ class _Batch:
 
 
 class OneProgramModule(FSDPModule):
-    """What a unit can be told between steps: to gather, to prefetch, to wait with gradients are the compiler's, and do nothing."""
+    """A unit's methods between steps. The compiler gathers, prefetches and reduces, so the methods for that do nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A part of a container is what it was before it was a unit."""
+        """Indexing a container creates an object of the original class, not a unit."""
         theirs: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = theirs.__new__(theirs, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: there are no streams, no buckets, and no gradient that has yet to be summed."""
+        """Do nothing: there are no streams, no buckets, and no gradients that remain to be summed."""
 
     def _get_fsdp_state(self) -> Any:
-        """What `register_fsdp_forward_method` calls around another method than forward: what happens around forward."""
+        """The state whose hooks `register_fsdp_forward_method` runs around a method: those of forward."""
         return _Around()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return super(FSDPModule, self)._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def unshard(self, async_op: bool = False) -> Any:
-        """Nothing to do either; `wait` of what it returns does nothing."""
+        """Do nothing. The returned handle's `wait` does nothing either."""
         return UnshardHandle() if async_op else None
 
     reshard = reset_iter_state = set_is_last_backward = set_requires_gradient_sync = set_requires_all_reduce = _nothing
@@ -108,36 +108,38 @@ class OneProgramModule(FSDPModule):
     set_post_optim_event = set_force_sum_reduction_for_comms = set_unshard_in_backward = _nothing
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """1 is what happens: the gradient of the loss as it is written, which is over the whole batch."""
+        """Accept only 1: the gradient is that of the loss as written, over the whole batch."""
         if factor != 1:
             raise SpmdError(
                 message(
-                    f"set_gradient_divide_factor({factor}): gradients here are those of the loss as it is written",
+                    f"set_gradient_divide_factor({factor}): gradients here are those of the loss as written",
                     "one program's loss is over the whole batch; there is no sum over ranks to divide",
                     fix=f"loss = loss / {factor}",
                 )
             )
 
     def _refused(self, *args: Any, **kwargs: Any) -> None:
-        raise SpmdError(message("one program's collectives are the compiler's: none can be replaced", fix="leave the call out"))
+        raise SpmdError(message("the compiler chooses the collectives of a program, and none can be replaced", fix="leave the call out"))
 
     set_custom_all_gather = set_custom_reduce_scatter = set_all_reduce_hook = _refused
 
 
 def refused_wrapper(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    """`FullyShardedDataParallel(module)`, FSDP's first form: of one rank it would shard nothing; on other devices it is torch's.
+    """`FullyShardedDataParallel(module)`, FSDP1. With a single rank it would shard nothing, so it is refused on the device.
 
     Raises:
         SpmdError: the module is on the device.
     """
     if isinstance(module, nn.Module) and any(parameter.device.type == "jax" for parameter in module.parameters()):
-        what = "FullyShardedDataParallel divides a flat parameter among ranks, and device 'jax' has one rank: nothing would be sharded"
+        what = (
+            "FullyShardedDataParallel shards a flat parameter over ranks, but device 'jax' has a single rank, so nothing would be sharded"
+        )
         raise SpmdError(message(what, fix="torch.distributed.fsdp.fully_shard(module, mesh=init_device_mesh('jax', (8,)))"))
     before[WRAPPER](self, module, *args, **kwargs)
 
 
 class _Around:
-    """The unit's hooks under torch's names for them."""
+    """The unit's hooks, under torch's names."""
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return unit_of(module).enter(module, args, kwargs)
@@ -147,14 +149,14 @@ class _Around:
 
 
 def _is_ours(modules: Sequence[nn.Module]) -> bool:
-    """Without a mesh: whether modules are on the device, or the process group is one of the program alone."""
+    """If no mesh is given: whether modules are on the device, or the process group is our group of one."""
     kinds = {parameter.device.type for module in modules for parameter in module.parameters()}
     dist = torch.distributed
     return "jax" in kinds or (dist.is_initialized() and isinstance(dist.group.WORLD, GroupOfOne))
 
 
 def _dims(mesh: Any, dims: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the dims that parameters are split over, and of those that the batch is split over."""
+    """Positions of the mesh dims over which parameters are split, and of those over which the batch is split."""
     if dims is None:
         every = tuple(range(mesh.ndim))
         return every[-1:], every
@@ -182,11 +184,13 @@ def _require_possible(options: dict[str, Any]) -> None:
         what = f"reshard_after_forward={reshard!r} keeps parameters whole on some devices between forward and backward"
         raise SpmdError(message(what, fix="reshard_after_forward=True, or False to keep them whole"))
     if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
-        raise SpmdError(message("CPUOffloadPolicy: one program's parameters lie on its devices", fix="leave offload_policy out"))
+        raise SpmdError(
+            message("CPUOffloadPolicy is not supported: the parameters of a program are on its devices", fix="leave offload_policy out")
+        )
 
 
 def _class_of(theirs: type) -> type:
-    """`FSDP<name>`, as torch calls it."""
+    """The class `FSDP<name>`, named as in torch."""
     if issubclass(theirs, OneProgramModule):
         return theirs
     if theirs not in _classes:

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` of a module on device 'jax': parameters whole on every device, the batch split over all of them."""
+"""`DistributedDataParallel` of a module on device 'jax': parameters replicated, the batch split over all devices."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from spmd.sharding._device_mesh import is_of_devices, mesh_axes
 
 
 class OneProgramDataParallel(DistributedDataParallel):
-    """The wrapper: `module`, its names, `no_sync`. There is no reducer; gradients are summed where the program computes them.
+    """The wrapper, with `module` and `no_sync`. It has no reducer: gradients are summed where the program computes them.
 
     Args:
-        module: on device 'jax'; what is marked already keeps its layout.
-        device_mesh: the axes to split the batch over; default: all devices.
-        options: torch's others are about its reducer, and change nothing.
+        module: on device 'jax'; tensors that are marked keep their layout.
+        device_mesh: mesh whose axes split the batch; default: all devices.
+        options: torch's other arguments configure its reducer and have no effect.
     """
 
     def __init__(self, module: nn.Module, *args: Any, device_mesh: Any = None, **options: Any) -> None:
@@ -57,20 +57,20 @@ class OneProgramDataParallel(DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Gradients accumulate as they do without it: they are sums over the whole batch already."""
+        """Do nothing: gradients are already sums over the whole batch, and accumulate as without it."""
         yield
 
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Nothing to do: no rank has fewer batches than another."""
+        """Do nothing: no rank has fewer batches than another."""
         yield
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        raise SpmdError(message("one program's collectives are the compiler's: none can be replaced", fix="leave the hook out"))
+        raise SpmdError(message("the compiler chooses the collectives of a program, and none can be replaced", fix="leave the hook out"))
 
 
 def made(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`DistributedDataParallel.__new__`: for a module on the device one of ours."""
+    """`DistributedDataParallel.__new__`: makes our class for a module on the device."""
     module = args[0] if args else kwargs.get("module")
     if cls is DistributedDataParallel and isinstance(module, nn.Module) and any(p.device.type == "jax" for p in module.parameters()):
         return nn.Module.__new__(OneProgramDataParallel)

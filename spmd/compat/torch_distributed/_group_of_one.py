@@ -1,10 +1,10 @@
-"""Process groups of one program: backend "spmd" of `torch.distributed`, whose one rank is the program with all its devices.
+"""Process groups of a single program: backend "spmd" of `torch.distributed`. Its only rank is the program with its devices.
 
-    dist.init_process_group("spmd", init_method="spmd://")     # init_device_mesh("jax", ...) does it by itself
+    dist.init_process_group("spmd", init_method="spmd://")     # init_device_mesh("jax", ...) calls it
     dist.get_rank(), dist.get_world_size()                     # 0, 1
 
-A rank of torch's is a process; here one process drives all devices, and its tensors are whole. So a sum over ranks is the tensor
-itself, and what is gathered is a list of one.
+In torch a rank is a process. Here one process drives all devices and its tensors are global, so a sum over ranks is the tensor
+itself, and a gathered list has one element.
 """
 
 # pyright: reportIncompatibleMethodOverride=none, reportIncompatibleVariableOverride=none, reportAssignmentType=none
@@ -25,15 +25,15 @@ from spmd.base._torch import pytree, work_of_future
 
 BACKEND = "spmd"
 _registered: list[bool] = []
-when_made: list[Callable[[], None]] = []  # what is called when a program asks for such a group
+when_made: list[Callable[[], None]] = []  # callbacks that run when such a group is created
 
 
 class GroupError(SpmdError, RuntimeError):
-    """A process group that one program does not have."""
+    """A process group that a single program cannot have."""
 
 
 class GroupOfOne(dist.ProcessGroup):
-    """The group of the program alone: each collective hands back what it was given."""
+    """The group of a single program. Each collective returns its input."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]
@@ -44,7 +44,7 @@ class GroupOfOne(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name that torch gave it; C++ would ask a backend of its own."""
+        """The name that torch assigned. The C++ property would ask a backend."""
         return self._name
 
     def size(self) -> int:
@@ -77,7 +77,9 @@ class GroupOfOne(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        raise GroupError(message("one program has no other rank to send to", f"rank {peer} was named", fix="a global tensor is everywhere"))
+        raise GroupError(
+            message("a single program has no other rank to send to", f"rank {peer} was named", fix="use the tensor itself: it is global")
+        )
 
     recv = recv_anysource = send
 
@@ -89,10 +91,10 @@ def _done(value: Any) -> Any:
 
 
 def _copied(outputs: Any, inputs: Any) -> Any:
-    """Each output gets the values of its input."""
+    """Copy each input to its output."""
     targets, sources = pytree.tree_leaves(outputs), pytree.tree_leaves(inputs)
     if len(targets) != len(sources):
-        what = f"a collective of one rank was given {len(sources)} tensors and {len(targets)} places for them"
+        what = f"a collective of one rank was given {len(sources)} input and {len(targets)} output tensors"
         raise GroupError(message(what, fix="one program is one rank: dist.get_world_size() is 1"))
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
@@ -101,7 +103,7 @@ def _copied(outputs: Any, inputs: Any) -> Any:
 
 
 def register() -> None:
-    """Let torch.distributed know the backend, which is device 'jax''s default, and `spmd://`; once in a process."""
+    """Register the backend, the default for device 'jax', and `spmd://` with torch.distributed, once per process."""
     if _registered or not dist.is_available():
         return
     _registered.append(True)
@@ -110,10 +112,10 @@ def register() -> None:
 
 
 def require_group() -> Any:
-    """The default process group: the user's of one rank, else ours, made now.
+    """The default process group: the user's group of one rank, else a new one of ours.
 
     Raises:
-        GroupError: it has several ranks.
+        GroupError: the user's group has several ranks.
     """
     if not dist.is_initialized():
         dist.init_process_group(BACKEND, init_method=f"{BACKEND}://")
@@ -129,19 +131,19 @@ def _made(store: Any, rank: int, size: int, timeout: Any) -> GroupOfOne:
 
 
 def _rendezvous(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-    """(store, rank, world size) of a program that is alone."""
+    """(store, rank, world size) of a single process."""
     yield dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _require_one(size: int) -> None:
     if jax.process_count() > 1:
-        what = f"torch.distributed's groups are for a program in one process; this job has {jax.process_count()}"
+        what = f"torch.distributed's groups need a program in one process, but this job has {jax.process_count()}"
         raise GroupError(message(what, fix="use mesh.init(), mesh.Mesh and spmd.mark_sharding, which know the job"))
     if size != 1:
         raise GroupError(
             message(
-                f"device 'jax' has one rank, the process group has {size}",
-                "one process drives all devices; to several processes they would be the same devices",
+                f"device 'jax' has one rank, but the process group has {size}",
+                "one process drives all devices, and several processes would use the same ones",
                 fix="start the program once: torchrun --nproc-per-node 1, or python alone",
             )
         )

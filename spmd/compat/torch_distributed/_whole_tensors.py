@@ -1,7 +1,7 @@
-"""`distribute_tensor`, `distribute_module`, `DTensor.from_local`, `zeros(..., device_mesh=)` and plans: whole tensors, marked.
+"""`distribute_tensor`, `distribute_module`, `DTensor.from_local`, `zeros(..., device_mesh=)` and plans: marked global tensors.
 
-On a mesh of device type "jax" they give an `XLAShardedTensor`, which is the whole tensor and no `DTensor`: `to_local()` is the tensor
-itself, and what plans do to keep ranks consistent is the compiler's business. On other meshes they are torch's.
+On a mesh of device type "jax" they return an `XLAShardedTensor`, which is the global tensor and not a `DTensor`: `to_local()` is the tensor
+itself, and the compiler does what plans do to keep ranks consistent. On other meshes torch's functions run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ _TENSORS = "torch.distributed.tensor"
 def distribute_tensor(
     tensor: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None, *, src_data_rank: int | None = 0
 ) -> Any:
-    """torch's `distribute_tensor`; on the device `xla_distribute_tensor`, in place if the tensor is there already, and in a compiled
-    function a new tensor, since a call must leave its arguments as they are."""
+    """torch's `distribute_tensor`; on the device it is `xla_distribute_tensor`, in place if the tensor is already there.
+
+    In a compiled function it returns a new tensor, because a call must not change its arguments.
+
+    Raises:
+        SpmdError: the tensor is not a leaf.
+    """
     mesh = device_mesh if device_mesh is not None else current_device_mesh()
     if not is_of_devices(mesh):
         return before[f"{_TENSORS}.distribute_tensor"](tensor, mesh, placements, src_data_rank=src_data_rank)
@@ -43,7 +48,7 @@ def distribute_tensor(
 def distribute_module(
     module: nn.Module, device_mesh: Any = None, partition_fn: Any = None, input_fn: Any = None, output_fn: Any = None
 ) -> Any:
-    """torch's `distribute_module`; on the device what `partition_fn` leaves unmarked is replicated."""
+    """torch's `distribute_module`; on the device parameters and buffers that `partition_fn` leaves unmarked are replicated."""
     mesh = device_mesh if device_mesh is not None else current_device_mesh()
     if not is_of_devices(mesh):
         return before[f"{_TENSORS}.distribute_module"](module, mesh, partition_fn, input_fn, output_fn)
@@ -55,7 +60,7 @@ def distribute_module(
 
 
 def from_local(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Sequence[Any] | None = None, **options: Any) -> Any:
-    """torch's `DTensor.from_local`; on the device the tensor is the whole one already, as `to_local` gives it, and is laid out so."""
+    """torch's `DTensor.from_local`; on the device the local tensor is already the global one (as in `to_local`), and is laid out."""
     mesh = device_mesh if device_mesh is not None else current_device_mesh()
     if not is_of_devices(mesh):
         return before[f"{_TENSORS}.DTensor.from_local"](local_tensor, mesh, placements, **options)
@@ -63,8 +68,8 @@ def from_local(local_tensor: torch.Tensor, device_mesh: Any = None, placements: 
     if shape is not None and tuple(shape) != tuple(local_tensor.shape):
         raise SpmdError(
             message(
-                f"DTensor.from_local was given a piece {tuple(local_tensor.shape)} of a tensor {tuple(shape)}",
-                "one program has whole tensors, and no rank with a piece",
+                f"DTensor.from_local was given a shard {tuple(local_tensor.shape)} of a tensor {tuple(shape)}",
+                "a single program has global tensors, and no rank with a shard",
                 fix="distribute_tensor(whole, device_mesh, placements)",
             )
         )
@@ -73,7 +78,7 @@ def from_local(local_tensor: torch.Tensor, device_mesh: Any = None, placements: 
 
 
 def made_on_mesh(init_op: Any, size: Any, device_mesh: Any = None, placements: Sequence[Any] | None = None, **options: Any) -> Any:
-    """What `torch.distributed.tensor.zeros`, `randn` and so on make; on the device the values of `torch.zeros` and so on."""
+    """Implements `torch.distributed.tensor.zeros`, `randn` etc.; on the device with the values of `torch.zeros` etc."""
     mesh = device_mesh if device_mesh is not None else current_device_mesh()
     if not is_of_devices(mesh):
         return before[f"{_TENSORS}._api._dtensor_init_helper"](init_op, size, mesh, placements, **options)
@@ -82,7 +87,7 @@ def made_on_mesh(init_op: Any, size: Any, device_mesh: Any = None, placements: S
 
 
 def apply_style(style: Any, module: nn.Module, device_mesh: Any) -> bool:
-    """Lay a module out as one style of `parallelize_module` says; False for a style that has no meaning as a layout.
+    """Lay out a module as a style of `parallelize_module` says. False if the style does not describe a layout.
 
     Raises:
         SpmdError: the mesh has several dims.
@@ -90,7 +95,7 @@ def apply_style(style: Any, module: nn.Module, device_mesh: Any) -> bool:
     found = mesh_axes(device_mesh)
     if len(found.axes) != 1:
         fix = f"parallelize_module(module, device_mesh[{(device_mesh.mesh_dim_names or ('tp',))[-1]!r}], plan)"
-        raise SpmdError(message(f"a plan is for one axis of a mesh, {device_mesh} has {len(found.axes)}", fix=fix))
+        raise SpmdError(message(f"a plan needs a mesh of one axis, but {device_mesh} has {len(found.axes)}", fix=fix))
     if any(parameter.device.type == "cpu" for parameter in module.parameters()):
         module.to("jax")
     return parallelize(style, module, found.mesh, found.names)

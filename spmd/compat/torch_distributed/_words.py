@@ -1,7 +1,7 @@
-"""Which of torch's functions answer for meshes of device type "jax": what they are given decides, so all other meshes are torch's.
+"""Makes torch's functions handle meshes of device type "jax". Their arguments decide; for all other meshes torch's code runs.
 
-`register` lets `init_device_mesh("jax", ...)` work; the first such mesh brings the rest (`install`), as nothing else asks for it. Of
-functions the code is replaced, not the name: programs import them before this package.
+`register` makes `init_device_mesh("jax", ...)` work. The first such mesh installs the rest (`install`), which nothing else needs. The code
+of functions is replaced, not their name, because programs import them before this package.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STYLES = (
     "PrepareModuleOutput",
     "PrepareModuleInputOutput",
 )
-before: dict[str, Callable[..., Any]] = {}  # what torch's functions did, by target
+before: dict[str, Callable[..., Any]] = {}  # torch's original functions, by target
 
 
 def register() -> None:
-    """Let torch make meshes of the device; does nothing the second time."""
+    """Make torch accept meshes of the device; a second call does nothing."""
     target = "torch.distributed.device_mesh.DeviceMesh.__init__"
     if target not in before:
         _group_of_one.register()
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def install() -> None:
-    """Let torch's other words answer for such meshes; does nothing the second time."""
+    """Make torch's other functions handle such meshes; a second call does nothing."""
     tensors = "torch.distributed.tensor"
     if f"{tensors}.distribute_tensor" in before:
         return
@@ -61,11 +61,11 @@ def install() -> None:
 
 
 def _make_mesh(self: Any, device_type: str, mesh: Any = None, **options: Any) -> None:
-    """`DeviceMesh(...)`; on device 'jax' its ranks are devices of this process, which has the place of the first of them.
+    """`DeviceMesh(...)`. On device 'jax' its ranks are devices of this process, whose own rank is that of the first device.
 
     Raises:
         DeviceError: there are too few devices.
-        GroupError: a process group of several ranks was made already.
+        GroupError: a process group with several ranks already exists.
     """
     make = before["torch.distributed.device_mesh.DeviceMesh.__init__"]
     if device_type != "jax":
@@ -79,8 +79,8 @@ def _make_mesh(self: Any, device_type: str, mesh: Any = None, **options: Any) ->
         rank = int(torch.as_tensor(mesh).flatten()[0] if first is None else first[0])
     make(self, device_type, mesh, **options, _init_backend=False, _rank=rank)
     note_axes(self)
-    mesh_axes(self)  # the devices are there
-    vars(self)["_init_process_groups"] = _groups_of_dims  # `_unflatten` asks the mesh itself
+    mesh_axes(self)  # raises if devices do not exist
+    vars(self)["_init_process_groups"] = _groups_of_dims  # `_unflatten` calls it on the mesh
     if has_groups:
         self._dim_group_names = _groups_of_dims(self._layout)
         group = _group_of_one.require_group()
@@ -88,11 +88,11 @@ def _make_mesh(self: Any, device_type: str, mesh: Any = None, **options: Any) ->
 
 
 def _groups_of_dims(layout: Any, *_: Any) -> list[str]:
-    """The name of the process group of each dim of a mesh: the one group that there is."""
+    """The process group's name for each dim of a mesh: always that of the only group."""
     return [_group_of_one.require_group().group_name] * len(layout)
 
 
-# The next four are run with the names of torch's modules (see `replace_code`).
+# The next four functions run with the globals of torch's modules (see `replace_code`).
 def _distribute_tensor(*args: Any, **kwargs: Any) -> Any:
     from spmd.compat.torch_distributed._whole_tensors import distribute_tensor
 
@@ -124,7 +124,7 @@ def _from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = No
 
 
 def _applying(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A style's `_apply`: on the device the layout that it says, by torch's own code what has no meaning as one."""
+    """Wrap a style's `_apply`: on the device it lays out the module; styles that describe no layout run torch's code."""
 
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
         from spmd.compat.torch_distributed._whole_tensors import apply_style

@@ -1,11 +1,11 @@
-"""torch_xla's names over this package: an unedited SPMD program runs here.
+"""torch_xla's API on this package, so that unedited SPMD programs run.
 
     import spmd.compat.torch_xla
-    spmd.compat.torch_xla.install()          # at the top of the program, before its imports of torch_xla
+    spmd.compat.torch_xla.install()          # first in the program, before it imports torch_xla
 
-    python -m spmd.compat.torch_xla train.py --epochs 3        # or so, without touching it
+    python -m spmd.compat.torch_xla train.py --epochs 3        # or without editing it
 
-`docs/migration.md` says what is the same, what is better, and what is refused.
+`docs/migration.md` lists what is the same, what is better, and what is refused.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ _listening: list[bool] = []
 
 
 def install() -> None:
-    """Put modules `torch_xla`, `torch_xla.core.xla_model`, ... into `sys.modules`, and let "xla" mean device 'jax'.
+    """Put modules `torch_xla`, `torch_xla.core.xla_model`, ... into `sys.modules`, and make "xla" mean device 'jax'.
 
-    Reads torch_xla's environment: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=8` gives eight virtual devices. Does nothing the second time.
+    Reads torch_xla's environment variables: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=8` gives eight virtual devices. A second call does nothing.
 
     Raises:
         DeviceSlotError: the real torch_xla is loaded.
-        DeviceError: the environment asks for devices that cannot be had any more.
-        SpmdError: it asks for automatic sharding.
+        DeviceError: the environment asks for virtual devices too late.
+        SpmdError: the environment asks for automatic sharding.
     """
     if _installed:
         return
     if "torch_xla" in sys.modules:
         raise DeviceSlotError(
-            message("torch_xla is loaded already", f"from {sys.modules['torch_xla']}", fix="install() before anything imports torch_xla")
+            message(
+                "torch_xla is already loaded", f"from {sys.modules['torch_xla']}", fix="call install() before anything imports torch_xla"
+            )
         )
     _take_environment()
     if not _listening:
@@ -77,14 +79,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take everything back that `install` did."""
+    """Undo `install`."""
     if _installed:
         _installed.pop().close()
 
 
 @contextmanager
 def installed() -> Generator[None]:
-    """`install` for the length of a `with` block."""
+    """A context manager: `install` for a `with` block."""
     before = bool(_installed)
     install()
     try:
@@ -105,7 +107,7 @@ def _take_environment() -> None:
 
 
 def _extend_meshes(stack: ExitStack) -> None:
-    """Errors of meshes and specs are AssertionErrors too, as in torch_xla; and a mesh has two methods more."""
+    """Make errors of meshes and specs AssertionErrors too, as in torch_xla, and add two methods to Mesh."""
     bases = MeshError.__bases__
     MeshError.__bases__ = (*bases, AssertionError)
     stack.callback(setattr, MeshError, "__bases__", bases)

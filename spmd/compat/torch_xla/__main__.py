@@ -1,4 +1,4 @@
-"""`python -m spmd.compat.torch_xla script.py ARGS`: run a script written for torch_xla, unedited."""
+"""`python -m spmd.compat.torch_xla script.py ARGS`: runs a script written for torch_xla, unedited."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spmd.compat.torch_xla import install
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv[0]` as `__main__` with the rest as its arguments.
+    """Run `argv[0]` as `__main__`, with the rest as its arguments.
 
     Raises:
-        SystemExit: there is no script.
+        SystemExit: the script does not exist.
     """
     if not argv or argv[0].startswith("-") or not os.path.exists(argv[0]):
         given = f"got {argv[0]!r}" if argv else "got nothing"

@@ -1,4 +1,4 @@
-"""Who asks: the user's program, which is to see torch_xla's world, or this package and the libraries under it, which need ours."""
+"""Whether the caller is the user's program, which sees torch_xla's API, or a library (this package, torch, jax), which sees ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OURS = (_SPMD, *(os.path.dirname(os.path.abspath(str(module.__file__))) + os.se
 
 
 def is_user(depth: int) -> bool:
-    """True if the code `depth` frames above the caller is neither ours, torch's nor jax's; handlers of torch's modes are passed by."""
+    """True if the code `depth` frames above the caller is not ours, torch's or jax's. `__torch_function__` frames are skipped."""
     frame = sys._getframe(depth + 1)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -24,5 +24,5 @@ def is_user(depth: int) -> bool:
 
 
 def is_package(name: str, depth: int) -> bool:
-    """True if the code `depth` frames above the caller belongs to the package of that name."""
+    """True if the code `depth` frames above the caller belongs to the package `name`."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).partition(".")[0] == name

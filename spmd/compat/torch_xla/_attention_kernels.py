@@ -1,7 +1,7 @@
-"""`torch_xla.experimental.custom_kernel`: attention by this package's own kernels, under torch_xla's signatures.
+"""`torch_xla.experimental.custom_kernel`: this package's attention under torch_xla's signatures.
 
-On TPUs `flash_attention` becomes a fused kernel wherever `scaled_dot_product_attention` does; elsewhere it is two products around a
-softmax. Which positions attend is the same.
+On TPUs `flash_attention` is a fused kernel wherever `scaled_dot_product_attention` is; elsewhere it is two products around a softmax. The
+same positions attend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _library: list[torch.library.Library] = []
 
 
 class KernelError(SpmdError, AssertionError):
-    """A kernel was called with arguments that do not fit each other."""
+    """The arguments of a kernel do not fit each other."""
 
 
 def flash_attention(
@@ -50,18 +50,18 @@ def flash_attention(
         k: [B, H, S, D].
         v: [B, H, S, D].
         causal: position t attends to positions up to t.
-        q_segment_ids: [B, T]; with `kv_segment_ids` [B, S], positions attend within their segment alone.
-        kv_segment_ids: see there.
-        sm_scale: factor of the scores; 1, not 1 / sqrt(D).
+        q_segment_ids: [B, T]; with `kv_segment_ids` [B, S], positions attend only within their segment.
+        kv_segment_ids: see `q_segment_ids`.
+        sm_scale: factor of the scores; the default is 1, not 1 / sqrt(D).
         ab: [B, H, T, S], added to the scores.
-        partition_spec: how q, k, v and the result lie on `mesh`, as for `mark_sharding`; the sequence and D are not split.
-        mesh: None: the global mesh.
+        partition_spec: layout of q, k, v and the result over `mesh`, as for `mark_sharding`; the sequence and D are not split.
+        mesh: the mesh; None: the global mesh.
 
     Raises:
-        KernelError: one kind of segment ids without the other (an AssertionError).
+        KernelError: segment ids are given for only one side (an AssertionError).
     """
     if (q_segment_ids is None) != (kv_segment_ids is None):
-        raise KernelError(message("flash_attention was given segment ids of one side", fix="pass q_segment_ids and kv_segment_ids"))
+        raise KernelError(message("flash_attention was given segment ids for only one side", fix="pass q_segment_ids and kv_segment_ids"))
     spec: ShardingSpec | None = None
     if partition_spec is not None:
         spec = ShardingSpec(_mesh(mesh), ast.literal_eval(partition_spec) if isinstance(partition_spec, str) else partition_spec)
@@ -81,7 +81,7 @@ def _mesh(mesh: Any) -> Mesh:
 def _mask(
     num_queries: int, num_keys: int, device: Any, causal: bool, q_ids: torch.Tensor | None, kv_ids: torch.Tensor | None, ab: Any
 ) -> torch.Tensor | None:
-    """What the fused kernel cannot be told by `is_causal`: None, a boolean mask, or numbers to add."""
+    """The mask that `is_causal` cannot express: None, a boolean mask, or values to add."""
     allowed: torch.Tensor | None = None
     if q_ids is not None and kv_ids is not None:
         allowed = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
@@ -117,19 +117,19 @@ def paged_attention(
     megacore_mode: str | None = None,
     attn_logits_soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """One query per sequence over keys and values that lie in pages; [B, H, D].
+    """Attention of one query per sequence over keys and values in pages; [B, H, D].
 
     Args:
-        q: [B, H, D], scaled already.
-        k_pages: [K, P, page size, D], of K heads, each for H / K heads of q.
-        v_pages: alike.
-        lengths: [B], how many positions of each sequence there are.
-        page_indices: [B, pages of a sequence], which pages they lie in.
-        pages_per_compute_block: taken for torch_xla's sake, as `megacore_mode`: how a TPU kernel would go about it.
+        q: [B, H, D], already scaled.
+        k_pages: [K, P, page size, D]; each of the K heads serves H / K heads of q.
+        v_pages: same shape as `k_pages`.
+        lengths: [B], number of positions of each sequence.
+        page_indices: [B, pages per sequence], the pages of each sequence.
+        pages_per_compute_block: accepted for compatibility, like `megacore_mode`: it tunes torch_xla's TPU kernel.
         attn_logits_soft_cap: scores become cap * tanh(score / cap).
 
     Raises:
-        KernelError: another megacore mode than None, "kv_head" or "batch" (an AssertionError).
+        KernelError: `megacore_mode` is not None, "kv_head" or "batch" (an AssertionError).
     """
     if megacore_mode not in (None, "kv_head", "batch"):
         raise KernelError(message(f"paged_attention has no megacore mode {megacore_mode!r}", fix="None, 'kv_head' or 'batch'"))
@@ -149,7 +149,7 @@ def paged_attention(
 
 
 def register() -> None:
-    """`torch.ops.xla.flash_attention` and `paged_attention`, once in a process."""
+    """Register `torch.ops.xla.flash_attention` and `paged_attention`, once per process."""
     if _library:
         return
     library = torch.library.Library("xla", "FRAGMENT")

@@ -1,4 +1,4 @@
-"""`torch_xla.debug.metrics`: this package's counters under torch_xla's names, and the times of compilations."""
+"""`torch_xla.debug.metrics`: this package's counters under torch_xla's names, and compile times."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from spmd.program._job_checks import is_compiling
 _AMOUNTS = {
     "OutboundData": ("uploads", "upload_bytes"),
     "InboundData": ("host_reads", "download_bytes"),
-    "InputOutputAliasCount": ("step_programs_made", "aliased_buffers"),  # inputs that results take over
+    "InputOutputAliasCount": ("step_programs_made", "aliased_buffers"),  # inputs whose memory results reuse
 }
 _ALSO = {"TransferToDeviceTime": "OutboundData", "TransferFromDeviceTime": "InboundData"}
-# torch_xla's counter -> ours. Every program here runs over all the devices that its values lie on, which is its "replicated" execution.
+# torch_xla's counter -> ours. Every program runs on all devices of its values, which torch_xla calls "replicated" execution.
 _COUNTERS = {
     "VirtualDeviceUsage": ("uploads",),
     "ExecuteReplicated": ("operations", "programs"),
     "UncachedCompile": ("step_programs_made",),
     "CachedCompile": ("step_programs_found",),
 }
-# torch_xla's metric of executions -> our counters; how long they take nobody waits for, so there is a number and no time
+# torch_xla's metric of executions -> our counters. Nothing waits for executions, so there is a count and no time.
 _EXECUTIONS = {"EagerOpExecuteTime": ("operations",), "ExecuteTime": ("programs",), "ExecuteReplicatedTime": ("operations", "programs")}
 _compilations: list[tuple[float, float]] = []  # (time, seconds) of each
-_of_operations: list[tuple[float, float]] = []  # those that eager operations needed
+_of_operations: list[tuple[float, float]] = []  # compilations for eager operations
 _in_program: list[bool] = []
 _total = [0]
 
@@ -39,7 +39,7 @@ _COMPILED = {"CompileTime": _compilations, "EagerOpCompileTime": _of_operations}
 
 
 def listen() -> None:
-    """Note every compilation from now on; called once."""
+    """Record every compilation from now on. Called once."""
 
     def on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
@@ -70,7 +70,7 @@ def _counted(note: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def program() -> Generator[None]:
-    """A compiled function is called: what is compiled meanwhile is no eager operation."""
+    """While active a compiled function is called, so compilations are not counted as those of eager operations."""
     _in_program.append(True)
     try:
         yield
@@ -80,12 +80,12 @@ def program() -> Generator[None]:
 
 
 def num_compilations() -> int:
-    """Programs compiled since the modules were installed."""
+    """Number of programs compiled since the modules were installed."""
     return _total[0]
 
 
 def counter_names() -> list[str]:
-    """Counters that are not zero."""
+    """Names of all counters that are not zero."""
     counts = _counters.snapshot()
     return sorted([*counts, *(theirs for theirs, ours in _COUNTERS.items() if any(name in counts for name in ours))])
 
@@ -98,12 +98,12 @@ def counter_value(name: str) -> int | None:
 
 
 def metric_names() -> list[str]:
-    """Metrics with samples."""
+    """Names of all metrics with samples."""
     return [name for name in (*_COMPILED, *_AMOUNTS, *_ALSO, *_EXECUTIONS) if metric_data(name) is not None]
 
 
 def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
-    """(number of samples, their sum, (time, value) of those kept), or None without samples; times in nanoseconds, data in bytes."""
+    """(number of samples, their sum, retained samples as (time, value)), or None without samples. Times in nanoseconds, data in bytes."""
     if name in _COMPILED:
         times = _COMPILED[name]
         return (len(times), sum(s for _, s in times) * 1e9, [(t, s * 1e9) for t, s in times]) if times else None
@@ -117,12 +117,12 @@ def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | Non
 
 
 def clear_counters() -> None:
-    """Set every counter to zero; the data metrics are counters here."""
+    """Set every counter to zero. Data metrics are counters too."""
     _counters.reset()
 
 
 def clear_metrics() -> None:
-    """Forget the times of compilations, and set every counter to zero."""
+    """Delete the compile times and set every counter to zero."""
     _compilations.clear()
     _of_operations.clear()
     _counters.reset()
@@ -145,7 +145,7 @@ def metrics_report() -> str:
 
 
 def short_metrics_report(counter_names: list[str] | None = None, metric_names: list[str] | None = None) -> str:
-    """The metrics and counters of these names, as text."""
+    """The metrics and counters with these names, as text."""
     lines: list[str] = []
     for name in metric_names or ["CompileTime", "TransferToDeviceTime", "TransferFromDeviceTime"]:
         data = metric_data(name)

@@ -1,4 +1,4 @@
-"""`torch_xla.distributed.spmd.debugging`: pictures of layouts, printed when they are made; what is returned prints as torch_xla's table."""
+"""`torch_xla.distributed.spmd.debugging`: prints pictures of layouts; the returned pictures print as torch_xla's tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmd.xla_names._manual import ManualTensor
 
 
 class TablePicture(Picture):
-    """A picture that `rich` prints as torch_xla's table: a cell with its devices for each tile of the first two dims."""
+    """A picture that `rich` prints as torch_xla's table: one cell per tile of the first two dims, with its devices."""
 
     use_color = True
 
@@ -56,10 +56,10 @@ class NoShardingError(SpmdError, ValueError):
 def visualize_tensor_sharding(
     t: torch.Tensor, use_color: bool = True, scale: float = 1.0, min_width: int = 9, max_width: int = 80
 ) -> Picture:
-    """`visualize_sharding` of where `t` lies, with the tensor's name and sizes.
+    """`visualize_sharding` for the layout of `t`, with its name and sizes.
 
     Raises:
-        NoShardingError: it has no sharding (a ValueError).
+        NoShardingError: `t` has no sharding (a ValueError).
     """
     _require(text := sharding_text(t))
     picture = picture_of(text) if isinstance(t, ManualTensor) else visualize(t)
@@ -68,22 +68,22 @@ def visualize_tensor_sharding(
 
 
 def construct_v1_sharding_str(t: torch.Tensor) -> str:
-    """The sharding of `t` as text with its devices listed."""
+    """The sharding of `t` as text, with a list of devices."""
     return sharding_text(t)
 
 
 def visualize_sharding(sharding: str, use_color: bool = True, scale: float = 1.0, min_width: int = 9, max_width: int = 80) -> Picture:
-    """Print the picture of a sharding such as "{devices=[2,2]0,1,2,3}", and return it; `rich` prints it again.
+    """Print the picture of a sharding such as "{devices=[2,2]0,1,2,3}" and return it, so that `rich` can print it again.
 
     Args:
-        sharding: as `torch_xla._XLAC._get_xla_sharding_spec(t)` gives it, of any rank.
-        use_color: whether to print in colour, where the terminal has any.
-        scale: taken for torch_xla's sake, as `min_width`: a cell is as large as what it says.
-        max_width: columns to print in.
+        sharding: text of `torch_xla._XLAC._get_xla_sharding_spec(t)`, for any rank.
+        use_color: whether to print in color, if the terminal supports it.
+        scale: accepted for compatibility, like `min_width`: a cell is as large as its text.
+        max_width: width of the output in columns.
 
     Raises:
         NoShardingError: the text is empty (a ValueError).
-        SpmdError: it is no sharding.
+        SpmdError: the text is not a sharding.
     """
     _require(sharding)
     return _shown(picture_of(sharding), use_color, max_width)
@@ -92,7 +92,7 @@ def visualize_sharding(sharding: str, use_color: bool = True, scale: float = 1.0
 def _require(sharding: str) -> None:
     if not sharding:
         raise NoShardingError(
-            message("there is no sharding to draw: the tensor lies on no mesh", fix="xs.mark_sharding(t, mesh, spec) first")
+            message("there is no sharding to draw: the tensor is not on a mesh", fix="mark it first: xs.mark_sharding(t, mesh, spec)")
         )
 
 

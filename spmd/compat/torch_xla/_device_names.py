@@ -1,8 +1,8 @@
-"""`device="xla"` for programs that say so: what they pass is translated on the way in, what they read on the way out.
+"""Supports `device="xla"`: devices that a program passes are translated to "jax", devices that it reads to "xla".
 
-PyTorch has a device type "xla" of its own, without kernels here, so device 'jax' cannot take that name. Instead a mode sees
-every call of a torch function: a device "xla" among its arguments becomes "jax", and `t.device` asked for by the program is
-`torch.device("xla:0")`. Code of this package, of torch and of jax is told the truth (see `_asker`).
+PyTorch has its own device type "xla", without kernels here, so device 'jax' cannot take that name. Instead a TorchFunctionMode sees every
+call of a torch function: a device "xla" among its arguments becomes "jax", and `t.device` read by the program is
+`torch.device("xla:0")`. Code of this package, torch and jax sees the real device (see `_asker`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ XLA = torch.device("xla", 0)
 _TYPE = "xla"
 _DEVICE: Any = torch.Tensor.device
 _IS_XLA: Any = torch.Tensor.is_xla  # pyright: ignore[reportAttributeAccessIssue]
-# torch_xla takes classes that are written as floats, which PyTorch refuses
+# torch_xla accepts class labels as floats, which PyTorch refuses
 _TAKE_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 _SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
 
 
 def translated(device: Any) -> Any:
-    """Device 'jax' for any form of device "xla"; anything else as it is."""
+    """Device 'jax' for device "xla" in any form; other values unchanged."""
     if isinstance(device, torch.device):
         return torch.device("jax") if device.type == _TYPE else device
     if isinstance(device, str) and device.partition(":")[0] == _TYPE:
@@ -63,7 +63,7 @@ mode = XlaDeviceMode()
 
 
 def _with_classes(input: Any, target: Any, *rest: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a loss of classes, the classes as integers; probabilities have as many dims as the input and stay."""
+    """The arguments of a classification loss, with float labels as integers. Probabilities, with the input's rank, stay floats."""
     is_written_so = isinstance(target, torch.Tensor) and target.is_floating_point() and target.dim() < input.dim()
     return (input, target.long() if is_written_so and target.device.type == "jax" else target, *rest), options
 
@@ -72,7 +72,10 @@ def enter(stack: ExitStack) -> None:
     """Make "xla" mean device 'jax' until `stack` closes: in this thread, in threads started from now on, and in backward passes."""
     stack.enter_context(mode)
     _patch(stack, "threading.Thread.run", lambda run: lambda self: _within(run, self))
-    for module in ("torch.autograd", "torch.autograd.graph"):  # a mode is not active inside the function it handles: here it is again
+    for module in (
+        "torch.autograd",
+        "torch.autograd.graph",
+    ):  # the mode is inactive inside a call that it handles: enter it again
         _patch(stack, f"{module}._engine_run_backward", lambda run: lambda *args, **kwargs: _backward(run, *args, **kwargs))
     _patch(stack, "torch.utils._device.DeviceContext.__init__", lambda init: lambda self, device: init(self, translated(device)))
     _patch(stack, "torch.amp.autocast_mode.autocast.__init__", _autocast)
@@ -106,7 +109,7 @@ def _autocast(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _register_location(stack: ExitStack) -> None:
-    """`torch.load(..., map_location="xla")`."""
+    """Support `torch.load(..., map_location="xla")`."""
 
     def restore(storage: Any, location: str) -> Any:
         return _serialize._storage_on_device(storage, "jax") if location.partition(":")[0] == _TYPE else None

@@ -4,7 +4,7 @@
     if manager.save_async(step, state): ...                 # in every step
     manager.restore(max(manager.all_steps()), state)        # in place; `prime_optimizer` first
 
-`spmd.checkpoint` is this package's own: it saves in the background without a copy on the host, and checks what it reads.
+`spmd.checkpoint` is this package's own format: it saves in the background without a copy on the host, and verifies what it reads.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _METADATA = ".manager_metadata"
 
 @dataclass
 class _Saved:
-    """One checkpoint: its step, and when it was taken."""
+    """A checkpoint's step and time."""
 
     step: int
     ts: datetime
 
 
 class CheckpointManager:
-    """Checkpoints by step in one folder, of any file system that fsspec knows.
+    """Checkpoints by step in one folder, on any file system of fsspec.
 
     Args:
         path: the folder.
-        save_interval: steps between two checkpoints.
-        max_to_keep: of more the oldest go; 0: all stay.
-        max_pending_async: how many may be on their way; `save_async` waits for the next place.
-        num_of_threads: threads that write.
-        process_group: None: a new one of all processes. A process group must exist.
-        chkpt_on_preemption: SIGTERM asks for a checkpoint at the next step instead of ending the process.
+        save_interval: number of steps between two checkpoints.
+        max_to_keep: number of checkpoints to keep, deleting the oldest; 0 keeps all.
+        max_pending_async: maximum number of pending saves; `save_async` waits for a free place.
+        num_of_threads: number of writer threads.
+        process_group: None: a new group of all processes. The default process group must exist.
+        chkpt_on_preemption: SIGTERM requests a checkpoint at the next step instead of ending the process.
 
     Raises:
-        CheckpointError: there is no process group, or a number makes no sense.
+        CheckpointError: there is no process group, or a number is out of range.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class CheckpointManager:
             raise CheckpointError(message("CheckpointManager needs a process group", fix=fix))
         if save_interval < 1 or max_pending_async < 1 or max_to_keep < 0:
             given = f"save_interval={save_interval}, max_pending_async={max_pending_async}, max_to_keep={max_to_keep}"
-            raise CheckpointError(message(f"no CheckpointManager has {given}", fix="intervals and pending saves from 1 on"))
+            raise CheckpointError(
+                message(f"CheckpointManager got invalid options: {given}", fix="use save_interval and max_pending_async of 1 or more")
+            )
         self.base_path = os.path.join(path, "")
         self.save_interval, self.max_to_keep = save_interval, max_to_keep
         self.num_of_threads, self.chkpt_on_preemption = num_of_threads, chkpt_on_preemption
@@ -86,7 +88,7 @@ class CheckpointManager:
             _preemption_sync.activate()
 
     def _found(self) -> list[_Saved]:
-        """What the folder holds, oldest first."""
+        """The checkpoints in the folder, oldest first."""
         fs, root = _file_system(self.base_path)
         fs.makedirs(root, exist_ok=True)
         found: list[_Saved] = []
@@ -95,15 +97,15 @@ class CheckpointManager:
                 with fs.open(os.path.join(folder, _METADATA), "rb") as stream:
                     found.append(pickle.load(stream))
             except (OSError, pickle.UnpicklingError, EOFError):
-                warnings.warn(f"{folder} is no whole checkpoint and is left out", stacklevel=3)
+                warnings.warn(f"{folder} is not a complete checkpoint and is ignored", stacklevel=3)
         return sorted(found, key=lambda saved: saved.ts)
 
     def should_save(self, step: int) -> bool:
-        """Whether this step is one of the interval's, or the process was asked to stop."""
+        """Whether this step is a multiple of the interval, or the process was asked to stop."""
         return step % self.save_interval == 0 or (self.chkpt_on_preemption and self.reached_preemption(step))
 
     def save(self, step: int, state_dict: Any, force: bool = False) -> bool:
-        """Write the state if `should_save(step)` or `force`; whether that was so."""
+        """Write the state if `should_save(step)` or `force`. Returns whether it was written."""
         if not (force or self.should_save(step)):
             return False
         mark_step(wait=True)
@@ -111,7 +113,7 @@ class CheckpointManager:
         return True
 
     def save_async(self, step: int, state_dict: Any, force: bool = False) -> bool:
-        """As `save`, from a copy of the state on the host, in another thread; `join` waits, and raises what went wrong."""
+        """Like `save`, from a copy of the state on the host in another thread. `join` waits, and raises errors of the thread."""
         if not (force or self.should_save(step)):
             return False
         mark_step(wait=True)
@@ -143,7 +145,7 @@ class CheckpointManager:
             fs.rm(folder, recursive=True)
 
     def restore(self, step: int, state_dict: Any) -> None:
-        """Load a tracked step into the state, its tensors in place.
+        """Load a tracked step into the state; tensors are loaded in place.
 
         Raises:
             CheckpointError: the step is not tracked.
@@ -158,7 +160,7 @@ class CheckpointManager:
         return sorted(saved.step for saved in self._tracked)
 
     def join(self) -> None:
-        """Wait for what `save_async` left behind."""
+        """Wait for pending saves of `save_async`."""
         pending, self._futures = self._futures, []
         wait(pending)
         for future in pending:
@@ -168,18 +170,18 @@ class CheckpointManager:
         """Whether the process was asked to stop.
 
         Raises:
-            CheckpointError: `chkpt_on_preemption` is false.
+            CheckpointError: `chkpt_on_preemption` is False.
         """
         if not self.chkpt_on_preemption:
-            raise CheckpointError(message("this CheckpointManager does not hear of preemption", fix="chkpt_on_preemption=True"))
+            raise CheckpointError(message("this CheckpointManager does not watch for preemption", fix="chkpt_on_preemption=True"))
         return _asked(step)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Give an optimizer the state that its first step creates, by a step with gradients of zero.
+    """Create an optimizer's state, as its first step would, by a step with zero gradients.
 
-    Needed before a checkpoint is loaded into it in place. Parameters and gradients are afterwards what they were; a counter of steps
-    is one further.
+    Needed before a checkpoint is loaded into it in place. Parameters and gradients are restored afterwards, but a step counter has
+    advanced by one.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     before = [(p, p.detach().clone(), p.grad) for p in parameters]
@@ -196,7 +198,7 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _asked(step: int) -> bool:
-    """As the program sees the query, where tests replace it."""
+    """The query through the program's module, where tests may replace it."""
     import sys
 
     extension = sys.modules.get("torch_xla._XLAC")

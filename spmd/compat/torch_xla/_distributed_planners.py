@@ -1,9 +1,9 @@
-"""`SPMDSavePlanner` and `SPMDLoadPlanner`: torch's distributed checkpoints of sharded tensors, each shard a piece of its own.
+"""`SPMDSavePlanner` and `SPMDLoadPlanner`: torch's distributed checkpoints of sharded tensors, saved shard by shard.
 
     dist_cp.save(state_dict, storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0), planner=SPMDSavePlanner())
     dist_cp.load(state_dict, storage_reader=FileSystemReader(path), planner=SPMDLoadPlanner())      # any other layout
 
-Files are DCP's own, and hold global offsets: what was saved in one layout is loaded into another, or without one.
+The files are DCP's own, with global offsets, so a checkpoint can be loaded into any other layout, or without one.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from spmd.sharding._tensor import XLAShardedTensor
 
 @dataclasses.dataclass
 class _CpuShards:
-    """A sharded tensor's local pieces on the CPU."""
+    """The local shards of a sharded tensor, on the CPU."""
 
     shards: list[XLAShard]
     global_shape: torch.Size
 
 
 def _is_sharded_tensor(x: Any) -> bool:
-    """Whether `x` lies on a mesh in pieces that differ."""
+    """Whether `x` is split over a mesh."""
     spec = layout(x) if isinstance(x, XLAShardedTensor) else None
     return spec is not None and not spec.is_replicated
 
 
 def _sharded_cpu_state_dict(state_dict: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-    """The state with `_CpuShards` for sharded tensors and CPU tensors for others: what may be saved while training goes on."""
+    """The state with `_CpuShards` for sharded tensors and CPU tensors for others, to be saved while training continues."""
 
     def on_cpu(t: torch.Tensor) -> Any:
         wrapped = wrap_if_sharded(t)
@@ -67,7 +67,7 @@ def _sharded_cpu_state_dict(state_dict: Any) -> Any:  # pyright: ignore[reportUn
             return t.detach().cpu().as_subclass(torch.Tensor).clone() if t.device.type == "cpu" else _host(t)
         held = shards(wrapped)
         for shard in held:
-            shard.data = shard.data.clone()  # fetched now, and not the array's own memory
+            shard.data = shard.data.clone()  # fetched now, into memory of its own
         return _CpuShards(held, wrapped.shape)
 
     return pytree.tree_map_only(torch.Tensor, on_cpu, state_dict)
@@ -78,7 +78,7 @@ def _host(t: torch.Tensor) -> torch.Tensor:
 
 
 def _separated(state_dict: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """(sharded, other, mappings): the state flattened to names, and how it was nested."""
+    """(sharded, other, mappings): the state flattened by name, and its nesting."""
     flat, mappings = plan_parts().flatten_state_dict(state_dict)
     wrapped = {name: wrap_if_sharded(value) for name, value in flat.items()}
     is_sharded = {name: _is_sharded_tensor(value) or isinstance(value, _CpuShards) for name, value in wrapped.items()}
@@ -96,7 +96,7 @@ def _chunk(shard: XLAShard) -> ChunkStorageMetadata:
 
 
 class SPMDSavePlanner(SavePlanner):
-    """Plans a `dist_cp.save` of a state with sharded tensors, on the device or as `_CpuShards`; copies are written once."""
+    """Plans a `dist_cp.save` of a state with sharded tensors, on the device or as `_CpuShards`. Replicas are written once."""
 
     def __init__(self) -> None:
         self.is_coordinator = False
@@ -143,14 +143,14 @@ class SPMDSavePlanner(SavePlanner):
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The value of an entry, or the part of a shard that is no padding."""
+        """The value of an entry, or a shard without padding."""
         if index.fqn in self.unsharded_state_dict:
             return self.unsharded_state_dict[index.fqn]
         assert index.index is not None
         return self._shards(index.fqn)[index.index].unpadded_data
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """A tensor on the CPU, or any other value's pickle."""
+        """A tensor on the CPU, or the pickle of any other value."""
         if write_item.type == WriteItemType.BYTE_IO:
             buffer = io.BytesIO()
             torch.save(object, buffer)
@@ -169,7 +169,7 @@ class SPMDLoadPlanner(LoadPlanner):
         self.sharded_state_dict: dict[str, Any] = {}
         self.unsharded_state_dict: dict[str, Any] = {}
         self._local_shards: dict[str, list[XLAShard]] = {}
-        self._pending: dict[str, int] = {}  # elements that are still to come
+        self._pending: dict[str, int] = {}  # number of elements still to be loaded
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.metadata, self.is_coordinator, self.original_state_dict = metadata, is_coordinator, state_dict
@@ -191,14 +191,14 @@ class SPMDLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # written by whoever wrote the checkpoint: unpickled, as torch's own planner does
+        # As in torch's own planner, this unpickles data of whoever wrote the checkpoint.
         plan_parts().set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], torch.load(value, weights_only=False))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor, or the shard on the CPU, that an entry of the checkpoint goes into."""
+        """The tensor, or the shard on the CPU, into which an entry of the checkpoint is loaded."""
         if index.fqn in self.unsharded_state_dict:
             return find_state_dict_object(self.unsharded_state_dict, index)
         if index.fqn not in self._local_shards:
@@ -208,11 +208,11 @@ class SPMDLoadPlanner(LoadPlanner):
         return self._local_shards[index.fqn][index.index].data
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of it that this piece of the file fills."""
+        """The part of the tensor that this read fills."""
         return _narrowed(tensor, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """With its last piece a sharded tensor gets its new values."""
+        """Store the new values of a sharded tensor after its last part was read."""
         name = read_item.dest_index.fqn
         if name not in self.sharded_state_dict:
             return

@@ -1,6 +1,6 @@
-"""What `XLAShardedTensor` says in DTensor's words: `_spec`, `placements`, `mesh_shape`, and wrapping by a mesh's shape.
+"""DTensor's view of `XLAShardedTensor` (`_spec`, `placements`, `mesh_shape`), and wrapping by the shape of a mesh.
 
-The layout itself has no cache to go stale: `_cached_spec` is the spec that was last asked for, while the layout is the same.
+The layout is never cached, so it cannot go stale. `_cached_spec` is the spec that was last requested, while the layout is unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmd.sharding._tensor import XLAShardedTensor
 
 
 class NoLayoutError(SpmdError, ValueError):
-    """A tensor was asked how it lies and was not marked."""
+    """A tensor's layout was requested, but it is not marked."""
 
 
 def enter(stack: ExitStack) -> None:
@@ -42,7 +42,7 @@ def spec_of(t: Any) -> Any:
     """A `DTensorSpec`: mesh of type "xla", placements, shape, strides and dtype.
 
     Raises:
-        NoLayoutError: the tensor was not marked (a ValueError).
+        NoLayoutError: the tensor is not marked (a ValueError).
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,7 +50,7 @@ def spec_of(t: Any) -> Any:
     if found is None:
         raise NoLayoutError(
             message(
-                "mesh_shape and partition_spec must be specified to create DTensorSpec: the tensor was not marked",
+                "mesh_shape and partition_spec must be specified to create DTensorSpec: the tensor is not marked",
                 fix="xs.mark_sharding(t, mesh, spec), or wrap_as_sharded_tensor(t, mesh_shape=, partition_spec=)",
             )
         )
@@ -70,7 +70,7 @@ def placements(t: Any) -> Any:
     """One placement per mesh axis.
 
     Raises:
-        NoLayoutError: the tensor was not marked; in torch_xla's words, as programs compare them.
+        NoLayoutError: the tensor is not marked; with torch_xla's text, because programs compare it.
     """
     if _marked_as(t) is None:
         raise NoLayoutError(
@@ -81,7 +81,7 @@ def placements(t: Any) -> Any:
 
 
 def wrap_as_sharded_tensor(t: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None) -> XLAShardedTensor:
-    """`t` on its own storage as an `XLAShardedTensor`; marked, or marked anew, over all devices in this shape if one is given."""
+    """`t` as an `XLAShardedTensor` on the same storage. With a mesh shape or a spec it is marked, over all devices."""
     wrapped = t if isinstance(t, XLAShardedTensor) else t.as_subclass(XLAShardedTensor)
     if mesh_shape is not None or partition_spec is not None:
         shape = mesh_shape if mesh_shape is not None else _mesh_shape(wrapped)

@@ -1,4 +1,4 @@
-"""`torch_xla.core.xla_env_vars`: names of environment variables. Which of them are heeded is said in `mesh.launch._xla_environment`."""
+"""`torch_xla.core.xla_env_vars`: names of environment variables. `mesh.launch._xla_environment` says which of them are used."""
 
 from __future__ import annotations
 

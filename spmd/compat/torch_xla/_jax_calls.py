@@ -1,4 +1,4 @@
-"""`torch_xla.core.xla_builder.call_jax`: `spmd.call_jax`, and which calls were compiled."""
+"""`torch_xla.core.xla_builder.call_jax`: `spmd.call_jax`, with a record of the compiled calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmd.base._exact import exactly
 from spmd.base._torch import pytree
 from spmd.device._call_jax import call_jax as call
 
-# (function, jax's settings) -> the structures, shapes and other arguments with which it was called: a program each
+# (function, jax's settings) -> structures, shapes and other arguments of its calls, each of which is a program
 _JAX_TO_XLA_COMPUTATION_CACHE: dict[Any, set[Any]] = {}
 
 
@@ -25,9 +25,9 @@ def call_jax(
     Args:
         jax_func: a function of jax arrays.
         args: its arguments, tensors in any container.
-        kwargs: alike.
-        name: what the call is called in profiles.
-        override_hash: taken for torch_xla's sake; the function itself is the key of what is compiled.
+        kwargs: its keyword arguments.
+        name: name of the call in profiles.
+        override_hash: accepted for compatibility; the function itself is the cache key.
     """
     result = call(jax_func, args, kwargs, name)
     leaves, tree = pytree.tree_flatten((args, kwargs or {}))
@@ -39,12 +39,12 @@ def call_jax(
 
 
 def _jax_to_xla_computation_cache_elements() -> int:  # pyright: ignore[reportUnusedFunction]
-    """Programs that calls have needed since `_JAX_TO_XLA_COMPUTATION_CACHE` was last cleared."""
+    """Number of programs that calls needed since `_JAX_TO_XLA_COMPUTATION_CACHE` was last cleared."""
     return sum(map(len, _JAX_TO_XLA_COMPUTATION_CACHE.values()))
 
 
 def jax_import_guard() -> None:
-    """Nothing: jax is what computes here."""
+    """Does nothing: jax always computes here."""
 
 
 def requires_jax(fn: Callable[..., Any]) -> Callable[..., Any]:

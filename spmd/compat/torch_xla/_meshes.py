@@ -1,4 +1,4 @@
-"""Meshes as torch_xla's programs have them: `axis_names` is None where none were given, and errors begin with torch_xla's words."""
+"""Meshes as torch_xla's programs expect them: `axis_names` is None if none were given, and errors start with torch_xla's text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd.compat.torch_xla._asker import is_user
 
 
 class Mesh(OurMesh):
-    """`spmd.Mesh`, except for what its module says.
+    """`spmd.Mesh`, with the differences that the module's docstring names.
 
     Raises:
         MeshError: the arguments do not fit each other (an AssertionError too while the modules are installed).
@@ -32,7 +32,7 @@ class Mesh(OurMesh):
 
     @property
     def axis_names(self) -> Any:
-        """The names, one per axis; None to the program if it gave none."""
+        """The names, one per axis. The program sees None if it gave none."""
         return None if not self.__dict__["_has_names"] and is_user(1) else self.__dict__["axis_names"]
 
     @axis_names.setter
@@ -42,12 +42,12 @@ class Mesh(OurMesh):
 
     @classmethod
     def from_str(cls, mesh_str: str) -> Mesh | None:
-        """The mesh of a `str(mesh)`: torch_xla's dict of ids, shape and names, or 'data=4,model=2'; None if it is neither."""
+        """The mesh of `str(mesh)`: torch_xla's dict of ids, shape and names, or 'data=4,model=2'; None for any other text."""
         return mesh_of_text(mesh_str)
 
 
 class HybridMesh(Mesh, OurHybridMesh):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`spmd.HybridMesh`, as `Mesh` here; where devices lie is asked of `torch_xla.runtime`."""
+    """`spmd.HybridMesh`, changed like `Mesh` here. Device coordinates come from `torch_xla.runtime`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ def mesh_of_text(text: str) -> Mesh | None:
     try:
         found = ast.literal_eval(text.removeprefix("Mesh"))
         return Mesh(found["device_ids"], found["mesh_shape"], found["axis_names"])
-    except (ValueError, SyntaxError, KeyError, TypeError):  # it is no dict: perhaps "data=4,model=2", as our meshes are written
+    except (ValueError, SyntaxError, KeyError, TypeError):  # not a dict: perhaps "data=4,model=2", the text of our meshes
         return _mesh_of_sizes(text)
 
 
@@ -87,7 +87,7 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
 
 
 def op_sharding(mesh: OurMesh, partition_spec: Any) -> ShardingSpec:
-    """`mesh.get_op_sharding(spec)`: the layout, made once for each mesh and spec and counted then."""
+    """`mesh.get_op_sharding(spec)`: the layout, created and counted once per mesh and spec."""
     made: dict[Any, ShardingSpec] = mesh.__dict__.setdefault("_op_shardings", {})
     key = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in partition_spec)
     if key not in made:
@@ -97,7 +97,7 @@ def op_sharding(mesh: OurMesh, partition_spec: Any) -> ShardingSpec:
 
 
 def _runtime_module() -> Any:
-    """The module as the program sees it, where tests replace functions."""
+    """The module through `sys.modules`, where tests may replace functions."""
     import sys
 
     return sys.modules.get("torch_xla.runtime", _runtime)
@@ -107,7 +107,7 @@ def _require_fit(ids: list[Any], shape: tuple[int, ...], axis_names: Sequence[st
     size = math.prod(shape)
     if axis_names is not None and len(axis_names) != len(shape):
         what = f"Number of axis names ({len(axis_names)}) must match mesh dimensions ({len(shape)})"
-        raise MeshError(message(what, f"names {tuple(axis_names)}, shape {shape}", fix="give one name per axis"))
+        raise MeshError(message(what, f"names {tuple(axis_names)}, shape {shape}", fix="pass one name per axis"))
     if axis_names is not None and len(set(axis_names)) != len(axis_names):
         raise MeshError(message("Axis names must be unique", f"got {tuple(axis_names)}", fix="give every axis its own name"))
     if len(ids) != size:

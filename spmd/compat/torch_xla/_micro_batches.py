@@ -12,13 +12,13 @@ from spmd.xla_names._gradient_accumulation import gradient_accumulation as accum
 
 
 class MutationError(SpmdError, AssertionError):
-    """A micro-step wrote in place to what it was given."""
+    """A micro-step wrote in place to its arguments."""
 
 
 def gradient_accumulation(
     train_step: Callable[..., Any], iterable_tensors: Sequence[torch.Tensor], model: torch.nn.Module, *carried_tensors: torch.Tensor
 ) -> Any:
-    """`spmd.gradient_accumulation`, with the carried tensors one by one.
+    """`spmd.gradient_accumulation`, with the carried tensors as separate arguments.
 
     Returns:
         The loss summed over micro-batches and divided by their number; with carried tensors (loss, *carried tensors).

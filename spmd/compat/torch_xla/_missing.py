@@ -1,4 +1,4 @@
-"""What torch_xla has and this package does not: the way on, instead of a bare `ModuleNotFoundError` or `AttributeError`."""
+"""Errors for what torch_xla has and this package lacks: they name a replacement, unlike a bare `ModuleNotFoundError`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from spmd.base._errors import message
 
 _GUIDE = "docs/migration.md lists what there is and what to use instead"
-# Of modules, and of names by their whole path; the longest that fits is shown.
+# By module, or by full path of a name. The longest match is shown.
 _INSTEAD = {
     "torch_xla.stablehlo": "step.hlo() shows the compiled program",
     "torch_xla.core.xla_model.send": "inside xs.enable_manual_sharding: xm.collective_permute(t, [[source, target]])",
@@ -36,12 +36,12 @@ def way_on(name: str) -> str:
 
 
 def missing(name: str) -> str:
-    """The whole message."""
+    """The complete error message."""
     return message(f"{name} does not exist under spmd.compat.torch_xla", fix=way_on(name))
 
 
 def refusal(module: str) -> Callable[[str], Any]:
-    """A module's `__getattr__`."""
+    """A `__getattr__` for a module, which raises the error."""
 
     def refuse(name: str) -> Any:
         raise AttributeError(missing(f"{module}.{name}"))
@@ -50,9 +50,9 @@ def refusal(module: str) -> Callable[[str], Any]:
 
 
 class Finder:
-    """On `sys.meta_path`: raises where an import statement asks for a module of torch_xla that does not exist.
+    """A finder for `sys.meta_path` that raises when an import statement names a module of torch_xla that does not exist.
 
-    `importlib.util.find_spec` and its kin are answered with None, as for any module that does not exist.
+    For `importlib.util.find_spec` and similar calls it returns None, as for any module that does not exist.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -62,13 +62,13 @@ class Finder:
         while frame is not None and frame.f_code.co_name == "_find_spec":
             frame = frame.f_back
         if frame is not None and frame.f_code.co_name == "_find_and_load_unlocked":
-            # without name=: an error that has it is swallowed where `from module import name` asks, and replaced by a shorter one
+            # without name=: `from module import name` replaces an error that has it by a shorter one
             raise ModuleNotFoundError(missing(name))
         return None
 
 
 def enter(stack: ExitStack) -> None:
-    """Refuse so until `stack` closes."""
+    """Install the finder until `stack` closes."""
     finder: Any = Finder()
     sys.meta_path.append(finder)
     stack.callback(sys.meta_path.remove, finder)

@@ -1,4 +1,4 @@
-"""Which module of torch_xla is made of what. A name that is missing is refused with the module's name and a way on."""
+"""Table of torch_xla's modules and their contents. A missing name raises an error that names a replacement."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from spmd.xla_names._fsdp_v2 import SpmdFullyShardedDataParallel
 
 
 def _names(module: Any) -> dict[str, Any]:
-    """What a module offers: its public names, and private ones that are no dunder."""
+    """A module's public names, and its private names except dunders."""
     return {name: value for name, value in vars(module).items() if not name.startswith("__") and not isinstance(value, types.ModuleType)}
 
 
@@ -49,7 +49,7 @@ def _of(module: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 _WRAP = ("always_wrap_policy", "recursive_wrap", "size_based_auto_wrap_policy", "transformer_auto_wrap_policy")
-# what `torch_xla` itself imported, and programs found there
+# imported by `torch_xla` itself, where programs look them up
 _SHORT = {
     "xm": "torch_xla.core.xla_model",
     "xr": "torch_xla.runtime",

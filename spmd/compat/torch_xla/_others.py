@@ -1,4 +1,4 @@
-"""Smaller modules of torch_xla: builder, loader, wrapping policies, checkpointing, profiling, autocast, utilities."""
+"""Smaller modules of torch_xla: loader, wrapping policies, checkpointing, profiling, autocast, compiled graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spmd.xla_names._fsdp_v2 import recursive_wrap as recursive_wrap
 
 
 class MpDeviceLoader(OurLoader):
-    """`spmd.MpDeviceLoader`; a step ends where the next batch is asked for."""
+    """`spmd.MpDeviceLoader`; a step ends when the next batch is requested."""
 
     def __init__(self, loader: Iterable[Any], device: Any = None, **options: Any) -> None:
         super().__init__(loader, device, **options)
@@ -35,21 +35,21 @@ class MpDeviceLoader(OurLoader):
             mark_step()
 
     def close(self) -> None:
-        """Nothing: reading ahead ends with the iteration."""
+        """Do nothing: prefetching ends with the iteration."""
 
 
 class ParallelLoader(MpDeviceLoader):
-    """`MpDeviceLoader` by another name; `devices` is a list of the one device."""
+    """`MpDeviceLoader` under another name; `devices` is a list of the one device."""
 
     def per_device_loader(self, device: Any) -> Iterator[Any]:
         return iter(self)
 
 
 class _InMode:
-    """The program's loader, run in the thread that reads ahead, where "xla" is to mean device 'jax' too.
+    """The program's loader, run in the prefetching thread with "xla" meaning device 'jax'.
 
     Raises:
-        InputShardingError: while iterating: shardings by key are not for a dict, or a key of the batch has none (ValueError, KeyError).
+        InputShardingError: while iterating: shardings by key for a batch that is not a dict, or a key without one (ValueError, KeyError).
     """
 
     def __init__(self, loader: Any, input_sharding: Any = None) -> None:
@@ -75,7 +75,7 @@ _END = object()
 
 
 class InputShardingError(SpmdError, ValueError):
-    """Shardings by key were given for a batch that is no dict."""
+    """Shardings by key were given for a batch that is not a dict."""
 
 
 class NoInputShardingError(SpmdError, KeyError):
@@ -91,16 +91,16 @@ def _require_keys(batch: Any, keys: Sequence[Any]) -> None:
     absent = [key for key in batch if key not in keys]
     if absent:
         what = f"input_sharding has no entry for {', '.join(map(repr, absent))} of the batch"
-        raise NoInputShardingError(message(what, f"it has {keys}", fix=f"{{..., {absent[0]!r}: None}} leaves it whole"))
+        raise NoInputShardingError(message(what, f"it has {keys}", fix=f"{{..., {absent[0]!r}: None}} replicates it"))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint` without reentrance, recomputed behind a barrier in compiled steps."""
+    """`torch.utils.checkpoint.checkpoint` without reentrance; compiled steps recompute behind an optimization barrier."""
     return torchs_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
-    """The module, its forward pass checkpointed; in place."""
+    """Checkpoint the module's forward pass, in place."""
     forward = module.forward
     module.forward = functools.wraps(forward)(lambda *args, **kwargs: checkpoint(forward, *args, **kwargs))
     return module
@@ -131,7 +131,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 
 class Trace(jax.profiler.TraceAnnotation):
-    """A name for a part of the program in profiles: of what Python does, and of the operations that a compiled function makes there."""
+    """Names a part of the program in profiles: its Python code, and the operations that a compiled function records in it."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(name, **kwargs)
@@ -149,7 +149,7 @@ class Trace(jax.profiler.TraceAnnotation):
 
 
 class StepTrace(jax.profiler.StepTraceAnnotation):
-    """A name for a step of the program in profiles."""
+    """Names a step of the program in profiles."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(name, **kwargs)
@@ -160,10 +160,10 @@ def start_server(port: int, only_on_master: bool = True) -> Any:
 
 
 def start_trace(log_dir: str) -> None:
-    """Take a profile from here on, into a folder.
+    """Start a profile, written to a folder.
 
     Raises:
-        ProfileError: libtpu is loaded where no TPU is, which ends the process when a profile starts.
+        ProfileError: libtpu is loaded on a machine without TPUs, where starting a profile would end the process.
     """
     _require_no_topology()
     jax.profiler.start_trace(log_dir)
@@ -178,8 +178,8 @@ def _require_no_topology() -> None:
         raise ProfileError(
             message(
                 "no profile can be taken in this process",
-                "it has compiled for a TPU topology: libtpu, loaded where no TPU is, ends the process when a profile starts",
-                fix="take the profile in a process of its own, without mesh.Mesh(..., topology=...)",
+                "it has compiled for a TPU topology, and libtpu without a TPU ends the process when a profile starts",
+                fix="take the profile in another process, without mesh.Mesh(..., topology=...)",
             )
         )
 
@@ -189,13 +189,13 @@ def stop_trace() -> None:
 
 
 def trace_detached(service_addr: str, logdir: str, duration_ms: int = 1000, **options: Any) -> threading.Thread:
-    """A profile of this process from now on for some time, into a folder, while the program goes on; the thread that takes it.
+    """Profile this process in the background for some time, into a folder. Returns the thread that does it.
 
     Args:
-        service_addr: taken for torch_xla's sake: the process that has the server is this one.
+        service_addr: accepted for compatibility; the profiled process is always this one.
         logdir: the folder.
-        duration_ms: how long.
-        options: torch_xla's other arguments, which tune its server.
+        duration_ms: duration in milliseconds.
+        options: torch_xla's other arguments, which tune its server; no effect.
     """
     _require_no_topology()
     ended = threading.Event()
@@ -207,17 +207,17 @@ def trace_detached(service_addr: str, logdir: str, duration_ms: int = 1000, **op
 
     thread = threading.Thread(target=take, name="torch_xla.trace", daemon=True)
     thread.start()
-    atexit.register(lambda: (ended.set(), thread.join()))  # a program that ends earlier leaves what was taken
+    atexit.register(lambda: (ended.set(), thread.join()))  # a program that ends earlier still writes the profile
     return thread
 
 
 def trace(service_addr: str, logdir: str, duration_ms: int = 1000, **options: Any) -> None:
-    """`trace_detached`, waited for."""
+    """`trace_detached`, but waits for the end."""
     trace_detached(service_addr, logdir, duration_ms).join()
 
 
 class autocast(torch.autocast):
-    """`torch.autocast` on the device; bfloat16 unless told otherwise."""
+    """`torch.autocast` on the device, with bfloat16 by default."""
 
     def __init__(
         self, device: Any = None, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
@@ -241,7 +241,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def eager_mode(enable: bool) -> None:
-    """Whether operations run when they are called, or wait for the end of their step and run as one program."""
+    """Whether operations run immediately, or are deferred to the end of the step and run as one program."""
     if enable:
         run_eagerly()
     else:
@@ -253,7 +253,7 @@ def is_eager_mode() -> bool:
 
 
 def extract_compiled_graph(graph: Any, args: Any) -> Callable[..., Any]:
-    """What PyTorch's own backend "openxla" asks of torch_xla: the graph as a function, compiled as one program.
+    """The graph as a function that is compiled as one program, for PyTorch's own backend "openxla".
 
     A graph that writes to its inputs runs operation by operation.
     """

@@ -1,7 +1,7 @@
-"""`torch_xla.experimental.scan`: `spmd.scan`, and a scan whose forward and backward pass a `partition_fn` divides.
+"""`torch_xla.experimental.scan`: `spmd.scan`, and a scan whose forward and backward pass a `partition_fn` determines.
 
-By default the backward pass keeps what it needs (`spmd.scan`). Given another partitioner, or `is_fn_pure=True`, AOTAutograd traces
-`fn` once; the partitioner cuts the joint graph in two, and each part is scanned.
+By default (`spmd.scan`) the backward pass saves what it needs. With another partitioner or `is_fn_pure=True`, AOTAutograd traces `fn` once,
+the partitioner splits the joint graph in two, and each part is scanned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmd.base._torch_late import joint_graphs
 from spmd.program.flow import _scan
 
 Passes = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-# function -> {partitioner, structure, shapes: its passes}; of functions that were called pure
+# function -> {(partitioner, structure, shapes): its passes}, for functions with `is_fn_pure`
 _SCAN_COMPUTATION_CACHE: WeakKeyDictionary[Any, dict[Any, Passes]] = WeakKeyDictionary()
 _ONE_LAYER_CACHE: dict[tuple[int, int], Callable[..., Any]] = {}
 
@@ -30,7 +30,7 @@ class ScanError(SpmdError, ValueError):
 
 
 def default_partition(*args: Any, **kwargs: Any) -> Any:
-    """`functorch.compile.default_partition`: everything that the backward pass needs is kept."""
+    """`functorch.compile.default_partition`: saves everything that the backward pass needs."""
     return joint_graphs().default_partition(*args, **kwargs)
 
 
@@ -42,18 +42,18 @@ def scan(
     Args:
         fn: (carry, x) -> (new carry, y).
         init: the first carry.
-        xs: a container of tensors with one first dim.
-        partition_fn: divides the joint graph, as `functorch.compile.min_cut_rematerialization_partition` does.
-        is_fn_pure: traced once for each partitioner, structure and shapes, and not again.
+        xs: a container of tensors with the same first dim.
+        partition_fn: splits the joint graph, like `functorch.compile.min_cut_rematerialization_partition`.
+        is_fn_pure: trace `fn` only once per partitioner, structure and shapes.
 
     Raises:
-        ScanError: `fn` cannot be called, or first dims differ (a ValueError).
+        ScanError: `fn` is not callable, or first dims differ (a ValueError).
     """
     if not callable(fn):
-        raise ScanError(message(f"scan was given {fn!r} for a function", fix="def fn(carry, x): return carry, y"))
+        raise ScanError(message(f"scan needs a function, but got {fn!r}", fix="def fn(carry, x): return carry, y"))
     lengths = {len(x) for x in pytree.tree_leaves(xs)}
     if len(lengths) != 1:
-        raise ScanError(message("scan needs tensors with one first dim in common", f"sizes: {sorted(lengths)}", fix="stack them alike"))
+        raise ScanError(message("scan needs tensors with the same first dim", f"sizes: {sorted(lengths)}", fix="stack them alike"))
     if not is_fn_pure and _is_default(partition_fn):
         return _scan.scan(fn, init, xs)
     passes = value_and_grad_partitioned(fn, init, xs, partition_fn, is_fn_pure)
@@ -71,11 +71,11 @@ def _is_default(partition_fn: Any) -> bool:
 def value_and_grad_partitioned(
     fn: Callable[..., Any], init: Any, xs: Any, partition_fn: Any = default_partition, is_fn_pure: bool = True
 ) -> Passes:
-    """`fn`, one round of a scan, as three functions of containers.
+    """`fn`, one iteration of a scan, as three functions of containers.
 
     Returns:
-        forward: (carry, x) -> (new carry, (y, activations that are no slices of xs)).
-        alias_input: (those activations stacked, xs) -> all activations.
+        forward: (carry, x) -> (new carry, (y, activations that are not slices of xs)).
+        alias_input: (stacked activations, xs) -> all activations.
         backward: (gradient of the new carry, (gradient of y, activations)) -> (gradient of the carry, of x).
     """
     aot = joint_graphs()
@@ -83,7 +83,7 @@ def value_and_grad_partitioned(
     def like(v: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         return torch.empty_like(v.detach(), requires_grad=requires_grad and v.is_floating_point())
 
-    carry = pytree.tree_map(lambda v: like(v, True), init)  # a gradient may flow from round to round
+    carry = pytree.tree_map(lambda v: like(v, True), init)  # a gradient may flow between iterations
     x = pytree.tree_map(lambda v: like(v[0], v.requires_grad), xs)
     flat, tree = pytree.tree_flatten((carry, x))
     key = (id(partition_fn), str(tree), *((tuple(t.shape), t.dtype, t.requires_grad) for t in flat))
@@ -113,7 +113,7 @@ def value_and_grad_partitioned(
 
 
 def _passes(graphs: Sequence[Any], flat: Sequence[torch.Tensor], tree: Any, made: Any, has_gradient: Sequence[bool]) -> Passes:
-    """The two graphs as functions of containers; an activation that is an input of the round is not stacked again."""
+    """The two graphs as functions of containers. An activation that is an input of the iteration is not stacked again."""
     forward_graph, backward_graph = graphs[0], graphs[1] if len(graphs) > 1 else None
     leaves, results_tree = pytree.tree_flatten(made)
     count, num_carry = len(leaves), len(pytree.tree_leaves(made[0]))
@@ -143,7 +143,7 @@ def _passes(graphs: Sequence[Any], flat: Sequence[torch.Tensor], tree: Any, made
 
 
 class _Partitioned(torch.autograd.Function):
-    """Both scans on autograd's tape."""
+    """Both scans as a node on autograd's tape."""
 
     @staticmethod
     def forward(ctx: Any, passes: Passes, carry_tree: Any, xs_tree: Any, num_carry: int, found: Any, *flat: torch.Tensor) -> Any:
@@ -177,7 +177,7 @@ class _Partitioned(torch.autograd.Function):
 
 
 def tree_flatten_none(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves that are not None, and a function that puts others in their places."""
+    """The leaves that are not None, and a function that puts new values in their places."""
     leaves, spec = pytree.tree_flatten(tree)
 
     def unflatten(values: Sequence[Any]) -> Any:
@@ -188,7 +188,7 @@ def tree_flatten_none(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], A
 
 
 def scan_layers(layers: Any, input_data: Any, partition_fn: Any = default_partition, is_layer_pure: bool = False) -> Any:
-    """`torch.nn.Sequential(*layers)(input_data)` for layers of one structure; see `spmd.scan_layers`, and `scan` for the options.
+    """`torch.nn.Sequential(*layers)(input_data)` for layers of equal structure; see `spmd.scan_layers`, and `scan` for the options.
 
     Raises:
         ScanError: two layers have different parameters or shapes (a ValueError).
@@ -219,7 +219,7 @@ def _one_layer(layer: nn.Module, partition_fn: Any, is_pure: bool) -> Callable[.
 
 
 def _shell(layer: nn.Module) -> nn.Module:
-    """A copy of the module that holds nothing of its own: every parameter and buffer is the meta tensor of its shape."""
+    """A copy of the module without data: every parameter and buffer is a meta tensor of its shape."""
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
         empty = torch.empty_like(tensor.detach().as_subclass(torch.Tensor), device="meta")
@@ -232,9 +232,9 @@ def _require_alike(layers: Sequence[nn.Module]) -> None:
     for index, found in enumerate(others, 1):
         if found.keys() != first.keys():
             names = ", ".join(sorted(found.keys() ^ first.keys()))
-            fix = "scan layers of one structure, and call the others one by one"
+            fix = "scan layers of equal structure, and call the others separately"
             raise ScanError(message(f"Layer {index} has mismatched keys", f"only in one of them: {names}", fix=fix))
         name = next((n for n in first if first[n] != found[n]), None)
         if name is not None:
             what = f"Shape mismatch for '{name}' in layer {index}"
-            raise ScanError(message(what, f"{first[name]} and {found[name]}", fix="scan layers of one structure"))
+            raise ScanError(message(what, f"{first[name]} and {found[name]}", fix="scan layers of equal structure"))

@@ -1,6 +1,6 @@
-"""`torch_xla._XLAC`'s preemption manager: SIGTERM asks the training loop to save and stop at its next step.
+"""`torch_xla._XLAC`'s preemption manager: on SIGTERM the training loop is asked to save and stop at its next step.
 
-`mesh.should_stop(step)` is the form for jobs of several processes, which agree on one step.
+In jobs of several processes, use `mesh.should_stop(step)`, which makes all processes agree on one step.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _asked: list[bool] = []
 
 
 def activate() -> None:
-    """SIGTERM no longer ends the process: `sync_point_reached` says that it came.
+    """Make SIGTERM set a flag for `sync_point_reached` instead of ending the process.
 
     Raises:
         SpmdError: the job has several processes.
     """
     if jax.process_count() > 1:
-        what = "CheckpointManager's preemption manager watches one process, this job has several"
-        raise SpmdError(message(what, fix="chkpt_on_preemption=False, and ask mesh.should_stop(step) before each step"))
+        what = "CheckpointManager's preemption manager supports one process, but this job has several"
+        raise SpmdError(message(what, fix="chkpt_on_preemption=False, and call mesh.should_stop(step) before each step"))
     if not _handler_before:
         _handler_before.append(signal.signal(signal.SIGTERM, lambda number, frame: _asked.append(True)))
 
 
 def deactivate() -> None:
-    """SIGTERM means what it meant."""
+    """Restore the previous handler of SIGTERM."""
     _asked.clear()
     if _handler_before:
         signal.signal(signal.SIGTERM, _handler_before.pop())
@@ -40,7 +40,7 @@ def sync_point_reached(step: int) -> bool:
     """Whether the process was asked to stop.
 
     Raises:
-        SpmdError: nobody has called `activate`.
+        SpmdError: `activate` was not called.
     """
     if not _handler_before:
         raise SpmdError(message("no preemption manager is active", fix="torch_xla._XLAC._activate_preemption_sync_manager()"))

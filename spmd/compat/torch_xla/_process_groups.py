@@ -1,7 +1,7 @@
-"""`torch_xla.distributed.xla_backend`: process groups of programs written for torch_xla, whose one process drives all devices.
+"""`torch_xla.distributed.xla_backend`: process groups of programs for torch_xla, whose single process drives all devices.
 
-`init_process_group("gloo", init_method="xla://")` makes the group of one that checkpoints and samplers ask for. Backend "xla", whose
-collectives would run between replicas on devices, is refused under SPMD, as torch_xla refuses it.
+`init_process_group("gloo", init_method="xla://")` makes the group of one that checkpoints and samplers need. Backend "xla", whose
+collectives would run between replicas on devices, is refused under SPMD, as in torch_xla.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _registered: list[bool] = []
 
 
 class BackendError(SpmdError, AssertionError):
-    """A process group that reduces over replicas was asked for."""
+    """A process group for reductions over replicas was requested."""
 
 
 class ProcessGroupXla(dist.ProcessGroup):
-    """The class of groups of backend "xla", for `isinstance`; there are none."""
+    """The class of groups of backend "xla", for `isinstance`; there are no instances."""
 
 
 def register() -> None:
-    """Let torch.distributed know backend "xla" and `xla://`, once in a process."""
+    """Register backend "xla" and `xla://` with torch.distributed, once per process."""
     if _registered or not dist.is_available():
         return
     _registered.append(True)
@@ -38,15 +38,15 @@ def register() -> None:
 def _refused(*args: Any) -> Any:
     raise BackendError(
         message(
-            "process group backend 'xla' reduces over replicas, of which there are none under SPMD: one process drives all devices",
+            "process group backend 'xla' reduces over replicas, but SPMD has none: one process drives all devices",
             fix="init_process_group('gloo', init_method='xla://') for values on the host; global tensors need no reduction",
         )
     )
 
 
 def _rendezvous(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-    """(store, rank, world size) of a process that is alone."""
+    """(store, rank, world size) of a single process."""
     if jax.process_count() > 1:
         fix = "init_process_group('gloo', init_method='env://', rank=xr.process_index(), world_size=xr.process_count())"
-        raise BackendError(message(f"xla:// is for one process, this job has {jax.process_count()}", fix=fix))
+        raise BackendError(message(f"xla:// needs a single process, but this job has {jax.process_count()}", fix=fix))
     yield dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""`torch_xla.experimental.assume_pure`: `spmd.assume_pure` with torch_xla's options, and a module of it."""
+"""`torch_xla.experimental.assume_pure`: `spmd.assume_pure` with torch_xla's options, and as a module."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spmd.base._errors import SpmdError, message
 from spmd.device._random_stream import default_stream
 from spmd.program.flow._pure import assume_pure as pure_function
 
-# function -> what `assume_pure_torch(use_cache=True)` made of it
+# function -> result of `assume_pure_torch(use_cache=True)`
 _XLA_COMPUTATION_CACHE: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class NoSeedError(SpmdError, AssertionError):
-    """A function that takes a seed was called without one."""
+    """A function that needs a seed was called without one."""
 
 
 def assume_pure(fn: Callable[..., Any], *, add_rng_seed_argument: bool = False) -> Callable[..., Any]:
@@ -26,8 +26,8 @@ def assume_pure(fn: Callable[..., Any], *, add_rng_seed_argument: bool = False) 
 
     Args:
         fn: reads only its arguments and tensors that stay the same objects, and changes nothing.
-        add_rng_seed_argument: the function returned takes `rng_seed=`, an int: what it draws depends on that alone, and the
-            program's own stream does not advance.
+        add_rng_seed_argument: the returned function takes `rng_seed=`, an int, which alone determines its random draws. The program's
+            own random stream does not advance.
     """
     pure = pure_function(fn)
     if not add_rng_seed_argument:
@@ -36,7 +36,7 @@ def assume_pure(fn: Callable[..., Any], *, add_rng_seed_argument: bool = False) 
     @functools.wraps(fn)
     def seeded(*args: Any, rng_seed: Any = None, **kwargs: Any) -> Any:
         if rng_seed is None:
-            raise NoSeedError(message(f"{getattr(fn, '__name__', 'the function')} was given no seed", fix="pass rng_seed=0"))
+            raise NoSeedError(message(f"{getattr(fn, '__name__', 'the function')} needs a seed", fix="pass rng_seed=0"))
         before = default_stream.seed, default_stream.draws
         default_stream.seed, default_stream.draws = int(rng_seed), 0
         try:
@@ -48,11 +48,11 @@ def assume_pure(fn: Callable[..., Any], *, add_rng_seed_argument: bool = False) 
 
 
 def assume_pure_torch(func: Callable[..., Any], use_cache: bool = False) -> Callable[..., Any]:
-    """`assume_pure` without gradients; to be used while they are switched off.
+    """`assume_pure` without gradients. Call it only under `torch.no_grad()`.
 
     Args:
         func: as for `assume_pure`.
-        use_cache: made once for `func`, also where it is decorated again.
+        use_cache: create the pure function only once per `func`.
     """
     assert not torch.is_grad_enabled(), "assume_pure_torch has no gradients\n  fix: with torch.no_grad(), or use assume_pure"
     if use_cache and func in _XLA_COMPUTATION_CACHE:
@@ -70,7 +70,7 @@ def assume_pure_torch(func: Callable[..., Any], use_cache: bool = False) -> Call
 
 
 class PureModule(nn.Module):
-    """A module whose forward pass is traced once for each structure and shapes of its inputs; see `assume_pure`."""
+    """A module whose forward pass is traced once per structure and shapes of its inputs; see `assume_pure`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

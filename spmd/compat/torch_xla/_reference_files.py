@@ -1,6 +1,6 @@
-"""`torch_xla.utils.serialization`: a file of references, and a folder beside it with one file per device tensor.
+"""`torch_xla.utils.serialization`: a file with references, and a folder next to it with one file per device tensor.
 
-The form is torch_xla's: `path` holds the data with a `TensorReference` in each tensor's place, `path + ".tensors"` the tensors.
+The format is torch_xla's: `path` contains the data with a `TensorReference` for each tensor, `path + ".tensors"` the tensors.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from spmd.compat.torch_xla import _xla_model as xm
 
 
 class TensorReference:
-    """Stands for the tensor in file number `tid`."""
+    """A reference to the tensor in file number `tid`."""
 
     def __init__(self, tid: int) -> None:
         self.tid = tid
 
 
-# Files that torch_xla wrote name its class; the module of that name has this one.
+# Files that torch_xla wrote refer to its class by name, which resolves to this one.
 TensorReference.__module__ = "torch_xla.utils.serialization"
 
 
 def save(data: Any, path: str, master_only: bool = True, global_master: bool = False) -> None:
-    """Write `data`, its device tensors as CPU tensors in files of their own.
+    """Write `data`, with its device tensors as CPU tensors in separate files.
 
     Args:
         data: nested containers.
-        path: of the file; the folder is `path + ".tensors"`, and is emptied first.
-        master_only: only the first process writes; else `path` must differ from process to process.
-        global_master: the first process of all, not of each host.
+        path: path of the file. The folder is `path + ".tensors"`; it is emptied first.
+        master_only: only the first process writes; otherwise every process needs its own `path`.
+        global_master: the first process of the job, not of each host.
     """
     folder, is_writer = _folder(path), not master_only or xm.is_master_ordinal(local=not global_master)
     if is_writer:
@@ -58,7 +58,7 @@ def save(data: Any, path: str, master_only: bool = True, global_master: bool = F
 
 
 def load(path: str) -> Any:
-    """What `save` wrote, its device tensors on the CPU. It is unpickled: load only files that you trust."""
+    """Read the result of `save`, with its device tensors on the CPU. It is unpickled, so load only files that you trust."""
     read: Callable[[TensorReference], Any] = lambda reference: torch.load(_file(_folder(path), reference.tid))  # noqa: E731
     return pytree.tree_map_only(TensorReference, read, torch.load(path, weights_only=False))
 

@@ -1,8 +1,8 @@
-"""`XlaFullyShardedDataParallel`: torch_xla's FSDP of replicas, as far as one program can mean it.
+"""`XlaFullyShardedDataParallel`: torch_xla's FSDP of replicas, as far as a single program can express it.
 
-Replicas had a batch each, and averaged gradients; here there is one global batch, so gradients need no averaging. Parameters lie split
-over all devices, and each unit gathers its own while it runs (`spmd.fully_shard`). There is no flat parameter and no shard of one process:
-`state_dict()` holds whole tensors.
+Each replica had its own batch, and gradients were averaged. Here there is one global batch, so gradients need no averaging. Parameters are
+split over all devices, and each unit gathers its own while it runs (`spmd.fully_shard`). There is no flat parameter and no shard
+per process: `state_dict()` contains global tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmd.sharding._annotate import mark_sharding
 from spmd.xla_names._fsdp_v2 import recursive_wrap
 
 _AXIS = "fsdp"
-# options that say how replicas communicate, and change no value
+# options that configure the replicas' communication and change no values
 _TUNING = {
     "execute_sharding_on_init", "optimization_barrier_in_forward", "optimization_barrier_in_backward", "sync_on_finalization",
     "disable_reshard_on_root", "shard_param_on_dim_0", "pin_layout_in_collective_ops", "reduce_scatter_bucket_size_mb",
@@ -40,16 +40,16 @@ class XlaFullyShardedDataParallel(nn.Module):
     Args:
         module: moved to the device if it is not there.
         reshard_after_forward: gather parameters again for the backward pass.
-        compute_dtype: what parameters are gathered and used in.
-        buffer_dtype: what floating buffers are cast to, once.
+        compute_dtype: dtype in which parameters are gathered and used.
+        buffer_dtype: dtype to which floating-point buffers are cast, once.
         fp32_reduce_scatter: sum gradients in float32.
-        auto_wrap_policy: submodules for which it says yes become units of their own.
-        auto_wrapper_callable: what wraps those, instead of this class.
-        param_init_fn: called with a module whose parameters lie on "meta", to give them values on the device.
-        options: torch_xla's other arguments, which say how replicas communicate.
+        auto_wrap_policy: submodules for which it returns True become separate units.
+        auto_wrapper_callable: wraps these submodules instead of this class.
+        param_init_fn: called with a module whose parameters are on "meta", to initialize them on the device.
+        options: torch_xla's other arguments, which configure the replicas' communication.
 
     Raises:
-        WrapError: the module is wrapped already or has no forward, or an option asks for some of the replicas (a RuntimeError).
+        WrapError: the module is already wrapped or has no forward, or an option selects a subset of replicas (a RuntimeError).
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class XlaFullyShardedDataParallel(nn.Module):
         fully_shard(module, self._mesh, axis=_AXIS, reshard_after_forward=reshard_after_forward, mp_policy=policy if narrow else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output; inputs lie split over their first dim, which is the batch's."""
+        """The module's output. Inputs are split along their first dim, the batch."""
         return self.module(*_split(args, self._mesh), **_split(kwargs, self._mesh))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, groups: Any = None) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of the parameters, whose gradients are global."""
+        """`torch.nn.utils.clip_grad_norm_` on the parameters, whose gradients are global."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper lacks, the module has."""
+        """Look up attributes that the wrapper lacks on the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -101,7 +101,7 @@ class XlaFullyShardedDataParallel(nn.Module):
 
 
 def _split(values: Any, mesh: Any) -> Any:
-    """Inputs that lie nowhere in particular, split over the batch; what is marked stays where it is."""
+    """Inputs without a layout, split along the batch; marked inputs keep their layout."""
     from spmd.base._torch import pytree
     from spmd.device._storage import buffer_of, recording
 
@@ -116,24 +116,24 @@ def _split(values: Any, mesh: Any) -> Any:
 
 
 def consolidate_sharded_model_checkpoints(*args: Any, **kwargs: Any) -> Any:
-    """Refused: files of one replica's shard are torch_xla's own.
+    """Refused: checkpoint files of one replica's shard are torch_xla's own format.
 
     Raises:
         WrapError: always.
     """
-    what = "sharded checkpoint files hold a replica's flat shards, which only torch_xla writes"
-    raise WrapError(message(what, fix="consolidate them with torch_xla once; here model.state_dict() holds whole tensors"))
+    what = "sharded checkpoint files contain a replica's flat shards, which only torch_xla can read"
+    raise WrapError(message(what, fix="consolidate them with torch_xla once; here model.state_dict() has global tensors"))
 
 
 def _require_wrappable(module: nn.Module, options: dict[str, Any]) -> None:
     partial: Sequence[str] = [n for n in ("sharding_groups", "sharding_rank", "sharding_world_size") if options.pop(n, None) is not None]
     if partial:
         fix = "spmd.fully_shard(module, mesh, axis=...) splits over one axis of a mesh"
-        raise WrapError(message(f"{', '.join(partial)} name some of the replicas, of which there are none", fix=fix))
+        raise WrapError(message(f"{', '.join(partial)} select a subset of replicas, but there are none", fix=fix))
     unknown = sorted(options.keys() - _TUNING)
     if unknown:
         raise WrapError(message(f"XlaFullyShardedDataParallel has no option {', '.join(unknown)}", fix="leave it out"))
     if isinstance(module, XlaFullyShardedDataParallel):
-        raise WrapError(message("the module is wrapped already", fix="wrap inner modules first, the whole model last"))
+        raise WrapError(message("the module is already wrapped", fix="wrap inner modules first, the whole model last"))
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise WrapError(message(f"{type(module).__name__} has no forward", fix="wrap its elements"))
