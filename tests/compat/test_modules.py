@@ -103,7 +103,7 @@ def test_step_closures_run_at_the_end_of_a_step_in_order() -> None:
         xm.add_step_closure(print, (x,))
         return x
 
-    with pytest.raises(spmd.TraceError, match="would run once and not in every step"):
+    with pytest.raises(spmd.TraceError, match="would run only once, not in every step"):
         spmd.compile(step)(torch.ones(1, device="xla"))
 
 
@@ -365,11 +365,11 @@ def test_compile_counts_graphs_and_takes_modules() -> None:
     run = torch_xla.compile(lambda x: x * 2, max_different_graphs=2, name="double")
     for n in (1, 2, 2):
         assert torch.equal(run(torch.ones(n, device="xla")).cpu(), torch.full((n,), 2.0))
-    with pytest.raises(spmd.SpmdError, match="double needed 3 programs, 2 were allowed"):
+    with pytest.raises(spmd.SpmdError, match="double needed 3 programs, but 2 are allowed"):
         run(torch.ones(3, device="xla"))
     once = torch_xla.compile(max_different_graphs=1, name="once")(lambda x: x * 2)
     once(torch.ones(1, device="xla"))
-    with pytest.raises(spmd.SpmdError, match="once needed 2 programs, 1 were allowed"):
+    with pytest.raises(spmd.SpmdError, match="once needed 2 programs, but 1 are allowed"):
         once(torch.ones(2, device="xla"))
     model = MLP().to("xla").eval()
     with torch.no_grad():

@@ -135,7 +135,7 @@ def test_fsdp_of_replicas_is_one_program_with_split_parameters() -> None:
     for options, said in (({"sharding_rank": 1}, "select a subset of replicas"), ({"nonsense": 1}, "has no option nonsense")):
         with pytest.raises(RuntimeError, match=said):
             FSDP(nn.Linear(2, 2), **options)
-    with pytest.raises(RuntimeError, match="wrapped already"):
+    with pytest.raises(RuntimeError, match="already wrapped"):
         FSDP(model)
 
 

@@ -97,7 +97,7 @@ def test_what_one_program_cannot_be_is_refused() -> None:
     with pytest.raises(spmd.SpmdError, match=r"device 'jax' has one rank, but the process group has 8(?s:.*)fix: start the program once"):
         dist.init_process_group("spmd", store=dist.HashStore(), rank=0, world_size=8)  # pyright: ignore[reportPrivateImportUsage]
     made = grid()
-    with pytest.raises(spmd.SpmdError, match="a collective of one rank was given 2 tensors and 1 places"):
+    with pytest.raises(spmd.SpmdError, match="a collective of one rank was given 2 input and 1 output tensors"):
         dist.scatter(torch.zeros(1).to("jax"), [torch.zeros(1).to("jax")] * 2, group=made.get_group("dp"))
     with pytest.raises(spmd.SpmdError, match="a single program has no other rank to send to"):
         dist.group.WORLD.send([torch.zeros(1)], 1, 0)  # pyright: ignore[reportOptionalMemberAccess]

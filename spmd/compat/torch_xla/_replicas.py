@@ -1,7 +1,7 @@
-"""`torch_xla.distributed.xla_multiprocessing`, where there are no replicas: one process drives all devices, so a function runs once.
+"""`torch_xla.distributed.xla_multiprocessing` without replicas: one process drives all devices, so a function runs once.
 
-A program that reduces over its replicas has one, and computes what torch_xla computes on one device; `xs.mark_sharding` is what
-spreads it over the others.
+A program that reduces over its replicas has a single one, and computes what torch_xla computes on one device. `xs.mark_sharding` spreads
+it over the other devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spmd.base._errors import SpmdError, message
 
 
 class ReplicaCountError(SpmdError, ValueError):
-    """Another number of replicas than one was asked for."""
+    """More than one replica was requested."""
 
 
 def spawn(
@@ -26,36 +26,36 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> None:
-    """`fn(0, *args)`, once, in this process.
+    """Call `fn(0, *args)` once, in this process.
 
     Args:
-        fn: takes the ordinal of its replica first.
+        fn: its first argument is the ordinal of the replica.
         args: its other arguments.
         nprocs: 1 or None.
-        join: taken for torch_xla's sake, as `daemon` and `start_method`: there is no other process.
+        join: accepted for compatibility, like `daemon` and `start_method`: there is no other process.
 
     Raises:
-        ReplicaCountError: another number of processes was asked for (a ValueError).
+        ReplicaCountError: more than one process was requested (a ValueError).
     """
     if nprocs not in (None, 1):
         what = f"xmp.spawn cannot start {nprocs} processes"
-        raise ReplicaCountError(message(what, "one process drives all devices", fix="leave nprocs out, and mark what is to be split"))
+        raise ReplicaCountError(message(what, "one process drives all devices", fix="leave nprocs out, and mark the tensors to split"))
     fn(0, *args)
 
 
 class MpModelWrapper:
-    """A model made before `spawn` and moved to the device in it."""
+    """A model that is created before `spawn` and moved to the device inside."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
     def to(self, device: Any) -> torch.nn.Module:
-        """The model itself, on `device`."""
+        """The model itself, moved to `device`."""
         return self._model.to(device)
 
 
 class MpSerialExecutor:
-    """Runs a function of one replica at a time; here there is one."""
+    """Runs a function in one replica at a time; here there is only one."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
         return fn()

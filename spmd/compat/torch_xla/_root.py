@@ -21,7 +21,7 @@ __version__ = "2.9.0+spmd"
 
 
 def device(index: int | None = None) -> torch.device:
-    """The one device, "xla:0"."""
+    """The one PyTorch device, "xla:0"."""
     if index not in (None, 0):
         raise IndexError(message(f"there is no device xla:{index}", "xla:0 stands for all devices", fix="torch_xla.device()"))
     return XLA
@@ -36,7 +36,7 @@ def real_devices() -> list[str]:
 
 
 def device_count() -> int:
-    """Devices of this process."""
+    """Number of devices of this process."""
     return len(real_devices())
 
 
@@ -45,7 +45,7 @@ def manual_seed(seed: int, device: Any = None) -> None:
 
 
 class _Region:
-    """What `compile()` without a function gives: a decorator, and a context in which nothing needs to change."""
+    """Returned by `compile()` without a function: a decorator, and a context manager that only ends the step."""
 
     def __init__(self, name: str | None = None, limit: int | None = None) -> None:
         self._name, self._limit = name, limit
@@ -64,15 +64,15 @@ class _Region:
 def compile(
     f: Callable[..., Any] | None = None, full_graph: bool | None = False, name: str | None = None, max_different_graphs: int | None = None
 ) -> Any:
-    """`spmd.compile`: one program with its backward pass and optimizer; gradients stay readable. Its results take no gradient.
+    """`spmd.compile`: one program with its backward pass and optimizer. Gradients stay readable; results have no autograd graph.
 
-    Without a function: a decorator, or a context whose operations run as they do outside it.
+    Without a function: a decorator, or a context manager in which operations run as outside it.
 
     Args:
         f: the function or module.
-        full_graph: always so.
-        name: taken for torch_xla's sake.
-        max_different_graphs: raise when more programs than this were needed.
+        full_graph: accepted for compatibility; it is always so.
+        name: name of the function in errors.
+        max_different_graphs: raise if more programs than this were needed.
     """
     return _Region(name, max_different_graphs) if f is None else _compiled(f, name, max_different_graphs)
 
@@ -91,7 +91,7 @@ def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None)
         if limit is not None and step.num_executables > limit:
             raise SpmdError(
                 message(
-                    f"{name or getattr(f, '__name__', 'the function')} needed {step.num_executables} programs, {limit} were allowed",
+                    f"{name or getattr(f, '__name__', 'the function')} needed {step.num_executables} programs, but {limit} are allowed",
                     *step.retraces[-1:],
                     fix="keep shapes and Python values constant",
                 )
@@ -104,7 +104,7 @@ def _compiled(f: Callable[..., Any], name: str | None, limit: int | None = None)
 
 
 def step() -> _Region:
-    """A context, at whose end a step ends."""
+    """A context manager that ends the step on exit."""
     return _Region()
 
 

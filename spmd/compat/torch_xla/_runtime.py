@@ -19,17 +19,17 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> Any:
 
 
 def use_spmd(auto: bool = False) -> None:
-    """Nothing but `XLA_USE_SPMD=1`, for who looks there: one process always drives all devices.
+    """Only sets `XLA_USE_SPMD=1`, for code that reads it: one process always drives all devices.
 
     Raises:
-        SpmdError: `auto` is true.
+        SpmdError: `auto` is True.
     """
     _mode.use_spmd(auto)
     set_spmd_flags()
 
 
 def is_spmd() -> bool:
-    """True, unless the program itself took `XLA_USE_SPMD` out of the environment."""
+    """True, unless the program itself removed `XLA_USE_SPMD` from the environment."""
     return check_env_flag("XLA_USE_SPMD")
 
 
@@ -46,7 +46,7 @@ def device_type() -> str:
 
 
 def set_device_type(pjrt_device: str) -> None:
-    """Ask for a platform: "CPU" keeps the program off accelerators; any other is taken as found."""
+    """Select a platform: "CPU" keeps the program off accelerators; other values have no effect."""
     if pjrt_device == "CPU":
         virtual_devices(torch_xla_environment().num_cpu_devices or 1)
 
@@ -60,17 +60,17 @@ def is_bf16_supported() -> bool:
 
 
 def global_runtime_device_count() -> int:
-    """Devices of all processes."""
+    """Number of devices of all processes."""
     return device_count()
 
 
 def addressable_runtime_device_count() -> int:
-    """Devices of this process."""
+    """Number of devices of this process."""
     return jax.local_device_count()
 
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
-    """Name of each device and, where it knows, its coordinates and slice."""
+    """Name of each device and, if known, its coordinates and slice."""
     return device_attributes()
 
 
@@ -78,7 +78,7 @@ global_device_attributes = global_runtime_device_attributes
 
 
 def runtime_device_attributes(device: str) -> dict[str, Any]:
-    """Those of one device, such as "CPU:3"."""
+    """The attributes of one device, such as "CPU:3"."""
     found = {str(attributes["name"]): attributes for attributes in device_attributes()}
     if device not in found:
         raise DeviceError(f"there is no device {device!r}\n  devices: {', '.join(found)}\n  fix: name one of these")
@@ -86,7 +86,7 @@ def runtime_device_attributes(device: str) -> dict[str, Any]:
 
 
 def global_device_count() -> int:
-    """Devices as the program sees them: the one that stands for all."""
+    """Number of devices that the program sees: the one that represents all."""
     return 1
 
 
@@ -94,7 +94,7 @@ addressable_device_count = local_device_count = global_device_count
 
 
 def world_size() -> int:
-    """Replicas: one, under SPMD."""
+    """Number of replicas: always one under SPMD."""
     return 1
 
 
@@ -122,10 +122,10 @@ def process_count() -> int:
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:
-    """Keep compiled programs in a folder from run to run."""
+    """Cache compiled programs in a folder for later runs."""
     jax.config.update("jax_compilation_cache_dir", path)
 
 
 def get_num_cached_compilation_graph() -> int:
-    """Programs compiled so far."""
+    """Number of programs compiled so far."""
     return num_compilations()

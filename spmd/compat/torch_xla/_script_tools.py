@@ -1,4 +1,4 @@
-"""`torch_xla.utils.utils`: what scripts use around a training loop."""
+"""`torch_xla.utils.utils`: helpers of scripts around a training loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mesh.launch._xla_environment import getenv_as as getenv_as
 
 
 class SampleGenerator:
-    """The same sample `sample_count` times: input for benchmarks. It is its own iterator, and starts anew for each `for`."""
+    """The same sample `sample_count` times, as input for benchmarks. It is its own iterator; every `for` loop starts from the beginning."""
 
     def __init__(self, data: Any, sample_count: int) -> None:
         self._data, self._sample_count, self._count = data, sample_count, 0
@@ -56,19 +56,19 @@ class FnDataGenerator:
 
 
 class DataWrapper:
-    """An object of the user's that holds tensors: subclasses say which, and how it is made of others."""
+    """A user-defined object with tensors. Subclasses return its tensors, and rebuild it from others."""
 
     def get_tensors(self) -> list[Any]:
         """The CPU tensors that must go to the device."""
         raise NotImplementedError(f"{type(self).__name__} lacks get_tensors")
 
     def from_tensors(self, tensors: list[Any]) -> Any:
-        """The same object made of `tensors`, one for each of `get_tensors()`."""
+        """The same object rebuilt from `tensors`, one for each of `get_tensors()`."""
         raise NotImplementedError(f"{type(self).__name__} lacks from_tensors")
 
 
 class LazyProperty:
-    """A value made by `gen_fn()` when first asked for."""
+    """A value that `gen_fn()` computes on first access."""
 
     def __init__(self, gen_fn: Callable[[], Any]) -> None:
         self._gen_fn: Callable[[], Any] | None = gen_fn
@@ -82,7 +82,7 @@ class LazyProperty:
 
 
 class TmpFolder:
-    """A folder that goes with the object: its path is `name`."""
+    """A temporary folder, deleted with the object. Its path is `name`."""
 
     def __init__(self) -> None:
         self.name = tempfile.mkdtemp()
@@ -92,7 +92,7 @@ class TmpFolder:
 
 
 class TimedScope:
-    """A `with` block whose time is printed, unless `set_error` was called."""
+    """A `with` block that prints its duration, unless `set_error` was called."""
 
     def __init__(self, msg: str = "", printfn: Callable[[str], Any] | None = None) -> None:
         self._msg, self._print, self._error = msg, printfn or eprint, False
@@ -111,7 +111,7 @@ class TimedScope:
 
 
 def as_list(t: Any) -> Any:
-    """A list of one thing; a list or tuple as it is."""
+    """`[t]`; a list or tuple is returned as it is."""
     return t if isinstance(t, tuple | list) else [t]
 
 
@@ -130,12 +130,12 @@ def flatten_nested_tuple(inputs: Any) -> tuple[Any, ...]:
 
 
 def list_copy_append(ilist: Sequence[Any], item: Any) -> list[Any]:
-    """A new list with one item more."""
+    """A new list with `item` appended."""
     return [*ilist, item]
 
 
 def null_print(*args: Any, **kwargs: Any) -> None:
-    """Nothing."""
+    """Print nothing."""
 
 
 def eprint(*args: Any) -> None:
@@ -144,18 +144,18 @@ def eprint(*args: Any) -> None:
 
 
 def get_print_fn(debug: bool | None = None) -> Callable[..., None]:
-    """`eprint` if `debug`, which is `DEBUG` in the environment unless given."""
+    """`eprint` if `debug`, else `null_print`. Default of `debug`: `DEBUG` in the environment."""
     return eprint if (getenv_as("DEBUG", int, 0) if debug is None else debug) else null_print
 
 
 def timed(fn: Callable[[], Any], msg: str = "", printfn: Callable[[str], Any] = eprint) -> Any:
-    """`fn()`, its time printed."""
+    """Call `fn()` and print its duration."""
     with TimedScope(msg, printfn):
         return fn()
 
 
 def get_free_tcp_ports(n: int = 1) -> list[int]:
-    """Ports that nobody listens on now."""
+    """TCP ports that are free now."""
     ports = []
     for _ in range(n):
         with socket.socket() as listener:
@@ -165,6 +165,6 @@ def get_free_tcp_ports(n: int = 1) -> list[int]:
 
 
 def parallel_work(num_workers: int, fn: Callable[..., Any], *args: Iterable[Any]) -> list[Any]:
-    """`map(fn, *args)` in threads; raises what a call raised."""
+    """`map(fn, *args)` in threads; raises the exception of a call."""
     with ThreadPoolExecutor(num_workers) as pool:
         return list(pool.map(fn, *args))

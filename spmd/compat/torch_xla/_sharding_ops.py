@@ -1,6 +1,6 @@
-"""`torch.ops.xla`'s sharding operators, and `MarkShardingFunction`, which is made of one: graphs that AOTAutograd traces hold them.
+"""`torch.ops.xla`'s sharding operators, and `MarkShardingFunction`, which uses one, for graphs that AOTAutograd traces.
 
-A mesh and a spec stand in them as text: `str(mesh)` of torch_xla or `mesh.to_string()`, and the tuple's repr.
+Mesh and spec are text arguments: torch_xla's `str(mesh)` or `mesh.to_string()`, and the tuple's repr.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from spmd.compat.torch_xla._meshes import Mesh, mesh_of_text
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._constraint import constrain
 
-_library: list[torch.library.Library] = []  # kept: its operators live as long as it does
+_library: list[torch.library.Library] = []  # keeps the library alive, because its operators live only as long as it
 
 
 def register() -> None:
-    """Define the operators, once in a process."""
+    """Define the operators, once per process."""
     if _library:
         return
     library = torch.library.Library("xla", "FRAGMENT")
@@ -44,7 +44,7 @@ def _laid_out(t: torch.Tensor, mesh: str, partition_spec: str) -> torch.Tensor:
 
 
 def _marked(input: torch.Tensor, device_ids: list[int], mesh_shape: list[int], axis_names: str, partition_spec: str) -> torch.Tensor:
-    """`mark_sharding` in place; returns a tensor of its own, as an operator must."""
+    """`mark_sharding` in place; returns a new tensor, as an operator must."""
     mesh = Mesh(device_ids, mesh_shape, ast.literal_eval(axis_names))
     _spmd.mark_sharding(input, mesh, ast.literal_eval(partition_spec))
     return input.detach().as_subclass(torch.Tensor).clone()
@@ -53,12 +53,12 @@ def _marked(input: torch.Tensor, device_ids: list[int], mesh_shape: list[int], a
 def _mesh_of(text: str) -> Mesh:
     found = mesh_of_text(text)
     if found is None:
-        raise SpmdError(message(f"{text!r} is no mesh", fix="pass mesh.to_string()"))
+        raise SpmdError(message(f"{text!r} is not a mesh", fix="pass mesh.to_string()"))
     return found
 
 
 class MarkShardingFunction(torch.autograd.Function):
-    """`MarkShardingFunction.apply(t, mesh, spec)`: a new tensor laid out so, whose gradient is laid out alike."""
+    """`MarkShardingFunction.apply(t, mesh, spec)`: a new tensor with this layout, which its gradient gets too."""
 
     @staticmethod
     def forward(ctx: Any, torch_tensor: torch.Tensor, mesh: Any, partition_spec: Any) -> torch.Tensor:

@@ -39,19 +39,19 @@ from spmd.xla_names._sharding_spec import ShardingSpec as ShardingSpec
 
 PartitionSpec = tuple  # torch_xla's name for a type; specs are written as tuples
 
-# Buffers whose first mark sent them from the host: torch_xla's device data, whose annotation it wants cleared before another.
+# Buffers that were uploaded by their first mark: torch_xla's device data, whose annotation must be cleared before another one.
 _device_data: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
 
 class AnnotationError(SpmdError, RuntimeError):
-    """A tensor that is split in one way was marked in another."""
+    """A tensor with one sharding was marked with another."""
 
 
 def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Any) -> XLAShardedTensor:
-    """`spmd.mark_sharding`, except that data split in one way must be cleared before it is split in another, as in torch_xla.
+    """`spmd.mark_sharding`, except that the sharding of data must be cleared before it gets another, as in torch_xla.
 
     Raises:
-        AnnotationError: it was not (a RuntimeError).
+        AnnotationError: it was not cleared (a RuntimeError).
         SpecError: the spec does not fit (an AssertionError too while the modules are installed).
     """
     if torch.compiler.is_dynamo_compiling() or t.device.type != "jax" or recording.get() is not None:
@@ -65,7 +65,7 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Any) -> XLASharded
         raise AnnotationError(
             message(
                 "Existing annotation must be cleared first.",
-                f"it is {old.to_xla()}, the new one {spec.to_xla()}",
+                f"the old one is {old.to_xla()}, the new one {spec.to_xla()}",
                 fix="xs.clear_sharding(t) first; spmd.mark_sharding moves the tensor without that",
             )
         )
@@ -82,24 +82,24 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
 
 
 def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: its class is all that wrapping changes."""
+    """The same tensor with the plain class; wrapping changes only the class."""
     return t.global_tensor if isinstance(t, XLAShardedTensor) else t
 
 
 def manual_only(t: torch.Tensor) -> ManualTensor:
-    """torch_xla's `_mark_manual_sharding`: `t` itself if it is manual."""
+    """torch_xla's `_mark_manual_sharding`: returns `t` if it is manual, else raises."""
     if isinstance(t, ManualTensor):
         return t
-    raise AnnotationError(message("a global tensor cannot be called manual", fix="xs.enable_manual_sharding(t, partition_spec)"))
+    raise AnnotationError(message("a global tensor cannot be marked as manual", fix="xs.enable_manual_sharding(t, partition_spec)"))
 
 
 def convert_to_xla_mesh(dt_mesh: Any) -> Mesh:
-    """A torch `DeviceMesh` as a mesh."""
+    """Convert a torch `DeviceMesh`."""
     return Mesh(dt_mesh.mesh.flatten().tolist(), tuple(dt_mesh.mesh.shape), dt_mesh.mesh_dim_names)
 
 
 def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Any) -> tuple[Any, ...]:
-    """Placements as a tuple of axis indices, one per dim."""
+    """Convert placements to a tuple of axis indices, one per dim."""
     count = max(1, len(placements))
     mesh = Mesh([0], (1,) * count)
     spec = _distribute.spec_from_placements(tensor.to("jax") if tensor.device.type != "jax" else tensor, mesh, placements)
@@ -107,7 +107,7 @@ def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Any) -> tupl
 
 
 def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
-    """The module: `nn.Linear` is lowered as the patch would."""
+    """The module, unchanged: `nn.Linear` is already lowered as the patch would do."""
     return module
 
 
@@ -115,14 +115,14 @@ def full_to_shard_shape(t: torch.Tensor) -> ManualTensor:
     """`torch_xla._XLAC._spmd_full_to_shard_shape`."""
     spec = buffer_of(t).annotation
     if spec is None:
-        raise AnnotationError(message("a tensor without sharding has no shard shape", fix="xs.mark_sharding(t, mesh, spec) first"))
+        raise AnnotationError(message("a tensor without sharding has no shard shape", fix="mark it first: xs.mark_sharding(t, mesh, spec)"))
     return enable_manual_sharding(t, spec.partition_spec, mesh=spec.mesh)
 
 
 def shard_to_full_shape(t: torch.Tensor, op_sharding: ShardingOnMesh, full_shape: Any, dtype: Any) -> XLAShardedTensor:
-    """`torch_xla._XLAC._spmd_shard_to_full_shape`; `op_sharding` is what `mesh.get_op_sharding(spec)` gave."""
+    """`torch_xla._XLAC._spmd_shard_to_full_shape`; `op_sharding` is the result of `mesh.get_op_sharding(spec)`."""
     if not isinstance(t, ManualTensor):
-        raise AnnotationError(message("the tensor is not manual", fix="xs.enable_manual_sharding(t, partition_spec) first"))
+        raise AnnotationError(message("the tensor is not manual", fix="t = xs.enable_manual_sharding(t, partition_spec)"))
     return disable_manual_sharding(t, op_sharding.partition_spec, full_shape, mesh=op_sharding.mesh)
 
 

@@ -1,4 +1,4 @@
-"""Step boundaries: what a program did since the last one runs as one program, then the closures it left for the end of the step."""
+"""Step boundaries: operations since the last one run as one program, then step closures run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _lazy: list[Lazy] = []
 
 
 def record() -> None:
-    """From here on operations wait for the end of their step, as under torch_xla."""
+    """Defer operations to the end of their step from now on, as torch_xla does."""
     if not _lazy:
         _lazy.append(Lazy())
         _lazy[0].start()
 
 
 def run_eagerly() -> None:
-    """From here on operations run when they are called."""
+    """Run operations immediately from now on."""
     if _lazy:
         _lazy.pop().stop()
 
@@ -39,11 +39,11 @@ def is_eager() -> bool:
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """`xm.mark_step`, `torch_xla.sync`: the end of a step; with `wait`, until the devices have finished it.
+    """`xm.mark_step`, `torch_xla.sync`: end a step. With `wait`, block until the devices have finished it.
 
-    An error of a closure that ran in the other thread is raised at the end of the next step.
+    The exception of an asynchronous closure is raised at the end of the next step.
     """
-    if recording.get() is not None:  # part of a compiled step: its end is the end of the program
+    if recording.get() is not None:  # inside a compiled step, which ends with its program
         return
     _counters.count("MarkStep")
     end_step()
@@ -61,22 +61,22 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def wait_device_ops(devices: Any = ()) -> None:
-    """`xm.wait_device_ops`: until the devices have finished what was dispatched to them."""
+    """`xm.wait_device_ops`: block until the devices have finished everything that was dispatched."""
     torch.get_device_module("jax").synchronize()
 
 
 def add_step_closure(closure: Callable[..., Any], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
-    """`xm.add_step_closure`: call `closure(*args)` at the end of the step, with `run_async` in another thread.
+    """`xm.add_step_closure`: call `closure(*args)` at the end of the step; with `run_async` in another thread.
 
     Raises:
-        TraceError: inside a compiled function, which runs its Python code once and not in every step.
+        TraceError: in a compiled function, whose Python code does not run in every step.
     """
     if recording.get() is not None:
         raise TraceError(
             message(
-                "a compiled function adds a step closure, which would run once and not in every step",
+                "a compiled function adds a step closure, which would run only once, not in every step",
                 *called_at(),
-                fix="return the values from the compiled function and report them after it",
+                fix="return the values from the compiled function and add the closure after it",
             )
         )
     (_async_closures if run_async else _closures).append(lambda: closure(*args))

@@ -1,6 +1,6 @@
-"""What a program written for torch_xla sees of a sharded tensor: text for its sharding, a tuple for its spec, lists of slices.
+"""Properties of sharded tensors as torch_xla's programs expect them: a string for the sharding, a tuple for the spec, lists of slices.
 
-The properties of `XLAShardedTensor` are replaced while the modules are installed. Code of this package still gets its own.
+They replace properties of `XLAShardedTensor` while the modules are installed. Code of this package still gets the original ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd.xla_names._manual import ManualTensor
 
 
 def enter(stack: ExitStack) -> None:
-    """Show tensors as torch_xla does until `stack` closes."""
+    """Replace the properties until `stack` closes."""
     for name, seen in (("sharding_spec", sharding_text), ("partition_spec", spec_tuple), ("local_shards", shards)):
         ours: Any = XLAShardedTensor.__dict__[name]
         setattr(XLAShardedTensor, name, property(_by_asker(ours.fget, seen)))
@@ -33,14 +33,14 @@ def _by_asker(ours: Any, seen: Any) -> Any:
 
 
 def layout(t: torch.Tensor) -> ShardingSpec | None:
-    """How `t` was marked, else how its value lies if that is in pieces, else None."""
+    """The annotation of `t`, else the layout of its value if that is split, else None."""
     if t.device.type != "jax":
         return None
     buffer = buffer_of(t)
     buffer.settle()
     is_marked = buffer.annotation is not None and is_whole(t, buffer)
     if not is_marked and (buffer.value is None or is_tracer(buffer.value)):
-        return None  # still on the host, where asking would upload it, or a value of a program
+        return None  # still on the host, and `sharding_of` would upload it, or a value inside a program
     found = sharding_of(t)
     return None if found is not None and found.is_replicated and not is_marked else found
 
@@ -64,7 +64,7 @@ def sharding_type(t: torch.Tensor) -> ShardingType | None:
 
 
 def spec_tuple(t: torch.Tensor) -> tuple[Any, ...] | None:
-    """The partition spec as a tuple; axes that the program gave no names to, by index."""
+    """The partition spec as a tuple; axes that the program did not name are given by index."""
     spec = layout(t)
     if spec is None:
         return None
@@ -76,7 +76,7 @@ def spec_tuple(t: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def shards(t: torch.Tensor) -> list[XLAShard]:
-    """The local shards with torch_xla's indices: `...` for the whole, else a list of full slices."""
+    """The local shards with torch_xla's indices: `...` for a replicated tensor, else a list of full slices."""
     ours: Any = XLAShardedTensor(t.detach())
     held: list[XLAShard] = _local_shards(ours)
     spec = layout(t)
@@ -94,7 +94,7 @@ def _local_shards(t: Any) -> list[XLAShard]:
 
 
 def debug_info(t: torch.Tensor) -> str:
-    """`torch_xla._XLAC._get_xla_tensor_debug_info(t)`: where the value is and how it lies."""
+    """`torch_xla._XLAC._get_xla_tensor_debug_info(t)`: device and layout of the value."""
     buffer = buffer_of(t)
     buffer.settle()
     if buffer.value is None and buffer.host is not None and buffer.annotation is None:

@@ -8,14 +8,14 @@ from typing import Any
 
 
 def now(format: str = "%H:%M:%S") -> str:
-    """The time of day."""
+    """The time of day as text."""
     return datetime.now().strftime(format)
 
 
 def print_training_update(
     device: Any, step: int, loss: Any, rate: float, global_rate: float, epoch: int | None = None, summary_writer: Any = None
 ) -> None:
-    """One line: where, which step, its loss and the samples per second; the rates to `summary_writer` too, if there is one."""
+    """Print device, step, loss and samples per second in one line. The rates also go to `summary_writer`, if given."""
     of_epoch = f" Epoch={epoch}" if epoch is not None else ""
     rates = f"Rate={rate:.2f} GlobalRate={global_rate:.2f}"
     _print(f"| Training Device={device}/0{of_epoch} Step={step} Loss={float(loss):.5f} {rates} Time={now()}")
@@ -23,14 +23,14 @@ def print_training_update(
 
 
 def print_test_update(device: Any, accuracy: float | None, epoch: int | None = None, step: int | None = None) -> None:
-    """One line: where, which step, and how accurate."""
+    """Print device, step and accuracy in one line."""
     parts = [f"Step={step}"] * (step is not None) + [f"Epoch={epoch}"] * (epoch is not None)
     parts += [f"Accuracy={accuracy:.2f}"] if accuracy is not None else []
     _print(" ".join(["| Test", f"Device={device}/0", *parts, f"Time={now()}"]))
 
 
 def get_summary_writer(logdir: str | None) -> Any:
-    """A TensorBoard writer into a folder, or None without one; needs the package tensorboard."""
+    """A TensorBoard writer for a folder, or None without one. Needs the package tensorboard."""
     if not logdir:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +41,7 @@ def get_summary_writer(logdir: str | None) -> Any:
 def write_to_summary(
     summary_writer: Any, global_step: int | None = None, dict_to_write: dict[str, float] | None = None, write_xla_metrics: bool = False
 ) -> None:
-    """Scalars by name to a TensorBoard writer, the counters too with `write_xla_metrics`; nothing without a writer."""
+    """Write scalars by name to a TensorBoard writer, with `write_xla_metrics` the counters too. Does nothing without a writer."""
     if summary_writer is None:
         return
     from spmd.compat.torch_xla import _debug_metrics
@@ -52,7 +52,7 @@ def write_to_summary(
 
 
 def close_summary_writer(summary_writer: Any) -> None:
-    """Flush and close it, if there is one."""
+    """Flush and close the writer, if there is one."""
     if summary_writer is not None:
         summary_writer.flush()
         summary_writer.close()

@@ -38,7 +38,7 @@ from spmd.xla_names._device_loader import placed
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The one device, "xla:0": it stands for all of them."""
+    """The one PyTorch device, "xla:0", which represents all devices."""
     return XLA
 
 
@@ -57,22 +57,22 @@ def get_xla_supported_devices(devkind: str | None = None, max_devices: int | Non
 
 
 def xla_real_devices(devices: Any = None) -> list[str]:
-    """The real devices: "CPU:0", "CPU:1", ...; of devices that are given, the first one that each stands for."""
+    """The real devices: "CPU:0", "CPU:1", ... For given devices, the first real device of each."""
     names = [str(attributes["name"]) for attributes in device_attributes()]
     return names if devices is None else [names[torch.device(device).index or 0] for device in devices]
 
 
 def xla_replication_devices(local_devices: Any = None) -> list[str]:
-    """The real devices over which a value on the one device is spread."""
+    """The real devices over which values on the one device are spread."""
     return xla_real_devices()
 
 
 def set_replication(device: Any, devices: Any) -> None:
-    """Nothing: there are no replicas to set up."""
+    """Do nothing: there are no replicas to set up."""
 
 
 def xla_device_kind(device: Any = None) -> str:
-    """What the devices call themselves."""
+    """The devices' own name of their kind."""
     return all_devices()[0].device_kind
 
 
@@ -82,7 +82,7 @@ def parse_xla_device(device: str) -> tuple[str, int] | None:
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """Processes that hold a replica of their own: one, under SPMD."""
+    """Number of replicas: always one under SPMD."""
     return 1
 
 
@@ -107,7 +107,7 @@ def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = 
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait for the other processes; each one's payload, in their order."""
+    """Wait for all processes. Returns their payloads, in order."""
     if jax.process_count() == 1:
         return [payload]
     from jax.experimental import multihost_utils
@@ -121,12 +121,12 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None) -> list[bytes]:
-    """`rendezvous`, its tag optional."""
+    """`rendezvous` with an optional tag."""
     return rendezvous(tag or "torch_xla.core.xla_model.xla_rendezvous", payload)
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """`reduce_fn` of what each process has, its tensors on the CPU; one process drives all its devices, so it has one."""
+    """`reduce_fn` of a list with the data of each process, tensors on the CPU. A single process has a list of one."""
     mine = _on_host(data)
     if jax.process_count() == 1:
         return reduce_fn([mine])
@@ -136,14 +136,14 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
 
 
 def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)) -> None:
-    """`target(*data)`, its tensors on the CPU, where this process is one of `ordinals`."""
+    """Call `target(*data)`, with tensors on the CPU, if this process is one of `ordinals`."""
     if jax.process_index() in ordinals:
         target(*_on_host(data))
     rendezvous("torch_xla.core.xla_model.do_on_ordinals")
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Nothing: there is one copy of the parameters."""
+    """Do nothing: there is only one copy of the parameters."""
 
 
 def _on_host(data: Any) -> Any:
@@ -157,7 +157,7 @@ def optimizer_step(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """`optimizer.step(**optimizer_args)`; gradients are global already, so there is nothing to reduce."""
+    """`optimizer.step(**optimizer_args)`. Gradients are already global, so nothing is reduced."""
     loss = optimizer.step(**(optimizer_args or {}))
     if barrier:
         mark_step()
@@ -165,21 +165,21 @@ def optimizer_step(
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
-    """Nothing: gradients of global tensors are global."""
+    """Do nothing: gradients of global tensors are global."""
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:  # pyright: ignore[reportUnusedFunction]
-    """The gradients that replicas have yet to reduce: none. accelerate asks, and hands them to `all_reduce`."""
+    """An empty list: no gradients remain to be reduced. accelerate calls it and passes the result to `all_reduce`."""
     return []
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:  # pyright: ignore[reportUnusedFunction]
-    """Containers with their device tensors on the host: what Hugging Face's Trainer saves."""
+    """Containers with their device tensors on the host, for Hugging Face's Trainer to save."""
     return _on_host(data) if convert else data
 
 
 def send_cpu_data_to_device(data: Any, device: Any, input_sharding: Any = None) -> Any:
-    """A container with its tensors on the device, laid out by `input_sharding` where that fits."""
+    """A container with its tensors on the device, laid out by `input_sharding` where it fits."""
     return placed(data, input_sharding)
 
 
@@ -188,20 +188,20 @@ def unlazy(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
-    """Start the device's stream at a seed, or where it was when `get_rng_state` gave this number."""
+    """Set the device's random stream to a seed, or restore a result of `get_rng_state`."""
     draws, start = divmod(int(seed), _DRAWS)
     torch.get_device_module("jax").manual_seed(start)
     default_stream.draws = draws
 
 
 def get_rng_state(device: Any = None) -> int:
-    """Where the device's stream is: its seed, and in the higher bits how often it was drawn from."""
+    """The state of the device's random stream: its seed, and in the higher bits its number of draws."""
     return default_stream.seed + default_stream.draws * _DRAWS
 
 
 @contextmanager
 def fork_rng(device: Any = None, enabled: bool = True) -> Generator[None]:
-    """Draws in the `with` block leave the device's stream where it was."""
+    """Restore the device's random stream after the `with` block."""
     before = get_rng_state()
     try:
         yield
@@ -214,7 +214,7 @@ _DRAWS = 2**64
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """`torch.save` of CPU copies, by the first process only unless `master_only` is false."""
+    """`torch.save` of CPU copies. With `master_only` only the first process writes."""
     on_host = _on_host(data)
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(on_host, file_or_path)
@@ -222,7 +222,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
-    """Bytes in use and at most, of the first device; zeros where the platform does not tell."""
+    """Bytes in use and the limit, of the first device; zeros if the platform does not report them."""
     found: Any = all_devices()[0]
     stats = found.memory_stats() or {}
     return {"bytes_used": stats.get("bytes_in_use", 0), "bytes_limit": stats.get("bytes_limit", 0)}
@@ -255,4 +255,4 @@ class RateTracker:
 
 
 def check_view_sharing(obj: Any) -> None:
-    """Nothing: views that share a storage are saved and restored as such."""
+    """Do nothing: views that share a storage are saved and restored as such."""

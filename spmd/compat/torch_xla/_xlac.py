@@ -1,4 +1,4 @@
-"""`torch_xla._XLAC`: the queries of the C++ extension that programs use. Every other name is refused."""
+"""`torch_xla._XLAC`: the queries of the C++ extension that programs use. All other names are refused."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _ids: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
 
 
 def mark_by_op_sharding(t: Any, op_sharding: ShardingOnMesh) -> None:
-    """`mark_sharding` by what `mesh.get_op_sharding(spec)` gave."""
+    """`mark_sharding` by a result of `mesh.get_op_sharding(spec)`."""
     _spmd.mark_sharding(t, op_sharding.mesh, op_sharding.partition_spec)
 
 
 def tensor_id(t: torch.Tensor) -> int:
-    """A number of the tensor's storage, its own in this process: views have their base's."""
+    """A number of the tensor's storage, unique in this process; a view has that of its base."""
     return _ids.setdefault(buffer_of(t), len(_ids) + 1)
 
 
 def hlo_of(tensors: Sequence[torch.Tensor]) -> str:
-    """The program that is pending for these tensors, before XLA's optimizations; a tensor whose value is there is a parameter.
+    """HLO of the pending program for these tensors, before optimization. Tensors that have values are parameters.
 
-    `XLA_DUMP_POST_OPTIMIZATIONS=1` in the environment: after them, which compiles it.
+    With `XLA_DUMP_POST_OPTIMIZATIONS=1` in the environment it is compiled, and the text is that after optimization.
     """
     pending = _pending_text([buffer_of(t) for t in tensors if t.device.type == "jax"])
     if pending is not None:
@@ -49,18 +49,18 @@ def hlo_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 class _Shown(Region):
-    """A program that is lowered and not compiled."""
+    """A program that is lowered but not compiled."""
 
     def note_lowered(self, program: Any) -> None:
         raise _LoweredText(program.compiler_ir("hlo").as_hlo_text())
 
 
 class _LoweredText(Exception):
-    """Carries the text out of the making of a program that nobody wants to run."""
+    """Carries the text out of the creation of a program that is not going to run."""
 
 
 def _pending_text(buffers: Sequence[Buffer]) -> str | None:
-    """The program that would compute these buffers' values now; None if none of them waits."""
+    """HLO of the program that would compute these buffers' values now; None if none of them is pending."""
     recorded = next((lazy._recording for lazy in _step_ends._lazy), None)
     waiting = sorted({b.place_in_queue for b in buffers if b.is_waiting and b.queue is recorded})
     if recorded is None or not waiting:
@@ -83,15 +83,15 @@ def _sharding(t: torch.Tensor) -> str:
 
 
 def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: ShardingOnMesh, global_shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A sharded tensor of its pieces, one per device in the devices' order, of one shape; what exceeds `global_shape` is padding.
+    """A sharded tensor from its shards, all of one shape, one per device in their order. Elements beyond `global_shape` are padding.
 
     Args:
         shards: CPU tensors.
-        sharding: what `mesh.get_op_sharding(spec)` gave.
-        global_shape: None: as large as the pieces make it.
+        sharding: a result of `mesh.get_op_sharding(spec)`.
+        global_shape: None: the total shape of the shards.
 
     Raises:
-        ShardError: another number of shards than devices, or they do not make up the shape (a RuntimeError).
+        ShardError: the number of shards differs from that of devices, or they do not fit the shape (a RuntimeError).
     """
     mesh, rank = sharding.mesh, len(sharding.partition_spec)
     piece = tuple(shards[0].shape) if shards else ()
@@ -100,15 +100,17 @@ def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: ShardingOnMesh, gl
     spec = sharding if len(shape) == rank or not sharding.is_replicated else ShardingOnMesh(mesh, (None,) * len(shape))
     counts: tuple[int, ...] = ()
     if fits and len(spec.partition_spec) == len(shape):
-        counts = spec.padded_shape((1,) * len(shape))  # pieces along each dim
+        counts = spec.padded_shape((1,) * len(shape))  # number of shards along each dim
         shape = tuple(n * c for n, c in zip(piece, counts, strict=True)) if global_shape is None else shape
-        # torch_xla's rule: each dim is as large as its pieces, less at most what one row of devices can pad
+        # torch_xla's rule: each dim is as large as its shards, less at most what one row of devices can pad
         fits = all(size == n if c == 1 else n * c - c < size <= n * c for size, n, c in zip(shape, piece, counts, strict=True))
     else:
         fits = False
     if not fits:
         held = f"{len(shards)} shards of shape {piece}, {mesh.size()} devices"
-        raise ShardError(message(f"the shards do not make up a tensor of shape {shape} laid out by {sharding}", held, fix="pass one each"))
+        raise ShardError(
+            message(f"the shards do not make up a tensor of shape {shape} with layout {sharding}", held, fix="pass one shard per device")
+        )
     whole = torch.zeros([n * c for n, c in zip(piece, counts, strict=True)], dtype=shards[0].dtype)
     ordered = dict(zip(sorted(mesh.device_ids.tolist()), shards, strict=True))
     for device, held in zip(mesh.device_ids.tolist(), spec.shard_slices(tuple(whole.shape)), strict=True):
@@ -118,17 +120,17 @@ def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: ShardingOnMesh, gl
 
 
 def local_shards(tensors: Sequence[torch.Tensor]) -> list[list[tuple[torch.Tensor, str]]]:
-    """Of each tensor: (CPU data, device) of every local shard."""
+    """(CPU data, device) of every local shard, for each tensor."""
     return [[(shard.data, shard.shard_device) for shard in _tensor_views.shards(t)] for t in tensors]
 
 
 def replica_and_indices(tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, Any]]]:
-    """Of each tensor: (replica id, indices) of every local shard; nothing is fetched."""
+    """(replica id, indices) of every local shard, for each tensor. Nothing is fetched."""
     return [[(shard.replica_id, shard.indices) for shard in _tensor_views.shards(t)] for t in tensors]
 
 
 def set_matmul_precision(precision: str) -> None:
-    """jax's precision of products: "default", "high" or "highest"."""
+    """Set jax's matmul precision: "default", "high" or "highest"."""
     jax.config.update("jax_default_matmul_precision", precision)
 
 
@@ -141,7 +143,7 @@ QUERIES: dict[str, Callable[..., Any]] = {
     "OpSharding": ShardingSpec,
     "_activate_preemption_sync_manager": _preemption_sync.activate,
     "_deactivate_preemption_sync_manager": _preemption_sync.deactivate,
-    "_ensure_xla_coordinator_initialized": lambda global_rank=0, world_size=1, master_addr="", port="": None,  # jax's own is there
+    "_ensure_xla_coordinator_initialized": lambda global_rank=0, world_size=1, master_addr="", port="": None,  # jax has its own
     "_get_local_shard_replica_and_indices": replica_and_indices,
     "_get_local_shards": local_shards,
     "_get_xla_op_sharding": _tensor_views.layout,

@@ -1,6 +1,6 @@
-"""`xm.all_reduce` and its kin: real on manual tensors, where each device has its own value; refused on global ones.
+"""`xm.all_reduce` and similar functions: they communicate for manual tensors, whose values differ by device; global tensors are refused.
 
-Under SPMD, torch_xla's did nothing, silently. A global tensor is one value: there is nothing to reduce it with.
+Under SPMD, torch_xla's functions silently did nothing. A global tensor is a single value, so there is nothing to reduce.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Groups = Sequence[Sequence[int]] | None
 
 
 class CollectiveError(SpmdError, NotImplementedError):
-    """A collective was asked for that has no meaning, or no form, here."""
+    """A collective that has no meaning here, or is not supported."""
 
 
 def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True) -> Any:
-    """The reduction over devices of a manual tensor, or in place of each in a list."""
+    """Reduce a manual tensor over devices; tensors in a list are reduced in place."""
     if isinstance(inputs, list | tuple):
         for t in inputs:
             t.copy_(all_reduce(reduce_type, t, scale, groups))
@@ -40,8 +40,10 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups
 
 
 def all_gather(value: Any, dim: int = 0, groups: Groups = None, output: Any = None, pin_layout: bool = True) -> Any:
-    """The pieces of all devices, one after the other along `dim`; in `output` if that is given. To Accelerate, which gathers from its
-    processes, of which there is one, the tensor itself."""
+    """Concatenate the shards of all devices along `dim`, into `output` if given.
+
+    Accelerate gathers from its processes, of which there is one, so it gets the tensor itself.
+    """
     if not isinstance(value, ManualTensor) and is_package("accelerate", 1):
         return value
     gathered = _on_pieces("all_gather", value, groups, lambda x, axes: jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True))
@@ -58,7 +60,7 @@ def reduce_scatter(
     output: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """The sum over devices, of which each keeps its own part along `scatter_dim`; in `output` if that is given."""
+    """Sum over devices; each device keeps its own shard along `scatter_dim`, in `output` if given."""
     if reduce_type != REDUCE_SUM:
         raise CollectiveError(message(f"reduce_scatter by {reduce_type!r} is not available", fix="use xm.REDUCE_SUM"))
 
@@ -72,14 +74,14 @@ def reduce_scatter(
 def all_to_all(
     value: Any, split_dimension: int, concat_dimension: int, split_count: int, groups: Groups = None, pin_layout: bool = True
 ) -> Any:
-    """Each device's piece cut along one dim, the parts exchanged and joined along another."""
+    """Split each device's shard along one dim, exchange the parts, and concatenate them along another dim."""
     return _on_pieces(
         "all_to_all", value, groups, lambda x, axes: jax.lax.all_to_all(x, axes, split_dimension, concat_dimension, tiled=True)
     )
 
 
 def collective_permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
-    """Each device's piece sent to another one, by their ids; who gets none has zeros."""
+    """Send each device's shard to another device, by ids. A device that receives nothing gets zeros."""
 
     def run(x: Any, axes: Any) -> Any:
         position = {int(device): place for place, device in enumerate(value.manual_mesh.device_ids)}
@@ -105,9 +107,9 @@ def _on_pieces(name: str, t: Any, groups: Groups, run: Callable[[Any, Any], Any]
     if not isinstance(t, ManualTensor):
         raise CollectiveError(
             message(
-                f"xm.{name} of a global tensor: one process drives all devices, so there is one value and nothing to combine",
+                f"xm.{name} of a global tensor: one process drives all devices, so there is a single value and nothing to combine",
                 *called_at(),
-                fix="leave it out; inside xs.enable_manual_sharding, where devices have their own values, it communicates",
+                fix="remove the call, or use it inside xs.enable_manual_sharding, where each device has its own value",
             )
         )
     mesh = t.manual_mesh
@@ -124,17 +126,17 @@ def _on_pieces(name: str, t: Any, groups: Groups, run: Callable[[Any, Any], Any]
 
 
 def _into(name: str, output: Any, result: torch.Tensor) -> torch.Tensor:
-    """`result`, or `output` filled with it."""
+    """`result`, or `output` after `result` was copied into it."""
     if output is None:
         return result
     if not isinstance(output, ManualTensor):
-        what = f"output= of xm.{name} is a global tensor, which cannot hold another value on every device"
-        raise CollectiveError(message(what, *called_at(), fix="use what it returns"))
+        what = f"output= of xm.{name} is a global tensor, which cannot have a different value on each device"
+        raise CollectiveError(message(what, *called_at(), fix="use its result"))
     return output.copy_(result)
 
 
 def _axes_of(name: str, mesh: Mesh, groups: Groups) -> tuple[str, ...]:
-    """The mesh axes over which the groups run: all of them without groups."""
+    """The mesh axes along which the groups run; all axes if there are no groups."""
     names = mesh.axis_names
     if not groups:
         return names
