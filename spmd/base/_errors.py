@@ -60,7 +60,7 @@
     +-- Inexact                                        what padding would change is in the way of one program for several sizes
         +-- SizeDecides                                ... Python goes another way for another size
         +-- Unknown                                    ... a number is no known function of the sizes
-    +-- Left                                           a call of generate that is left to transformers
+    +-- NotCompiled                                    a call of generate that runs in the loop of transformers
     +-- InMember                                       mesh: leaves the launcher's frames in a forked process
     ValueError
     +-- ExportedProgramError                           of the file that `spmd.export` writes, which runs without spmd

@@ -35,7 +35,7 @@ def test_arrays_are_cut_as_the_mesh_would(saved: Path, axes: str, pieces: int, t
     assert torch.equal(one["x"].cpu(), other["x"].cpu()) and one["y"].tolist() == other["y"].tolist() and other["note"] == "kept"
 
 
-@pytest.mark.parametrize(("axes", "text"), [("data", "is no mesh"), ("data=0", "is no mesh")])
+@pytest.mark.parametrize(("axes", "text"), [("data", "is not a mesh"), ("data=0", "is not a mesh")])
 def test_a_mesh_that_does_not_fit_is_explained(
     saved: Path, axes: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
