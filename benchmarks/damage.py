@@ -225,7 +225,9 @@ def damaged(sound: Path, base: Path, number: int, rng: random.Random) -> tuple[s
             warnings.simplefilter("always")
             found = checkpoint.restore(folder, state(0), random=False)
         if found.step == 1 and is_step(found.state, 1):
-            is_said = damage is linked_step or any("is damaged or of another program" in str(w.message) for w in caught)
+            is_said = damage is linked_step or any(
+                "newer steps that are damaged or do not match the program" in str(w.message) for w in caught
+            )
             return damage.__name__, "found" if is_said else "fell back without a word"
         return damage.__name__, "loaded" if found.step == 2 else "wrong values"
     except CheckpointError:

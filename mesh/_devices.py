@@ -31,7 +31,7 @@ _ACCELERATOR_FILES = {
 
 
 class Device(Protocol):
-    """What a `jax.Device` shows of itself; jax ships no types for it."""
+    """The typed part of a `jax.Device` (a Protocol): jax ships no types for it."""
 
     @property
     def id(self) -> int: ...
@@ -61,10 +61,10 @@ def split_over(num_processes: int, per_process: int | None) -> None:
 
 
 def virtual_devices(n: int) -> None:
-    """Make `n` virtual CPU devices stand in for real ones; in a job of several processes, `n` in all of them together.
+    """Create `n` virtual CPU devices; in a job of several processes, `n` in all processes together.
 
-    Real accelerators are left alone: not initialised, no memory taken. Call it at the top of the program, before any
-    array, tensor or mesh exists; calling it again is harmless if the devices are already these. Host memory that a step
+    Real accelerators are not initialised and their memory is not used. Call it at the top of the program, before any
+    array, tensor or mesh exists; calling it again with the same number has no effect. Host memory that a step
     frees is kept for the next one, unless the environment sets glibc's allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
 
     Args:
@@ -77,7 +77,7 @@ def virtual_devices(n: int) -> None:
         AcceleratorIdle: this machine seems to have an accelerator, and jax had not been confined to CPU before.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        what = f"virtual_devices({n!r}) makes no devices"
+        what = f"virtual_devices({n!r}) needs at least one device"
         raise DeviceError(message(what, f"{n!r} is not a positive int", fix="mesh.virtual_devices(8)"))
     if _split.num_processes > 1:
         n = _share(n)
@@ -170,7 +170,7 @@ def _require_virtual(n: int) -> None:
         return
     raise DeviceError(
         message(
-            f"virtual_devices({n}) comes too late: jax has already started its devices",
+            f"virtual_devices({n}) was called too late: jax has already initialized its devices",
             f"{num_local} exist on platform {platform()!r}, {n} virtual CPU devices were asked for",
             fix=f"call mesh.virtual_devices({n}) at the top of the program, before any tensor, array or mesh",
         )

@@ -26,14 +26,14 @@ DeviceAttributes = Mapping[str, Any]
 
 
 class HybridMesh(Mesh):
-    """A mesh whose every axis is a part inside a slice times a part across slices; order the axes by rising traffic.
+    """A mesh in which each axis has a part inside a slice (ICI) and a part across slices (DCN). Order the axes by increasing traffic.
 
     Args:
         ici_mesh_shape: size of each axis inside one slice.
         dcn_mesh_shape: size of each axis across slices; their product is the number of slices. None: one slice.
         axis_names: one name per axis.
-        device_attributes: where each device lies, as `device_attributes()` gives it: `name` ("TPU:3"), `coords` (x, y, z) and,
-            with several slices, `slice_index`. None: as the devices in use say; on CPU they are simulated.
+        device_attributes: the location of each device, as returned by `device_attributes()`: `name` ("TPU:3"), `coords` (x, y, z) and,
+            with several slices, `slice_index`. None: those of the devices in use; on CPU they are simulated.
 
     Raises:
         MeshError: the shapes do not fit each other, the devices or the number of slices.
@@ -66,7 +66,7 @@ class HybridMesh(Mesh):
 
 
 def device_attributes() -> list[dict[str, Any]]:
-    """What is known of each device in use, in order: `name`, and where it lies if it says so (`coords`, `core_on_chip`, `slice_index`)."""
+    """The attributes of each device in use, in order: `name`, and its location if known (`coords`, `core_on_chip`, `slice_index`)."""
     known: list[dict[str, Any]] = []
     for position, device in enumerate(_devices.devices()):
         attributes: dict[str, Any] = {"name": f"{device.platform.upper()}:{position}"}
@@ -102,7 +102,9 @@ def _found(ici: tuple[int, ...], dcn: tuple[int, ...]) -> tuple[DeviceAttributes
             indices = {attributes.pop("slice_index", 0) for attributes in found}
             if len(indices) > 1:
                 raise MeshError(
-                    message(f"the devices lie in {len(indices)} slices, dcn_mesh_shape={dcn} is for one", fix="give dcn_mesh_shape")
+                    message(
+                        f"the devices are in {len(indices)} slices, but dcn_mesh_shape={dcn} is for one slice", fix="give dcn_mesh_shape"
+                    )
                 )
         return tuple(found)
     # Devices in order along a line of chips per slice: any logical shape can be cut from it without a change of order.
@@ -112,9 +114,7 @@ def _found(ici: tuple[int, ...], dcn: tuple[int, ...]) -> tuple[DeviceAttributes
 def _read(given: Sequence[DeviceAttributes]) -> tuple[DeviceAttributes, ...]:
     for attributes in given:
         if "coords" not in attributes or "name" not in attributes:
-            raise MeshError(
-                message(f"{dict(attributes)} does not say where the device lies", fix="give 'name' and 'coords' of every device")
-            )
+            raise MeshError(message(f"{dict(attributes)} lacks the location of the device", fix="give 'name' and 'coords' of every device"))
     return tuple(sorted(given, key=lambda attributes: int(str(attributes["name"]).rpartition(":")[2])))
 
 
@@ -125,7 +125,7 @@ def _arranged(attributes: tuple[DeviceAttributes, ...], ici: tuple[int, ...], dc
         raise MeshError(
             message(
                 f"dcn_mesh_shape={dcn} is for {math.prod(dcn)} slices",
-                f"the devices lie in {len(slices)}",
+                f"the devices are in {len(slices)}",
                 fix=f"a product of {len(slices)}",
             )
         )

@@ -40,7 +40,7 @@ class Mesh:
         device_ids: logical ids (positions in `mesh.devices()`), in the mesh's device order; each at most once.
         mesh_shape: size of each axis; the product equals the number of ids.
         axis_names: one name per axis; without them the axes are called "0", "1", ...
-        topology: name of a slice of chips that is not here ("v5e:16x16"): programs over the mesh are compiled, not run, and the
+        topology: name of a TPU slice to compile for ("v5e:16x16"): programs over the mesh are compiled, not run, and the
             ids are positions in `mesh.topology_devices(topology)`.
 
     Raises:
@@ -346,9 +346,7 @@ def _checked_ids(
     _require_devices(size - 1, size, title, topology)
     ids = np.asarray(device_ids).ravel()
     if ids.dtype.kind not in "iu" or (ids < 0).any():
-        raise MeshError(
-            message(f"{title} has device ids that are no ids", f"got {ids.tolist()}", fix=f"pass ints from 0 on, e.g. range({size})")
-        )
+        raise MeshError(message(f"{title} has invalid device ids", f"got {ids.tolist()}", fix=f"pass ints from 0 on, e.g. range({size})"))
     values, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
         repeated = values[counts > 1].tolist()

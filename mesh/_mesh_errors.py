@@ -41,21 +41,21 @@ class SpecError(MeshError):
 
 
 class RulesError(SpecError):
-    """Rules for a model, applied strictly, make suspicious placements."""
+    """Strict rules for a model make suspicious placements."""
 
 
 class DeviceError(MeshError, RuntimeError):
-    """The devices asked for do not exist, or were asked for too late."""
+    """The requested devices do not exist, or were requested too late."""
 
 
 class JobError(SpmdError, RuntimeError):
-    """The processes of a job do not come together, do not agree, or one of them is gone."""
+    """The processes of a job could not form it, disagree, or one of them was lost."""
 
     is_noted = False
 
 
 class AcceleratorIdle(UserWarning):
-    """Virtual CPU devices were asked for on a machine that seems to have an accelerator."""
+    """Virtual CPU devices were requested on a machine that seems to have an accelerator."""
 
 
 def message(what: str, *details: str, fix: str) -> str:

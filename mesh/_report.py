@@ -172,7 +172,7 @@ def rules_report(tensors: Mapping[str, Sized], mesh: Mesh, rules: Rules, large_b
         findings.extend(_tied(name, tensor, rules, placement))
         large = placement.num_bytes >= large_bytes and not tensor.is_buffer
         if rule is None and large and mesh.size() > 1:
-            what = f"{name!r} of {_shape(tensor.shape)}, {size_text(placement.num_bytes)}, is whole on every device: no rule names it"
+            what = f"{name!r} of {_shape(tensor.shape)}, {size_text(placement.num_bytes)}, is replicated: no rule matches it"
             findings.append(Finding("replicated", what, f"add a rule, or ({name!r}, None) to replicate it on purpose"))
     findings.extend(_unused(rules, tensors, winners))
     return RulesReport(mesh, tuple(placements), tuple(findings))
@@ -225,7 +225,7 @@ def _unused(rules: Rules, tensors: Mapping[str, Sized], winners: set[int]) -> li
             near = _nearest(rule, names)
             found.append(Finding("unmatched", f"rule {rule.title!r} matches no name", f"drop it{near}"))
         elif others and all(rules.first(name) is not rule for name in matched):
-            what = f"rule {rule.title!r} decides nothing: {others[0].title!r} before it takes {matched[0]!r}"
+            what = f"rule {rule.title!r} has no effect: the earlier rule {others[0].title!r} matches {matched[0]!r}"
             found.append(Finding("shadowed", what, f"move it before {others[0].title!r}, or drop it"))
     return found
 

@@ -27,7 +27,7 @@ from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 
 
 class ShardingType(IntEnum):
-    """How an array lies on a mesh, with torch_xla's numbers; TILED is its other name for OTHER."""
+    """The kind of a sharding, with torch_xla's enum values; TILED is an alias of OTHER."""
 
     REPLICATED = 0
     MAXIMAL = 1
@@ -40,7 +40,7 @@ class ShardingType(IntEnum):
 
 
 class ShardSlice(NamedTuple):
-    """What one device holds: a slice per dim, and which copy of that piece it is (0, 1, ... in device order)."""
+    """The shard of one device: a slice per dim, and the replica number (0, 1, ... in device order)."""
 
     device: Device
     slices: tuple[slice, ...]
@@ -49,12 +49,12 @@ class ShardSlice(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class ShardingSpec:
-    """A mesh and a spec resolved against it: how a tensor of the spec's rank lies on the devices.
+    """A mesh and a spec for it: the sharding of tensors of the spec's rank.
 
     Args:
         mesh: the devices.
         partition_spec: one entry per dim of the tensor; kept in the form of `PartitionSpec.resolved`.
-        minibatch: where it lays out input, each host brings its own part of the batch, not the whole; no part of equality.
+        minibatch: for input: each host provides its own part of the batch, not the whole; not compared by `==`.
 
     Raises:
         SpecError: the spec does not fit the mesh.
@@ -80,7 +80,7 @@ class ShardingSpec:
 
     @property
     def num_shards(self) -> int:
-        """Number of distinct pieces; the devices beyond hold copies."""
+        """Number of distinct shards; if there are more devices, they hold copies."""
         return math.prod(self._shards_per_dim)
 
     @property
@@ -90,7 +90,7 @@ class ShardingSpec:
 
     @property
     def sharding_type(self) -> ShardingType:
-        """Kind of layout, by the number of distinct pieces: axes of size 1 split nothing."""
+        """Kind of the sharding, by the number of distinct shards: axes of size 1 do not count."""
         if self.mesh.size() == 1:
             return ShardingType.MAXIMAL
         if self.is_replicated:
@@ -98,11 +98,11 @@ class ShardingSpec:
         return ShardingType.OTHER if self.num_shards == self.mesh.size() else ShardingType.PARTIAL
 
     def validate(self, shape: Sequence[int], name: str | None = None, uneven: Literal["pad", "error"] = "pad") -> None:
-        """Check that a tensor can lie so.
+        """Check that a tensor can have this sharding.
 
         Args:
             shape: the tensor's global shape.
-            name: what the message calls the tensor, e.g. "parameter 'up.weight'".
+            name: the tensor's name in the message, e.g. "parameter 'up.weight'".
             uneven: "error" refuses a dim that does not split evenly over its axes; "pad" allows it, see `padded_shape`.
 
         Raises:
@@ -119,13 +119,13 @@ class ShardingSpec:
         """Shape in which a tensor is stored: a dim that its axes do not divide is padded at its end to equal pieces.
 
         Raises:
-            SpecError: a tensor of this rank cannot lie so.
+            SpecError: a tensor of this rank cannot have this sharding.
         """
         self.validate(shape)
         return tuple(-(-size // shards) * shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one device's piece, the padding of uneven dims included.
+        """Shape of one device's shard, including the padding of uneven dims.
 
         Args:
             shape: global shape, in elements.
@@ -134,16 +134,16 @@ class ShardingSpec:
             Per-device shape, same rank; a dim without an axis keeps its size.
 
         Raises:
-            SpecError: a tensor of this shape cannot lie so.
+            SpecError: a tensor of this shape cannot have this sharding.
         """
         padded = self.padded_shape(shape)
         return tuple(size // shards for size, shards in zip(padded, self._shards_per_dim, strict=True))
 
     def shard_slices(self, shape: Sequence[int]) -> list[ShardSlice]:
-        """What every device holds, without padding, in the mesh's device order; agrees with jax's `devices_indices_map`.
+        """The shard of every device, without padding, in the mesh's device order; equal to jax's `devices_indices_map`.
 
         Raises:
-            SpecError: a tensor of this shape cannot lie so.
+            SpecError: a tensor of this shape cannot have this sharding.
         """
         pieces = self.shard_shape(shape)
         starts_by_dim = [index * piece for index, piece in zip(self._shard_index_per_dim, pieces, strict=True)]
@@ -166,7 +166,7 @@ class ShardingSpec:
 
     @classmethod
     def from_jax(cls, sharding: jax.sharding.NamedSharding, ndim: int) -> ShardingSpec:
-        """The same layout as jax's, for a tensor of `ndim` dims (jax's spec may be shorter); memory kinds are dropped.
+        """The ShardingSpec of jax's sharding, for a tensor of `ndim` dims (jax's spec may be shorter); memory kinds are dropped.
 
         Raises:
             SpecError: the sharding has no devices, leaves a dim to the compiler, or is for more dims.
@@ -183,7 +183,7 @@ class ShardingSpec:
         return cls(Mesh.from_jax(sharding.mesh), PartitionSpec(*spec, *[None] * (ndim - len(spec))))
 
     def to_xla(self) -> str:
-        """The layout as XLA and torch_xla print it: "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}" or "{replicated}".
+        """The sharding as XLA and torch_xla print it: "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}" or "{replicated}".
 
         Devices that hold copies of one piece are listed in rising order, as XLA's own normal form has it.
         """

@@ -153,7 +153,7 @@ SpecLike: TypeAlias = PartitionSpec | jax.sharding.PartitionSpec | Sequence[Entr
 
 
 def as_spec(spec: SpecLike) -> PartitionSpec:
-    """A PartitionSpec from what users write: ours, jax's, a tuple or a list.
+    """Convert our PartitionSpec, jax's, a tuple or a list to a PartitionSpec.
 
     Raises:
         SpecError: it is none of these; None too, which could mean "replicated" or "forgotten".

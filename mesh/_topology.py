@@ -33,7 +33,7 @@ _OPTIONS: dict[str, str | bool] = {"xla_tpu_offload_gather_to_sparsecore": False
 
 
 def topology_options() -> dict[str, str | bool]:
-    """Options of the compiler, for `jax.stages.Lowered.compile`, under which a program for `topology_devices` can be read."""
+    """Compiler options for `jax.stages.Lowered.compile`, needed to inspect a program for `topology_devices`."""
     return dict(_OPTIONS)
 
 

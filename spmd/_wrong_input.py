@@ -20,7 +20,7 @@ def require_least(given: Mapping[str, float], least: Mapping[str, float]) -> Non
     for option, smallest in least.items():
         value = given[option.removeprefix("--").replace("-", "_")]
         if not smallest <= value < math.inf:
-            raise UsageError(f"{option} is {smallest:g} or more, not {value:g}")
+            raise UsageError(f"{option} must be at least {smallest:g}, got {value:g}")
 
 
 def require_writable(option: str, path: Path | None) -> None:

@@ -125,7 +125,9 @@ def permute(tensor: torch.Tensor, pairs: Sequence[tuple[int, int]], group: Group
             twice = next((member for member in members if members.count(member) > 1), None)
             if twice is not None:
                 what = f"permute over {group!r}: member {twice} {side} twice"
-                raise SpmdError(message(what, f"pairs: {list(pairs)}", fix="let each member send to one other and receive from one"))
+                raise SpmdError(
+                    message(what, f"pairs: {list(pairs)}", fix="let each member send to at most one other and receive from at most one")
+                )
         return lax.ppermute(x, _axes(group), list(pairs))
 
     return _run(send, tensor)

@@ -52,7 +52,7 @@ def shard_loader(
     pad_to: Mapping[Any, Any] | None = None,
     fill: Any = None,
 ) -> ShardedLoader:
-    """Batches of `loader` as device tensors laid out over `mesh`.
+    """Iterate over the batches of `loader` as device tensors, sharded over `mesh`.
 
     Args:
         loader: any iterable of batches: a torch DataLoader, grain, Hugging Face datasets, a list. Batches are torch or numpy

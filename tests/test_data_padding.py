@@ -128,7 +128,11 @@ NO_BATCH: dict[str, tuple[Any, dict[str, Any], str]] = {
     "two lengths": ({**text(8, 5), "labels": torch.ones(8, 6)}, {"pad_to": TEXT}, r"'seq' has two sizes(?s:.*)batch\['labels'\] is 6"),
     "no such key": ({"input_ids": torch.ones(8, 5)}, {"pad_to": TEXT}, r"pad_to names 'attention_mask' of batch, which has no such item"),
     "no such dim": ({"x": torch.ones(8)}, {"pad_to": X}, r"pad_to names dim 1 of batch\['x'\], which has 1 dims"),
-    "not a dim of an array": ({"x": torch.ones(8)}, {"pad_to": {"x": SEQ}}, r"pad_to has Dim(?s:.*) for batch\['x'\], and not for a dim"),
+    "not a dim of an array": (
+        {"x": torch.ones(8)},
+        {"pad_to": {"x": SEQ}},
+        r"pad_to has Dim(?s:.*) for batch\['x'\], but not for one of its dims",
+    ),
     "a fill of another dtype": (
         {"x": np.ones((8, 5), np.uint8)},
         {"pad_to": X, "fill": -100},

@@ -59,7 +59,7 @@ def test_two_hosts_survive_a_crash_bit_for_bit(tmp_path: Path) -> None:
     program = ROOT / "examples" / "two_hosts.py"
     broken = launch(*options, program=program, arguments=("--out", tmp_path / "broken", "--steps", 9, "--crash", 7))
     assert broken.code == 0, broken.err
-    assert "host two failed first" in broken.err and "starts all 2 processes again" in broken.err
+    assert "host two failed first" in broken.err and "restarting all 2 processes" in broken.err
     unbroken = launch("-n", 2, program=program, arguments=("--out", tmp_path / "unbroken", "--steps", 9))
     assert unbroken.code == 0, unbroken.err
     assert losses(broken.out) == losses(unbroken.out)
@@ -73,7 +73,7 @@ def test_the_quick_starts_command_line_survives_its_crash(tmp_path: Path) -> Non
     words = line.replace("examples/", f"{ROOT}/examples/").split()
     code, out, err = fork_server.run(["spmd.cli", *words], environ(), tmp_path)
     assert code == 0, err
-    assert "starts all 2 processes again from the checkpoint of step 10" in err
+    assert "restarting all 2 processes from the checkpoint of step 10" in err
     assert sorted(losses(out)) == [*range(1, 21)]
 
 

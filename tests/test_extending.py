@@ -58,7 +58,7 @@ class TestClusters:
         ours = {"SPMD_COORDINATOR": "b:1", "SPMD_PROCESS": "0", "SPMD_PROCESSES": "2"}
         found = [_clusters.detect(e) for e in (slurm, {**slurm, "TESTS_RANK": "1"}, {**slurm, **ours, "TESTS_RANK": "1"})]
         assert [host and host.found_by for host in found] == ["SLURM", "tests", "launcher"]
-        with pytest.raises(mesh.JobError, match="a cluster named 'tests-batch' is known already"):
+        with pytest.raises(mesh.JobError, match="a cluster named 'tests-batch' is already registered"):
             mesh.register_cluster("tests-batch")
 
 
@@ -68,9 +68,9 @@ class TestOptimizerState:
             pass
 
         spmd.register_state_rule(Mine)(lambda parameter, key, value: None)
-        with pytest.raises(spmd.SpmdError, match="the state of Mine has a rule already"):
+        with pytest.raises(spmd.SpmdError, match="the state of Mine already has a rule"):
             spmd.register_state_rule(Mine)(lambda parameter, key, value: None)
-        with pytest.raises(spmd.SpmdError, match="is no class of optimizers"):
+        with pytest.raises(spmd.SpmdError, match="is not an optimizer class"):
             spmd.register_state_rule(nn.Linear)  # pyright: ignore[reportArgumentType]
 
     @pytest.mark.multidevice(num=8)

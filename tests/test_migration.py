@@ -68,8 +68,8 @@ def test_without_a_script_there_is_nothing_to_run(arguments: list[str], found: s
 @pytest.mark.parametrize(
     ("environment", "error", "message"),
     [
-        ({"CPU_NUM_DEVICES": "many"}, mesh.DeviceError, "CPU_NUM_DEVICES='many' is no number of devices"),
-        ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "77"}, mesh.DeviceError, "comes too late"),
+        ({"CPU_NUM_DEVICES": "many"}, mesh.DeviceError, "CPU_NUM_DEVICES='many' is not a number of devices"),
+        ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "77"}, mesh.DeviceError, "was called too late"),
         ({"XLA_AUTO_SPMD": "1"}, spmd.SpmdError, "automatic sharding"),
     ],
 )

@@ -63,9 +63,9 @@ def _gathered(service: Service, folder: str, name: str, timeout_s: float) -> str
 
 def _absent(name: str, absent: list[int], timeout_s: float) -> str:
     return message(
-        f"process {', '.join(map(str, absent))} did not come to {name} within {timeout_s:g} s",
+        f"process {', '.join(map(str, absent))} did not reach {name} within {timeout_s:g} s",
         "the others are about to run it",
-        fix="see what it does instead: all processes must call the same functions in the same order",
+        fix="check what it does instead: all processes must call the same functions in the same order",
     )
 
 

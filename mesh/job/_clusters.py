@@ -149,15 +149,17 @@ _BUILT_IN = tuple(READERS)
 
 
 def register_cluster(name: str) -> Callable[[Reader], Reader]:
-    """Let the decorated function say where a process stands: from the environment to a `Host`, or None if it is not its scheduler.
+    """Register the decorated function to detect a scheduler: it maps the environment to a `Host`, or None if it is another scheduler.
 
-    It is asked behind our own launcher and before the schedulers that are known, by `mesh.init` and by `spmd launch --join`.
+    It is called by `mesh.init` and `spmd launch --join`, after our own launcher's variables and before the built-in schedulers.
 
     Raises:
         JobError: the name is taken.
     """
     if name in READERS:
-        raise JobError(message(f"a cluster named {name!r} is known already", f"known: {', '.join(READERS)}", fix="choose another name"))
+        raise JobError(
+            message(f"a cluster named {name!r} is already registered", f"known: {', '.join(READERS)}", fix="choose another name")
+        )
 
     def register(reader: Reader) -> Reader:
         READERS[name] = reader

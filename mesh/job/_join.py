@@ -98,22 +98,22 @@ def init(
     watchdog_s: float | None = None,
     first_step_s: float | None = None,
 ) -> Host:
-    """Join the job that this process belongs to; call it before the first array, tensor or mesh. Again: nothing happens.
+    """Join the job that this process belongs to; call it before the first array, tensor or mesh. Further calls have no effect.
 
     Args:
         coordinator: "name:port" of process 0; it listens there, on that address only, and on the port above it.
         count: number of processes. Give all three, or none to read them from the environment (see `mesh/job/_clusters.py`).
-        index: this process, from 0 on.
+        index: the index of this process, from 0.
         devices: virtual CPU devices of each process; None takes what the machine has.
         timeout_s: how long to wait for the other processes.
-        watchdog_s: seconds without progress after which the job ends, at least (default 60; 20 median steps if longer).
+        watchdog_s: the least number of seconds without progress after which the job ends (default 60; 20 median steps if longer).
         first_step_s: the same for the first step, and for compiling and saving (default 1800).
 
     Returns:
         This process's place; `count` is 1 when there is no job.
 
     Raises:
-        JobError: the processes do not come together; one line says why, and how to mend it.
+        JobError: the processes could not form the job; the message gives the reason and a fix.
         DeviceError: jax has already started.
     """
     if _joined.host is not None:
@@ -147,7 +147,7 @@ def job() -> Job | None:
 
 
 def should_stop(step: int) -> bool:
-    """Whether to save and leave before this step; asked before each, with its number, in every process.
+    """Whether to save and exit before this step; asked before each, with its number, in every process.
 
     True in all processes at the same step, once any of them got SIGTERM. Save then, and leave with `mesh.PREEMPTED`.
     """
@@ -170,22 +170,22 @@ def shared(name: str, own: str, timeout_s: float = SHARED_VALUE_S) -> str:
         return own
     value = service.get(key, timeout_s)
     if value is None:
-        raise JobError(message(f"process 0 did not send its {name} within {timeout_s:g} s", fix="look at what process 0 wrote last"))
+        raise JobError(message(f"process 0 did not send its {name} within {timeout_s:g} s", fix="check the last output of process 0"))
     return value
 
 
 def barrier(name: str, timeout_s: float = BARRIER_S) -> None:
-    """Wait until every process of the job has come to the barrier of this name; each name is used once.
+    """Wait until every process of the job has reached the barrier of this name; each name is used once.
 
     Raises:
-        JobError: some did not come in time; the message names them.
+        JobError: some processes did not arrive in time; the message names them.
     """
     if _joined.job is not None:
         _joined.job.service.barrier(f"user/{name}", timeout_s)
 
 
 def report_saved(step: int) -> None:
-    """Tell the launcher that a checkpoint of this step is safe: a failure after it counts as progress made."""
+    """Tell the launcher that a checkpoint of this step is complete; this resets its count of failures."""
     host = _joined.host
     if host is None or host.directory is None or host.index != 0:
         return
@@ -199,7 +199,7 @@ def programs_of_job() -> Path | None:
 
 @contextmanager
 def extended_timeout(what: str) -> Generator[None]:
-    """While active, the watchdog allows as much time as for a first step: saving, evaluating, loading."""
+    """A context manager under which the watchdog allows as much time as for a first step, for saving, evaluating or loading."""
     if _joined.job is None:
         yield
         return
@@ -219,7 +219,7 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
     elif any(given):
         raise JobError(
             message(
-                "mesh.init got some of coordinator, count and index",
+                "mesh.init got only some of coordinator, count and index",
                 f"coordinator={coordinator!r}, count={count!r}, index={index!r}",
                 fix="give all three, or none to read them from the environment",
             )
@@ -228,7 +228,11 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
         host = detect(os.environ) or (on_tpu_vm(metadata) if _devices.has_tpu() else None) or Host()
     if not 0 <= host.index < host.count:
         raise JobError(
-            message(f"there is no process {host.index} in a job of {host.count}", f"read from: {host.found_by}", fix="number them from 0")
+            message(
+                f"process {host.index} is out of range in a job of {host.count} processes",
+                f"read from: {host.found_by}",
+                fix="number them from 0",
+            )
         )
     return host
 
@@ -244,7 +248,7 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
     if _devices.has_started():
         raise JobError(
             message(
-                "mesh.init comes too late: jax has already started its devices",
+                "mesh.init was called too late: jax has already initialized its devices",
                 f"{host} joins before the first array, tensor or mesh",
                 fix="call mesh.init() at the top of the program",
             )

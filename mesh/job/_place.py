@@ -21,14 +21,14 @@ class Host:
     Attributes:
         index: from 0 to count - 1; process 0 coordinates.
         count: number of processes in the job.
-        coordinator: "name:port" at which process 0 calls the roll, or None in a job of one.
-        found_by: where this was read: "arguments", "launcher", "torchrun", ..., or "alone".
-        num_local: how many of the job's processes run on this machine, or None if nothing says.
-        local_index: which of these it is, or None if nothing says.
+        coordinator: "name:port" of process 0, or None in a job of one process.
+        found_by: the source of these values: "arguments", "launcher", "torchrun", ..., or "alone".
+        num_local: how many of the job's processes run on this machine, or None if unknown.
+        local_index: which of these it is, or None if unknown.
         devices: virtual CPU devices of each process, or None to take what the machine has.
         directory: the job's directory, shared by its processes on one machine, or None.
-        attempt: how often the job was started again before.
-        key: secret that the processes of this job share, so that another job's processes are turned away; may be empty.
+        attempt: how often the job was restarted before.
+        key: a secret shared by the processes of this job, so that other jobs' processes are rejected; may be empty.
     """
 
     index: int = 0

@@ -72,9 +72,9 @@ class Preemption:
                 silent = [i for i in range(self._count) if i not in self._steps]
                 raise JobError(
                     message(
-                        f"process {', '.join(map(str, silent))} did not say within {AGREE_ON_STOP_S:g} s where it can stop",
+                        f"process {', '.join(map(str, silent))} did not report within {AGREE_ON_STOP_S:g} s at which step it can stop",
                         f"{len(self._steps)} of {self._count} processes did",
-                        fix="look at the last lines that it wrote",
+                        fix="check the last lines of its output",
                     )
                 )
             return step >= max(self._steps.values())

@@ -80,7 +80,7 @@ def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
         found = socket.getaddrinfo(name.strip("[]"), int(port), socket.AF_UNSPEC, socket.SOCK_STREAM)
     except socket.gaierror as error:
         fix = "use an IP address, or add the name to DNS or /etc/hosts on every host"
-        raise JobError(message(f"the coordinator's name {name!r} is not known on this host", f"{error.strerror}", fix=fix)) from error
+        raise JobError(message(f"the coordinator's name {name!r} cannot be resolved on this host", f"{error.strerror}", fix=fix)) from error
     ip = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     # An address that was written as one is meant so (a tunnel, several "hosts" on one machine).
     is_loopback = ipaddress.ip_address(ip.split("%")[0]).is_loopback and ip != name.strip("[]")
@@ -106,7 +106,7 @@ def require_reachable_name(name: str) -> None:
     except OSError as error:
         raise JobError(
             message(
-                f"this host's own name {name!r} is not known here",
+                f"this host's own name {name!r} cannot be resolved",
                 str(error),
                 "collectives between CPU processes announce it",
                 fix=f"add a line '<its IP address> {name}' to /etc/hosts",
@@ -222,8 +222,8 @@ class RollCall:
         named = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
         return message(
             f"process {named} did not report within {timeout_s:g} s",
-            f"{1 + len(self._waiting)} of {self.own.count} processes came to {self.ip}:{self.port}",
-            fix="see whether it was started and whether it can reach that address; mesh.init(timeout_s=...) waits longer",
+            f"{1 + len(self._waiting)} of {self.own.count} processes connected to {self.ip}:{self.port}",
+            fix="check that it was started and can reach that address; mesh.init(timeout_s=...) sets a longer timeout",
         )
 
     def _answer(self, verdict: Mapping[str, str]) -> None:
@@ -347,7 +347,7 @@ def report(address: tuple[str, int], own: Report, key: str, timeout_s: float) ->
         message(
             f"process 0 did not answer at {address[0]}:{address[1]} within {timeout_s:g} s",
             f"process {own.index} of {own.count} ({own.where}) tried; the last attempt: {refusal}",
-            fix="see whether process 0 was started, and whether a firewall lets this port through",
+            fix="check that process 0 was started, and that no firewall blocks this port",
         )
     )
 
@@ -378,7 +378,7 @@ def _cannot_listen(ip: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return message(
             f"port {port} of {ip} is in use: another job or program listens there",
-            "process 0 must have it for itself",
+            "process 0 needs this port",
             fix=f"choose another port, e.g. {port + 10}, or end the other program (ss -ltnp shows it)",
         )
     if error.errno == errno.EADDRNOTAVAIL:

@@ -64,7 +64,7 @@ class Service:
         """Wait until every process has come; each name is used once.
 
         Raises:
-            JobError: some did not come in time; the message names them.
+            JobError: some processes did not arrive in time; the message names them.
         """
         try:
             self._client.wait_at_barrier(name, max(1, int(timeout_s * 1000)))
@@ -73,9 +73,9 @@ class Service:
             who = f"process {', '.join(map(str, absent))}" if absent else "a process"
             raise JobError(
                 message(
-                    f"{who} did not come to the barrier {name!r} within {timeout_s:g} s",
+                    f"{who} did not reach the barrier {name!r} within {timeout_s:g} s",
                     f"{self.count} processes; the service says: {str(error).splitlines()[0][:300]}",
-                    fix="look at the last lines that this process wrote; all processes must reach the same barriers",
+                    fix="check the last lines of this process's output; all processes must reach the same barriers",
                 )
             ) from error
 
@@ -92,7 +92,7 @@ class Service:
                 message(
                     "process 0 cannot be reached: it coordinates the job",
                     text.splitlines()[0][:300],
-                    fix="look at what process 0 wrote last; if it still runs, at the network between the hosts",
+                    fix="check the last output of process 0; if it still runs, check the network between the hosts",
                 )
             ) from error
 

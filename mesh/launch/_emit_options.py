@@ -119,7 +119,7 @@ def _fault_of_resources(given: argparse.Namespace) -> str | None:
         return f"--gpus is a kind and how many of it each host has, as in H100:8, not {given.gpus!r}"
     for option, value in {"--cpus": given.cpus, "--memory": given.memory}.items():
         if value is not None and value < 1:
-            return f"{option} is 1 or more, not {value}"
+            return f"{option} must be at least 1, got {value}"
     if given.tpu is None:
         return None
     try:

@@ -140,7 +140,7 @@ def _fault_of_numbers(given: argparse.Namespace, processes: int) -> str | None:
     least = {"-n": (processes, 1), "--devices-per-process": (given.devices_per_process, 1), "--restarts": (given.restarts, 0)}
     for option, (value, smallest) in least.items():
         if value is not None and value < smallest:
-            return f"{option} is {smallest} or more, not {value}"
+            return f"{option} must be at least {smallest}, got {value}"
     for option, seconds in {"--watchdog": given.watchdog, "--first-step": given.first_step, "--timeout": given.timeout}.items():
         if not 0 < seconds < math.inf:
             return f"{option} is a number of seconds above 0, not {seconds:g}"
@@ -170,7 +170,7 @@ def absent(options: Options) -> str | None:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            return f"{option} {folder} is no folder to write to: {error.strerror}"
+            return f"{option} {folder} is not a writable folder: {error.strerror}"
     if options.emit is not None or options.hosts:  # the program lies elsewhere
         return None
     first, *rest = options.program

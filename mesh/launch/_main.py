@@ -87,11 +87,11 @@ def _attempts(options: Options, stops: Stops, keeper: Keeper, directory: Path, t
         if failures > options.restarts:
             if options.restarts:
                 since = "without a checkpoint" if saved is None else f"since the checkpoint of step {saved}"
-                say(f"gives up: {failures} failures {since}, --restarts {options.restarts}")
+                say(f"giving up after {failures} failures {since}, --restarts {options.restarts}")
             return outcome.code
         last_saved, attempt = saved, attempt + 1
         where = "the start" if saved is None else f"the checkpoint of step {saved}"
-        say(f"starts all {options.processes} processes again from {where} (restart {attempt})")
+        say(f"restarting all {options.processes} processes from {where} (restart {attempt})")
 
 
 def _attempt(

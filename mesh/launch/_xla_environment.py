@@ -33,7 +33,7 @@ def torch_xla_environment() -> TorchXlaEnvironment:
     """
     count = os.environ.get("CPU_NUM_DEVICES")
     if count is not None and (not count.isdecimal() or int(count) < 1):
-        raise DeviceError(message(f"CPU_NUM_DEVICES={count!r} is no number of devices", fix="CPU_NUM_DEVICES=8"))
+        raise DeviceError(message(f"CPU_NUM_DEVICES={count!r} is not a number of devices", fix="CPU_NUM_DEVICES=8"))
     return TorchXlaEnvironment(
         device=os.environ.get("PJRT_DEVICE"),
         num_cpu_devices=None if count is None else int(count),

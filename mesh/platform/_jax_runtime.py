@@ -19,8 +19,8 @@ def missing(what: str) -> ImportError:
     """The error for a private name that this jax does not have."""
     return ImportError(
         message(
-            f"jax {jax.__version__} has no {what}, a private name that spmd is built on",
-            f"versions that have all of them: {TRIED}",
+            f"jax {jax.__version__} has no {what}, a private name that spmd uses",
+            f"tested versions: {TRIED}",
             fix="pip install 'jax>=0.10,<0.11'",
         )
     )

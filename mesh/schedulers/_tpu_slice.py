@@ -62,7 +62,7 @@ class TpuSlice:
         known = _GENERATIONS.get(generation)
         if known is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", grid) or grid.count("x") != known.dims - 1:
             names = ", ".join(f"{name}:{'x'.join(['4'] * each.dims)}" for name, each in _GENERATIONS.items())
-            raise DeviceError(message(f"{text!r} is no slice of TPUs", fix=f"write the chips and their grid, as in {names}"))
+            raise DeviceError(message(f"{text!r} is not a TPU slice", fix=f"write the chips and their grid, as in {names}"))
         return TpuSlice(generation, tuple(int(size) for size in grid.split("x")))
 
     @property

@@ -57,7 +57,7 @@ def to_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         return _TO_NUMPY[dtype]
     except KeyError:
         raise SpmdError(
-            message(f"device 'jax' has no element type for {dtype}", fix="convert the tensor to a dtype that jax has")
+            message(f"device 'jax' has no element type for {dtype}", fix="convert the tensor to a dtype that jax supports")
         ) from None
 
 

@@ -101,23 +101,23 @@ class UnsupportedOpError(SpmdError, NotImplementedError):
 
 
 class TraceError(SpmdError, RuntimeError):
-    """A value of a traced program was needed as a Python value."""
+    """Python needed a value that is known only when the compiled program runs."""
 
 
 class DroppedValueError(SpmdError, RuntimeError):
-    """A tensor was read whose value a compiled program computed but did not keep."""
+    """A tensor was read whose value a compiled program computed but dropped."""
 
 
 class NonFiniteError(SpmdError, FloatingPointError):
-    """A module computed an infinity or not-a-number, in a step compiled with `debug_nans=True`."""
+    """A module's output was infinite or NaN, in a step compiled with `debug_nans=True`."""
 
 
 class CheckFailed(SpmdError):
-    """A check that a compiled function makes of values (`if bad.any(): raise ...`) failed; of the class that it raises too."""
+    """A check on the device failed (`if bad.any(): raise ...`); also an instance of the exception class that the check raises."""
 
 
 class ShardError(SpmdError, RuntimeError):
-    """The pieces given for a sharded tensor do not make one up."""
+    """The shards passed for a tensor do not form one."""
 
 
 class DeviceSlotError(SpmdError, RuntimeError):
@@ -125,7 +125,7 @@ class DeviceSlotError(SpmdError, RuntimeError):
 
 
 class CheckpointError(SpmdError, RuntimeError):
-    """A checkpoint could not be written, is damaged, or does not fit what it was restored into."""
+    """A checkpoint could not be written, is damaged, or does not match the state to restore."""
 
 
 class UsageError(SpmdError):

@@ -81,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         root = module_name.partition(".")[0]
         if root not in _ROOTS and not (root == "builtins" and global_name in _BUILTINS):
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} has no place in an executable")
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an executable")
         return super().find_class(module_name, global_name)
 
 

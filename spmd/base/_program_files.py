@@ -67,7 +67,7 @@ class ProgramFiles(CacheInterface):
                 pass
         except OSError as error:
             raise SpmdError(
-                message(f"cache_dir={str(folder)!r} is no folder to write to", str(error), fix='spmd.configure(cache_dir="~/.cache/spmd")')
+                message(f"cache_dir={str(folder)!r} is not a writable folder", str(error), fix='spmd.configure(cache_dir="~/.cache/spmd")')
             ) from error
 
     def get(self, key: str) -> Any:
@@ -80,7 +80,7 @@ class ProgramFiles(CacheInterface):
         start = len(_MAGIC) + hashlib.sha256().digest_size
         value = written[start:]
         if written[:start] != _MAGIC + hashlib.sha256(value).digest():
-            _log.warning("the kept program %s is broken: it is compiled again", file)
+            _log.warning("the cached program %s is damaged and is compiled again", file)
             with suppress(OSError):
                 file.unlink()
             return None
@@ -105,7 +105,7 @@ class ProgramFiles(CacheInterface):
                 os.unlink(name)
                 raise
         except OSError as error:
-            _log.warning("a compiled program is not kept: %s", error)
+            _log.warning("a compiled program could not be cached: %s", error)
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -132,9 +132,9 @@ def _require_own(folder: Path) -> None:
     if seen.st_uid != os.geteuid() or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise SpmdError(
             message(
-                f"others can write to cache_dir={str(folder)!r}, and programs that lie there are run",
+                f"cache_dir={str(folder)!r} is writable by other users, and its files are executed",
                 f"mode {stat.S_IMODE(seen.st_mode):04o}, owner {seen.st_uid}, this process {os.geteuid()}",
-                fix=f"chmod 700 {folder}; or spmd.configure(cache_dir=<a folder of your own>)",
+                fix=f"chmod 700 {folder}; or spmd.configure(cache_dir=<a private folder>)",
             )
         )
 

@@ -25,7 +25,7 @@ _log = logging.getLogger("spmd.compile")
 
 @dataclass
 class Settings:
-    """What `spmd.configure` sets; `configure` documents each."""
+    """The settings of `spmd.configure`, which documents them."""
 
     progress: bool = True
     progress_after_s: float = 2.0
@@ -45,30 +45,30 @@ def configure(
     cache_dir: str | os.PathLike[str] | Literal[False] | None = None,
     cache_max_bytes: int | None = None,
 ) -> Settings:
-    """Settings of this process; what is left out stays as it is.
+    """Change settings of this process; settings that are not passed keep their values.
 
     Args:
-        progress: say on stderr what takes long while it does: on a status line at a terminal, in lines elsewhere unless the program has
-            set `logging` up. Logger "spmd.progress" has it in any case, level INFO.
-        progress_after_s: how long something takes before anything is said of it, in seconds (2).
-        check_indices: what `spmd.compile(check_indices=None)` means, and whether eager operations check indices that only the device knows.
-        cache_dir: a folder for compiled programs, which the next process finds there; False: none. What lies in it is run: nobody else may
-            write there. If nobody says anything, neither here nor to jax: `spmd` in the user's cache directory, from the first program on.
-        cache_max_bytes: of all programs together (4 GiB); those that nobody used for longest are removed.
+        progress: report slow work on stderr: on a status line in a terminal, as lines elsewhere unless the program has
+            configured `logging`. The logger "spmd.progress" always gets it, at level INFO.
+        progress_after_s: report only work that takes longer than this, in seconds (2).
+        check_indices: whether eager operations, and functions of `spmd.compile(check_indices=None)`, check indices computed on the device.
+        cache_dir: a folder that caches compiled programs for later processes; False: none. Its files are executed, so nobody else may
+            write there. The default, unless jax has its own cache folder, is `spmd` in the user's cache directory.
+        cache_max_bytes: the limit for all cached programs together (4 GiB); the least recently used are removed.
 
     Returns:
-        What holds now.
+        The settings after the change.
 
     Raises:
-        SpmdError: a value that means nothing.
+        SpmdError: a value is invalid.
     """
     flags: dict[str, object] = {"progress": progress, "check_indices": check_indices}
     for name, value in flags.items():
         if value is not None and not isinstance(value, bool):
-            raise SpmdError(message(f"{name} is True or False", f"got {value!r}", fix=f"spmd.configure({name}=True)"))
+            raise SpmdError(message(f"{name} must be True or False", f"got {value!r}", fix=f"spmd.configure({name}=True)"))
     if progress_after_s is not None and not 0 <= progress_after_s < math.inf:
         raise SpmdError(
-            message("progress_after_s is a number of seconds", f"got {progress_after_s!r}", fix="spmd.configure(progress_after_s=2.0)")
+            message("progress_after_s must be a number of seconds", f"got {progress_after_s!r}", fix="spmd.configure(progress_after_s=2.0)")
         )
     _require_cache(cache_dir, cache_max_bytes)
     _set_cache(cache_dir, cache_max_bytes)
@@ -83,9 +83,11 @@ def configure(
 
 def _require_cache(folder: object, limit: object) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
-        raise SpmdError(message("cache_max_bytes is a number of bytes", f"got {limit!r}", fix="spmd.configure(cache_max_bytes=4 << 30)"))
+        raise SpmdError(
+            message("cache_max_bytes must be a number of bytes", f"got {limit!r}", fix="spmd.configure(cache_max_bytes=4 << 30)")
+        )
     if folder is not None and folder is not False and not isinstance(folder, (str, os.PathLike)):
-        raise SpmdError(message("cache_dir is a folder or False", f"got {folder!r}", fix="spmd.configure(cache_dir=False)"))
+        raise SpmdError(message("cache_dir must be a folder or False", f"got {folder!r}", fix="spmd.configure(cache_dir=False)"))
 
 
 def _set_cache(cache_dir: str | os.PathLike[str] | Literal[False] | None, max_bytes: int | None) -> None:
@@ -112,7 +114,7 @@ def keep_programs_by_default() -> None:
         _set_cache(job or default_folder(), None)
     except SpmdError as error:
         in_force.cache_dir = False
-        _log.warning("compiled programs are not kept for the next process: %s", error)
+        _log.warning("compiled programs are not cached for the next process: %s", error)
 
 
 __all__ = ["Settings", "configure", "in_force", "keep_programs_by_default"]

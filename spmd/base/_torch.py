@@ -30,16 +30,18 @@ def torch_at_least(version: str) -> bool:
 
 def untried(what: str) -> ImportError:
     """The error for a torch that is too old, or so new that something does not fit."""
-    return _refused(f"is not among the versions that spmd works with: {what}", "versions that it works with")
+    return _refused(f"is not supported: {what}")
 
 
 def missing(what: str) -> ImportError:
     """The error for a private name that this torch does not have."""
-    return _refused(f"has no {what}, a private name that spmd is built on", "versions that have all of them")
+    return _refused(f"has no {what}, a private name that spmd uses")
 
 
-def _refused(why: str, versions: str) -> ImportError:
-    return ImportError(message(f"torch {torch.__version__} {why}", f"{versions}: {TRIED}", fix=f"pip install 'torch>=2.11,<{UNTRIED}'"))
+def _refused(why: str) -> ImportError:
+    return ImportError(
+        message(f"torch {torch.__version__} {why}", f"tested versions: {TRIED}", fix=f"pip install 'torch>=2.11,<{UNTRIED}'")
+    )
 
 
 if not torch_at_least("2.11"):

@@ -18,7 +18,7 @@ from mesh._mesh_errors import nearest
 from spmd._wrong_input import mesh_axes, require_exists, require_least, require_writable
 from spmd.base._errors import SpmdError, UsageError
 from spmd.bench import _chart, _result_table
-from spmd.bench._entrants import entrants_of
+from spmd.bench._contenders import entrants_of
 from spmd.bench._measure import Effort, measure, num_phases
 from spmd.bench._task import Job, load
 

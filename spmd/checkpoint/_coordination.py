@@ -93,7 +93,7 @@ class Coordinated:
             raise CheckpointError(
                 message(
                     f"{who} did not arrive at '{name}' within {self._timeout_s:.0f} s",
-                    fix="look at what that process wrote last; all processes must save and restore at the same steps",
+                    fix="check the last output of that process; all processes must save and restore at the same steps",
                 )
             )
         return value

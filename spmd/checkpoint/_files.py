@@ -74,7 +74,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
     """A whole file; CheckpointError if it is missing, a link, a device, larger than `max_bytes`, or cannot be read."""
     size = size_of(path)
     if size is None or size > max_bytes:
-        what = "is missing, or no regular file" if size is None else f"has {size} bytes, at most {max_bytes} are read"
+        what = "is missing or not a regular file" if size is None else f"has {size} bytes, at most {max_bytes} are read"
         raise CheckpointError(message(f"{path} {what}", fix=f"restore another step: `spmd ckpt ls {path.parent.parent}` shows them"))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -165,7 +165,7 @@ class Store:
             raise failed(f"{self._folder / name} cannot be written", error) from error
         with self._opened(name) as descriptor:
             if _direct.read_checksums(descriptor, [len(part) for part in parts]) != checksums:
-                raise CheckpointError(message(f"{name} reads back differently from what was written", fix="look at the disk"))
+                raise CheckpointError(message(f"{name} reads back differently from what was written", fix="check the disk"))
         return checksums
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
@@ -214,7 +214,9 @@ def _read_all(descriptor: int, target: memoryview, offset: int) -> int:
 
 def failed(what: str, error: Exception) -> CheckpointError:
     """The error for something that the system refused."""
-    return CheckpointError(message(what, " ".join(str(error).split())[:300], fix="free space or mend the disk, then save or restore again"))
+    return CheckpointError(
+        message(what, " ".join(str(error).split())[:300], fix="free space or repair the disk, then save or restore again")
+    )
 
 
 __all__ = [

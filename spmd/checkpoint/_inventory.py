@@ -31,7 +31,7 @@ class Step:
         step: its number.
         folder: where it is.
         problem: why its manifest cannot be read; None if it can.
-        manifest: what it holds; None if it cannot be read.
+        manifest: its contents; None if it cannot be read.
     """
 
     step: int
@@ -47,12 +47,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What reading a step's every byte showed.
+    """The result of `verify`.
 
     Attributes:
         step: its number.
         folder: where it is.
-        problems: one line per damaged file or piece; empty if it is whole.
+        problems: one line per damaged file or piece; empty if the step is valid.
         nbytes: how many bytes were read.
     """
 
@@ -75,7 +75,7 @@ def committed(root: Path) -> list[_files.StepName]:
 
 
 def steps(path: str | os.PathLike[str]) -> list[Step]:
-    """All committed steps under a folder, the newest first; their manifests are read, their data are not.
+    """All committed steps under a folder, newest first; reads their manifests, not their data.
 
     Raises:
         CheckpointError: the folder is another library's checkpoint, or cannot be read.
@@ -117,7 +117,7 @@ def read_manifest(root: Path, name: _files.StepName) -> Manifest:
     for file in manifest.files:
         size = _files.size_of(folder / file.name)
         if size != file.nbytes:
-            what = "is missing, or no regular file" if size is None else f"has {size} bytes, {file.nbytes} were written"
+            what = "is missing or not a regular file" if size is None else f"has {size} bytes, {file.nbytes} were written"
             raise CheckpointError(message(f"{folder / file.name} {what}", fix=f"restore another step: `spmd ckpt ls {root}` shows them"))
     return manifest
 
@@ -127,9 +127,9 @@ def _refuse_foreign(root: Path) -> None:
         if os.path.lexists(root / name):
             raise CheckpointError(
                 message(
-                    f"{root} is a checkpoint of another library",
+                    f"{root} is a checkpoint of a different library",
                     f"{name} belongs to {what}",
-                    fix="write it as safetensors where it was made, and read that with spmd.checkpoint.load_safetensors",
+                    fix="export it as safetensors with that library, and read it with spmd.checkpoint.load_safetensors",
                 )
             )
 
@@ -162,7 +162,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verdict:
 
 
 def verify_step(step: Step) -> Verdict:
-    """As `verify`, for a step that `steps` found."""
+    """Like `verify`, for a step from `steps`."""
     name = _files.parse_name(step.folder.name)
     assert name is not None
     return verify_folder(step.folder.parent, name)

@@ -15,7 +15,7 @@ import torch
 
 import mesh
 from spmd.checkpoint._collect import optimizer_parameters
-from spmd.checkpoint._fit import Finish, Ref, layout_of, unfit
+from spmd.checkpoint._plan_entries import Finish, Ref, layout_of, unfit
 from spmd.device._storage import buffer_of
 
 
@@ -44,7 +44,7 @@ def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, 
     groups, states = _parts(saved, path)
     was, now = saved.get("class", type(optimizer).__name__), type(optimizer).__name__
     if was != now:
-        fix = f"restore into a {was}, or leave the optimizer out of the state: its numbers mean other things"
+        fix = f"restore into a {was}, or leave the optimizer out of the state: its state is not compatible"
         raise unfit(path, f"the program's optimizer is a {now}", f"the checkpoint's is a {was}", fix=fix)
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes[0] != sizes[1]:

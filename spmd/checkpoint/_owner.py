@@ -80,7 +80,7 @@ def _is_there(root: Path, descriptor: int) -> bool:
 
 
 def _refusal(root: Path, found: str) -> CheckpointError:
-    return CheckpointError(message(f"another job saves into {root}", found, fix='give each job a folder of its own, save("runs/b", ...)'))
+    return CheckpointError(message(f"another job saves into {root}", found, fix='give each job its own folder, save("runs/b", ...)'))
 
 
 __all__ = ["NAME", "claim", "forget", "note_saved", "release"]

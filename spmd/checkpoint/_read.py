@@ -80,7 +80,9 @@ class Reader:
         octets = values.reshape(-1).view(np.uint8).data
         if self.store.read(self.manifest.files[piece.file].name, piece.offset, octets) != piece.crc32:
             raise CheckpointError(
-                message(damaged(entry.name, piece, self.manifest), fix="restore another step: `spmd ckpt verify` shows which are whole")
+                message(
+                    damaged(entry.name, piece, self.manifest), fix="restore another step: `spmd ckpt verify` shows which steps are valid"
+                )
             )
         self.bytes_read += piece.nbytes
         for wanted, box in boxed:

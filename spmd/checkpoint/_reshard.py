@@ -29,17 +29,17 @@ _MESH = re.compile(r"[^\s=,@]+=\d+(,[^\s=,@]+=\d+)*")
 
 
 def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh: str, *, step: int | None = None) -> Path:
-    """Write a step of `source` under `target` as a mesh of these axes would save it.
+    """Write a step of `source` under `target` with the shards of another mesh.
 
     Args:
-        mesh: axes and sizes, as in "data=4,model=2"; an axis that an array was split by and that is not named splits it no more.
-        step: this step; the latest that is whole by default.
+        mesh: axes and sizes, as in "data=4,model=2"; arrays are not sharded by axes that it does not have.
+        step: this step; by default the latest valid one.
 
     Returns:
         The new step's folder.
 
     Raises:
-        CheckpointError: no step is whole, or the target cannot be written.
+        CheckpointError: no step is valid, or the target cannot be written.
     """
     sizes = _sizes(mesh)
     root = Path(source)
@@ -70,7 +70,7 @@ def _whole_step(root: Path, step: int | None) -> _files.StepName:
         if not verdict.problems:
             return name
         problems.append(f"{name.folder}: {verdict.problems[0]}")
-    raise CheckpointError(message(f"{root} holds no whole step", *problems, fix="look at the disk"))
+    raise CheckpointError(message(f"{root} has no valid step", *problems, fix="check the disk"))
 
 
 def _sizes(mesh: str) -> dict[str, int]:

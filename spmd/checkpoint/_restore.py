@@ -22,7 +22,7 @@ from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _files, _inventory, _owner, _save
 from spmd.checkpoint._collect import RANDOM, parameter_names
 from spmd.checkpoint._coordination import Gang, current_gang
-from spmd.checkpoint._fit import Finish
+from spmd.checkpoint._plan_entries import Finish
 from spmd.checkpoint._read import Reader
 from spmd.checkpoint._restore_plan import Plan
 from spmd.checkpoint._rng_state import RandomState
@@ -30,13 +30,13 @@ from spmd.checkpoint._rng_state import RandomState
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored.
+    """The result of `restore`.
 
     Attributes:
         step: the step.
-        state: the state; modules, optimizers and tensors in it are those that were handed in, numbers and text are new.
-        skipped: why newer steps were passed over; empty if the latest was restored.
-        bytes_read: of arrays, by this process.
+        state: the state; modules, optimizers and tensors in it are the objects that were passed in, numbers and strings are new.
+        skipped: why newer steps were skipped; empty if the latest was restored.
+        bytes_read: bytes of arrays that this process read.
     """
 
     step: int
@@ -54,22 +54,22 @@ def restore(
     random: bool = True,
     gang: Gang | None = None,
 ) -> Restored:
-    """Restore the latest whole step under `path` into `state`.
+    """Restore the latest valid step under `path` into `state`.
 
     Args:
         path: the folder given to `save`.
-        state: as given to `save`, from the same or another mesh and number of processes; entries that were saved but are not
-            in it are not read. None: everything, as CPU tensors and plain values, for looking at.
-        step: this step, and no other if it is damaged.
-        cast: convert arrays to the dtypes that `state` has; by default another dtype does not fit.
+        state: as passed to `save`, on the same or another mesh and number of processes; entries that were saved but are not
+            in it are not read. None: everything, as CPU tensors and plain values, for inspection.
+        step: restore this step, and raise an error if it is damaged.
+        cast: convert arrays to the dtypes of `state`; by default a different dtype is an error.
         random: restore the random streams too (not done without a state).
-        gang: the job's processes; those that jax knows by default.
+        gang: the processes of the job; by default those that jax knows.
 
     Raises:
-        CheckpointError: no step is there that is whole and fits; the message has the reason for each.
+        CheckpointError: no step is valid and matches `state`; the message gives the reason for each.
 
     Warns:
-        UserWarning: the latest step was passed over.
+        UserWarning: the latest step was skipped.
     """
     root = Path(os.path.abspath(path))
     _save.join(root)
@@ -98,7 +98,9 @@ def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool
         first = next(index for index, text in enumerate(problems) if text)
         skipped.append(f"{name.folder}: " + (f"process {first}: " if gang.size > 1 else "") + problems[first])
     reasons = "\n".join(skipped).splitlines()
-    raise CheckpointError(message(f"{root} holds no step that is whole and fits", *reasons, fix="look at the reasons above, or start anew"))
+    raise CheckpointError(
+        message(f"{root} has no valid step that matches the program", *reasons, fix="fix the problems above, or start a new run")
+    )
 
 
 def _agreed_candidates(root: Path, step: int | None, gang: Gang) -> list[str]:
@@ -140,16 +142,16 @@ def _warn(skipped: list[str], step: int) -> None:
     if skipped:
         warnings.warn(
             message(
-                f"step {step} is restored: {len(skipped)} newer one{'s are' if len(skipped) > 1 else ' is'} damaged or of another program",
+                f"step {step} is restored; newer steps that are damaged or do not match the program: {len(skipped)}",
                 *"\n".join(skipped).splitlines(),
-                fix="delete what is damaged; look at the disk",
+                fix="delete the damaged steps and check the disk",
             ),
             stacklevel=4,
         )
 
 
 def has_step(path: str | os.PathLike[str]) -> bool:
-    """True if a committed step is under `path`: then a program should restore, and an error of `restore` is one."""
+    """Whether there is a committed step under `path`. If so, a program should restore it, and treat an error of `restore` as fatal."""
     return bool(_inventory.committed(Path(os.path.abspath(path))))
 
 

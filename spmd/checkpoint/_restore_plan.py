@@ -20,8 +20,8 @@ from spmd.base._convert import exact_dtypes, host_tensor, to_numpy_dtype
 from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _tree
 from spmd.checkpoint._collect import is_plain_optimizer, is_state_object, join
-from spmd.checkpoint._fit import Finish, Ref, layout_of, some, unfit
 from spmd.checkpoint._optimizer import plan_optimizer
+from spmd.checkpoint._plan_entries import Finish, Ref, layout_of, some, unfit
 from spmd.checkpoint._read import Reader
 from spmd.checkpoint._tree import Node
 from spmd.device._storage import Buffer, buffer_of, is_whole, store, wrap_host
@@ -119,7 +119,7 @@ class Plan:
     def _sequence(self, target: Any, node: Node, path: str) -> Finish:
         items = next(iter(node.values()), None) if isinstance(node, dict) and node.keys() & {"list", "tuple"} else None
         if not isinstance(items, list) or len(items) != len(target):
-            found = "no list" if not isinstance(items, list) else f"a list of {len(items)}"
+            found = "not a list" if not isinstance(items, list) else f"a list of {len(items)}"
             raise unfit(path, f"the program has a list of {len(target)}", f"the checkpoint has {found}")
         parts = [self.walk(value, item, join(path, number)) for number, (value, item) in enumerate(zip(target, items, strict=True))]
         kind: Any = type(target)

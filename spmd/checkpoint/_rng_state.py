@@ -60,9 +60,9 @@ def set_host_streams(state: dict[str, Any]) -> None:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             message(
-                "the random state of the host does not fit",
+                "the checkpoint's host random state does not match this process",
                 str(error)[:200],
-                fix="restore with the versions of Python and torch that saved",
+                fix="restore with the versions of Python and torch that saved the checkpoint",
             )
         ) from error
 

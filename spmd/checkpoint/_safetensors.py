@@ -207,7 +207,7 @@ def files_of(path: Path) -> Mapping[str, Path] | list[Path]:
         files = sorted(path.glob("*" + _FILE_SUFFIX))
         if len(indices) > 1 or len(files) != 1:
             what = f"{len(indices)} indices and {len(files)} files end in {_FILE_SUFFIX}"
-            raise CheckpointError(message(f"{path} is not one model", what, fix="name the file or the index to read"))
+            raise CheckpointError(message(f"{path} does not contain exactly one model", what, fix="name the file or the index to read"))
         return files
     return _indexed(path) if path.name.endswith(".json") else [path]
 
@@ -229,7 +229,7 @@ def _indexed(path: Path) -> dict[str, Path]:
 
 
 def _bad(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(message(f"{path} is no sound safetensors file", what, fix="download or write it again"))
+    return CheckpointError(message(f"{path} is not a valid safetensors file", what, fix="download or write it again"))
 
 
 __all__ = ["MAX_HEADER_BYTES", "NAMES", "Entry", "SafetensorsFile", "files_of", "load_json", "runs"]

@@ -19,8 +19,8 @@ import torch
 from spmd.base._convert import host_tensor, to_numpy_dtype
 from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint._boxes import Box, whole
-from spmd.checkpoint._fit import layout_of, some, unfit
 from spmd.checkpoint._placement import assembled, boxes_on
+from spmd.checkpoint._plan_entries import layout_of, some, unfit
 from spmd.checkpoint._safetensors import Entry, SafetensorsFile, files_of
 from spmd.device._storage import buffer_of, is_whole
 
@@ -31,8 +31,8 @@ class Loaded:
 
     Attributes:
         bytes_read: of tensors, by this process.
-        unused: names in the files that the module has not; only with `strict=False`.
-        missing: names of the module that no file has; only with `strict=False`.
+        unused: names that are only in the files; only with `strict=False`.
+        missing: names that are only in the module; only with `strict=False`.
     """
 
     bytes_read: int
@@ -68,14 +68,14 @@ def load_safetensors(
     Args:
         path: a file, an index (`*.safetensors.index.json`), or a folder with either.
         module: its tensors are filled in place, in their layouts. Tied weights need only one of their names in the files.
-        dtype: what the module's floating-point tensors become; the files' values are converted to it. None: the files' dtypes
-            must be the module's.
-        strict: names that only one side has are an error.
-        rename: the module's name of a name in the files.
+        dtype: the new dtype of the module's floating-point tensors; values are converted to it. None: the files' dtypes
+            must equal the module's.
+        strict: raise an error for names that only one side has.
+        rename: maps a name in the files to the module's name.
 
     Raises:
-        CheckpointError: a file is unsound or missing, a name, shape or dtype does not fit. The module is as before, except
-            that a reading error later on leaves the tensors before it filled.
+        CheckpointError: a file is invalid or missing, or a name, shape or dtype does not match. The module is unchanged, except
+            that tensors read before a later read error stay filled.
     """
     with ExitStack() as stack:
         files: list[SafetensorsFile] = []
@@ -107,10 +107,14 @@ def _opened(path: Path, rename: Callable[[str], str], stack: ExitStack, files: l
     source = _Source()
     for name, file in listed.items():
         if name not in opened[file].entries:
-            raise CheckpointError(message(f"{file} has no tensor {name[:80]!r}", "the index says it has", fix="download or write it again"))
+            raise CheckpointError(
+                message(f"{file} has no tensor {name[:80]!r}", "the index lists it there", fix="download or write it again")
+            )
         ours = rename(name)
         if ours in source.names:
-            raise CheckpointError(message(f"two tensors of the files are called {ours[:80]!r} in the module", fix="mend rename="))
+            raise CheckpointError(
+                message(f"two tensors of the files map to {ours[:80]!r} in the module", fix="make rename= return distinct names")
+            )
         source.names[ours] = opened[file], name
     return source
 

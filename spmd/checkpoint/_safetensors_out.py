@@ -43,16 +43,16 @@ def save_safetensors(
     """Write a module's parameters and buffers as `model.safetensors`, or as several files and an index.
 
     Args:
-        folder: all processes see it; it must not exist yet, and appears when everything is written.
-        module: of tied weights the first name is written.
-        max_file_bytes: a file holds at most this, or one tensor.
-        gang: the job's processes; those that jax knows by default.
+        folder: a new folder that all processes see; it appears when everything is written.
+        module: tied weights are written under their first name.
+        max_file_bytes: the size limit of a file, unless it contains a single tensor.
+        gang: the processes of the job; by default those that jax knows.
 
     Returns:
         The names of the files.
 
     Raises:
-        CheckpointError: the folder exists, a tensor has a dtype that the format has not, or the disk is full, gone, ...
+        CheckpointError: the folder exists, a tensor's dtype is not supported by the format, or writing failed.
     """
     final = Path(os.path.abspath(folder))
     gang = current_gang() if gang is None else gang
@@ -83,7 +83,7 @@ def _leaves(module: torch.nn.Module) -> list[Leaf]:
         seen.add(key)
         array = array_of(value)
         if dtype_name(array.dtype) not in NAMES:
-            raise CheckpointError(message(f"{name!r} of {value.dtype} has no form in safetensors", fix="convert it first"))
+            raise CheckpointError(message(f"{name!r} of {value.dtype} has no safetensors dtype", fix="convert it first"))
         found.append(Leaf(name, array, None, tuple(value.shape)))
     return found
 

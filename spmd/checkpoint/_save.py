@@ -50,14 +50,14 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """True once nothing more will be written."""
+        """True when the save has finished."""
         return self._outcome.done()
 
     def join(self) -> None:
         """Wait until the step is on disk.
 
         Raises:
-            CheckpointError: it was not saved.
+            CheckpointError: the step was not saved.
         """
         try:
             self.wait()
@@ -65,7 +65,7 @@ class Saving:
             _owner.release(self.root)
 
     def wait(self) -> None:
-        """The same, while the job goes on saving."""
+        """Like `join`, but leaves the job ready for further saves."""
         try:
             with mesh.extended_timeout("saving"):
                 self._outcome.result()
@@ -77,22 +77,22 @@ class Saving:
 def save(
     path: str | os.PathLike[str], step: int, state: Any, *, keep: int | None = None, wait: bool = False, gang: Gang | None = None
 ) -> Saving:
-    """Save `state` as step `step` under `path`; returns when the state may change again.
+    """Save `state` as step `step` under `path`; returns as soon as the state may be changed again.
 
     Args:
-        path: a folder that all processes see; made if it is not there.
+        path: a folder that all processes see; created if it does not exist.
         state: containers of modules, optimizers, schedulers, loaders (anything with state_dict and load_state_dict), tensors,
             arrays, numbers and text. The random streams of host and device are saved with it.
-        keep: how many steps stay; older ones are deleted after this one was read back. None: all.
+        keep: how many steps to keep; older ones are deleted after this one was read back. None: all.
         wait: return when the step is on disk.
-        gang: the job's processes; those that jax knows by default.
+        gang: the processes of the job; by default those that jax knows.
 
     Raises:
-        CheckpointError: the state holds something that has no form in a checkpoint; or, of this save with `wait` and of the
-            one before it otherwise, another job saves there, the disk is full, gone, ... The message says which step was not saved.
+        CheckpointError: the state contains something that a checkpoint cannot store; or, for this save with `wait` and for the
+            previous save otherwise, another job saves there, or writing failed. The message says which step was not saved.
     """
     if step < 0 or (keep is not None and keep < 1):
-        raise CheckpointError(message(f"save(step={step}, keep={keep}) is not possible", fix="count steps from 0 and keep at least 1"))
+        raise CheckpointError(message(f"save(step={step}, keep={keep}) is invalid", fix="step must be at least 0, keep at least 1"))
     root = Path(os.path.abspath(path))
     if root in _pending:
         _pending[root].wait()
@@ -122,7 +122,7 @@ def save(
 
 
 def join(path: str | os.PathLike[str] | None = None) -> None:
-    """Wait for the saves under `path`, or for all; raise the error of the first that failed.
+    """Wait for the saves under `path`, or for all saves; raise the error of the first that failed.
 
     Raises:
         CheckpointError: a step was not saved.
@@ -245,7 +245,7 @@ class _Writer:
         data = manifest.to_bytes()
         _files.write_small(writing / _manifest.NAME, data)
         if _files.read_small(writing / _manifest.NAME, MAX_MANIFEST_BYTES) != data:
-            raise CheckpointError(message(f"the manifest of {final} reads back differently", fix="look at the disk"))
+            raise CheckpointError(message(f"the manifest of {final} reads back differently", fix="check the disk"))
         _manifest.parse(data)
         _files.commit(writing, final)
         _owner.note_saved(self.root, final.name)
@@ -296,7 +296,7 @@ def _require_same(ours: Sequence[ArrayEntry], theirs: Sequence[ArrayEntry], inde
         different = next((pair for pair in zip(a, b, strict=False) if pair[0] != pair[1]), (len(a), len(b)))
         raise CheckpointError(
             message(
-                f"process {index} saves another state than process 0",
+                f"process {index} saves a different state than process 0",
                 f"process 0: {different[0]}",
                 f"process {index}: {different[1]}",
                 fix="build and save the same state on every process",
@@ -316,7 +316,7 @@ def _discard(writing: Path) -> None:
     try:
         _files.remove(writing)
     except OSError as error:
-        _log.warning("%s stays behind: %s", writing, error)
+        _log.warning("%s could not be removed: %s", writing, error)
 
 
 __all__ = ["Saving", "join", "save"]

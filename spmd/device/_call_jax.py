@@ -29,22 +29,22 @@ _NO_TENSOR = object()
 
 
 def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, name: str | None = None) -> Any:
-    """`jax_func(*args, **kwargs)` with tensors in place of arrays, in and out.
+    """Call a JAX function with torch tensors: `jax_func(*args, **kwargs)`.
 
     Args:
         jax_func: a function of jax arrays that `jax.jit` can trace; it has no side effects.
-        args: positional arguments; tensors on device 'jax' anywhere in them become arrays.
-        kwargs: keyword arguments, alike.
-        name: what the call is called in profiles and programs.
+        args: a tuple of positional arguments; tensors on device 'jax' anywhere in them are passed as arrays.
+        kwargs: keyword arguments, likewise.
+        name: the name of the call in profiles and programs.
 
     Returns:
-        What `jax_func` returns, its arrays as tensors on device 'jax'.
+        The result of `jax_func`, with arrays as tensors on device 'jax'.
 
     Raises:
-        SpmdError: a tensor is not on device 'jax', or stands where the container of arguments belongs.
+        SpmdError: a tensor is not on device 'jax', or `args` is a tensor instead of a tuple.
     """
     if isinstance(args, torch.Tensor):  # its rows would be the arguments
-        what = f"{name or getattr(jax_func, '__name__', 'the function')} was given a tensor in place of a tuple of arguments"
+        what = f"{name or getattr(jax_func, '__name__', 'the function')} takes a tuple of arguments, got a tensor"
         raise SpmdError(message(what, f"its shape is {tuple(args.shape)}", fix="spmd.call_jax(fn, (x,))"))
     flat, tree = pytree.tree_flatten((args, kwargs or {}))
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]

@@ -27,7 +27,7 @@ class Deferrer(Protocol):
         ...
 
     def boundary(self) -> None:
-        """A step has ended: run what waits."""
+        """End a step: run the recorded operations."""
         ...
 
 

@@ -136,13 +136,13 @@ class Installed:
                 message(
                     f"a lowering of {op} is registered while a function is traced",
                     *called_at(),
-                    "the program would compute the operator in one way before this line and in another after it",
-                    fix=f'move @spmd.lowering.lower("{name}") to where the module is imported',
+                    "the program would compute the operator differently before and after this line",
+                    fix=f'move @spmd.lowering.lower("{name}") to module level',
                 )
             )
         if self.has(name) or dispatch_has_kernel_for_dispatch_key(op.name(), "PrivateUse1"):
             by = MECHANISMS.get(self.by.get(name, ""), "a kernel that was registered for PrivateUse1 elsewhere")
-            raise ValueError(message(f"{op} has a kernel on device 'jax' already", by, fix="give the operator another name"))
+            raise ValueError(message(f"{op} already has a kernel on device 'jax'", by, fix="give the operator another name"))
 
     def install(self, lowering: Lowering) -> None:
         """Install the kernels of a lowering, and of the in-place and `out=` forms that follow from it."""

@@ -58,7 +58,7 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         largest = self.max()
         known = None if recording.get() is None else host_answer(load(largest))
         if recording.get() is not None and known is None:
-            what = "one_hot without num_classes has as many columns as the largest value says, which only the compiled program knows"
+            what = "one_hot without num_classes has a data-dependent number of columns"
             raise TraceError(message(what, *called_at(), fix="one_hot(x, num_classes=n)"))
         num_classes = int(largest if known is None else known) + 1
     return (self.unsqueeze(-1) == torch.arange(num_classes, device=self.device)).to(torch.int64)

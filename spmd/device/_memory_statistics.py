@@ -107,9 +107,9 @@ def _chips() -> list[dict[str, int]]:
     if len(chips) < len(_counts()):
         raise SpmdError(
             message(
-                f"jax keeps no statistics of memory on platform {jax.default_backend()!r}",
+                f"jax provides no memory statistics on platform {jax.default_backend()!r}",
                 *called_at(),
-                fix="step.memory() says what a compiled function takes on each device",
+                fix="step.memory() returns the memory of a compiled function on each device",
             )
         )
     return chips
@@ -127,7 +127,7 @@ def _first(chip: dict[str, int], keys: tuple[str, ...]) -> int:
 def _no_reset(name: str) -> SpmdError:
     return SpmdError(
         message(
-            f"{name} cannot start jax's counts anew: they are those of the whole process",
+            f"{name} cannot reset jax's statistics: they are for the whole process",
             *called_at(),
             fix="compare torch.accelerator.memory_allocated() before and after, or read step.memory()",
         )

@@ -241,8 +241,8 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
 
 def _is_float(value: Any) -> bool:
     if isinstance(value, complex):
-        what = f"an optimizer computes {value} of its settings, and a program's numbers are real"
-        raise TraceError(message(what, *called_at(), fix="choose settings of which this number is real"))
+        what = f"an optimizer computes {value} from its settings, but a program supports only real numbers"
+        raise TraceError(message(what, *called_at(), fix="choose arguments for which this number is real"))
     return type(value) is float
 
 
@@ -398,6 +398,6 @@ def carried(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> Any:
     node = number.node
     if not isinstance(node, NumberNode):
         raise TraceError(
-            message(f"a symbolic number of another tracer reached device 'jax': {number}", fix="run the op outside that tracer")
+            message(f"a symbolic number of another tracer was passed to device 'jax': {number}", fix="run the op outside that tracer")
         )
     return node.value

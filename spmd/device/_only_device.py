@@ -23,9 +23,9 @@ def require_only_device(index: int | None) -> None:
         raise SpmdError(
             message(
                 f"there is no device '{NAME}:{index}'",
-                "to PyTorch a mesh of any number of chips is one device",
+                "PyTorch sees a mesh of any number of chips as one device",
                 *called_at(),
-                fix="spmd.mark_sharding(t, mesh, spec) says which chips hold what of a tensor",
+                fix="spmd.mark_sharding(t, mesh, spec) places a tensor's shards on the chips",
             )
         )
 

@@ -146,7 +146,7 @@ def raise_other_devices(error: ValueError) -> None:
     details = [f"{f'a tensor of shape ({shape})' if shape else 'a layout inside the program'}: devices {ids}" for shape, ids in found]
     raise SpmdError(
         message(
-            "tensors of one operation or program lie on different devices, or on the same in another order",
+            "the tensors of one operation or program are on different devices, or on the same devices in different orders",
             *details,
             *called_at(),
             fix="mark them over one mesh; spmd.mark_sharding(t, mesh, spec) moves a tensor",

@@ -46,9 +46,9 @@ class RandomStream:
         if state.dtype != torch.uint8 or state.numel() != 4 * _WORDS:
             raise SpmdError(
                 message(
-                    "this is no random state of device 'jax'",
+                    "this is not a random state of device 'jax'",
                     f"expected 16 bytes (uint8), got {state.numel()} elements of {state.dtype}",
-                    fix="pass what torch.jax.get_rng_state() returned",
+                    fix="pass the result of torch.jax.get_rng_state()",
                 )
             )
         self.set_words(state.cpu().numpy().view(np.uint32))
@@ -74,7 +74,7 @@ def next_key() -> Any:
         if is_tracing():
             raise TraceError(
                 message(
-                    "random numbers are drawn in a function that JAX traces: each call would have the same",
+                    "random numbers are drawn in a function that JAX traces, so every call would use the same numbers",
                     *called_at(),
                     fix="fn, params, buffers = spmd.functionalize(module_or_function), whose key is an argument",
                 )

@@ -115,8 +115,8 @@ def _refuse_storage(storage: Any) -> None:
     if storage.device.type == "jax":
         raise SpmdError(
             message(
-                "a tensor on device 'jax' of a class of its own cannot be saved",
-                "its class decides how it is pickled, and its storage has no bytes",
+                "a tensor subclass on device 'jax' cannot be saved",
+                "the subclass controls its pickling, and its storage has no bytes",
                 fix="save tensor.cpu(), or tensor.as_subclass(torch.Tensor)",
             )
         )

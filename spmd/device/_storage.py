@@ -311,9 +311,9 @@ class Buffer(_Value):
 def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdError:
     return SpmdError(
         message(
-            f"a tensor of shape {shape} has no value: it lies on topology {annotation.mesh.topology!r}",
-            "programs over a topology are compiled and not run",
-            fix="compile with step.program(...), or mark the tensor over a mesh of devices that are here",
+            f"a tensor of shape {shape} has no value: it is on topology {annotation.mesh.topology!r}",
+            "programs for a topology are only compiled, not run",
+            fix="compile with step.program(...), or mark the tensor over a mesh of this machine's devices",
         )
     )
 

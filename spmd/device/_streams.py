@@ -96,7 +96,7 @@ class Event:
             SpmdError: one of the two was made without `enable_timing=True`, or not recorded.
         """
         if self._time_s is None or end_event._time_s is None:
-            what = "an event has a time if it was made with enable_timing=True and recorded"
+            what = "elapsed_time needs events with enable_timing=True that were recorded"
             raise SpmdError(message(what, fix="torch.jax.Event(enable_timing=True), then event.record()"))
         return (end_event._time_s - self._time_s) * 1e3
 

@@ -42,7 +42,7 @@ def wait_for_trace(holder: Any = None) -> None:
         raise TraceError(
             message(
                 f"a tensor is part of a function that another thread has been tracing for {_LIMIT_S:g} s",
-                "does the compiled function wait for a thread that computes with its tensors?",
+                "the compiled function may be waiting for a thread that uses its tensors",
                 fix="start no threads inside a compiled function",
             )
         )
@@ -50,9 +50,9 @@ def wait_for_trace(holder: Any = None) -> None:
     if holder is not None and holder.value is before:
         raise TraceError(
             message(
-                f"a tensor of shape {before.shape} holds a value of a function that JAX has traced, and that is over",
+                f"a tensor of shape {before.shape} contains a tracer of a JAX function that has returned",
                 *called_at(),
-                "it was written in a function under jax.jit, or left by one",
+                "a function under jax.jit wrote the tensor, or stored it",
                 fix="fn, params, buffers = spmd.functionalize(module), whose buffers are arguments and results; or spmd.compile",
             )
         )
@@ -96,10 +96,10 @@ def memory_is_gone() -> SpmdError:
     """The error for a tensor whose array JAX has deleted."""
     return SpmdError(
         message(
-            "the memory of a tensor is gone: a function of JAX that donates its arguments was given the array",
+            "the memory of a tensor was freed: its array was passed to a JAX function that donates its arguments",
             *called_at(),
-            "spmd.to_jax and spmd.from_jax copy nothing: tensor and array are one",
-            fix="give the function its own: fn(jnp.copy(array))",
+            "spmd.to_jax and spmd.from_jax do not copy: tensor and array share memory",
+            fix="pass a copy: fn(jnp.copy(array))",
         )
     )
 

@@ -91,9 +91,9 @@ class Tiling:
         if not match or not _TRAILING.fullmatch(match[5]):
             raise SpmdError(
                 message(
-                    f"{text!r} is no sharding",
+                    f"{text!r} is not a sharding",
                     "known: {devices=[2,2]0,1,2,3}, {devices=[2,1,2]<=[4] last_tile_dim_replicate}, {replicated}, {maximal device=0}",
-                    fix="pass what XLA or torch_xla printed",
+                    fix="pass a sharding as XLA or torch_xla prints it",
                 )
             )
         tiles = [int(n) for n in match[1].split(",")]

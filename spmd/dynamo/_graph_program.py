@@ -115,7 +115,7 @@ class GraphProgram:
 
     def _refuse(self, why: str) -> None:
         self.refused = why
-        logger.warning("%s runs operation by operation: %s", self.name, why)
+        logger.warning("%s runs one operation at a time: %s", self.name, why)
 
 
 def _described(value: Any) -> Any:

@@ -74,7 +74,7 @@ def _shared(source: Any, device: Any) -> Any:
                 f"memory of shape {tuple(getattr(source, 'shape', ()))} cannot be shared with JAX",
                 *called_at(),
                 str(error).splitlines()[0],
-                fix="let it be copied: torch.as_tensor(source).detach().to('jax')",
+                fix="copy it: torch.as_tensor(source).detach().to('jax')",
             )
         ) from error
 

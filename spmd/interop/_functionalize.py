@@ -123,7 +123,7 @@ class Functionalized:
         if written:
             raise TraceError(
                 message(
-                    f"{self.__name__} writes to buffer {next(iter(written))!r}, and this call would lose what it writes",
+                    f"{self.__name__} writes to buffer {next(iter(written))!r}, and this call would lose the new value",
                     f"buffers written: {len(written)}",
                     fix="out, buffers = fn.with_buffers(params, buffers, key, ...), or module.eval()",
                 )

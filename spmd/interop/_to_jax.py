@@ -184,7 +184,7 @@ def _(primals: Any, tangents: Any) -> Any:
         message(
             "JAX differentiates through spmd.from_jax, but it cannot see detach, no_grad and custom Functions of torch",
             *called_at(),
-            fix="let torch write the gradient: fn, params, buffers = spmd.functionalize(module_or_function)",
+            fix="use torch's gradient: fn, params, buffers = spmd.functionalize(module_or_function)",
         )
     )
 

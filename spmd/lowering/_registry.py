@@ -3,7 +3,7 @@
 Importing `spmd` fills it for ATen; a program may add overloads of ATen and of its own libraries at any time (docs/extending.md).
 
 A *rule* is a pure function of jax arrays and Python values with the schema's argument order and names. It knows no mesh,
-no tensor class and no result dtype: the adapter in `spmd.device._kernels` promotes inputs, casts results, drops
+no tensor class and no result dtype: the adapter (`spmd.device._adapter`) promotes inputs, casts results, drops
 `device`/`layout`/`pin_memory`/`memory_format`/`non_blocking`/`generator` arguments and derives in-place and `out=` forms.
 
     @lower("add.Tensor", pointwise=True)
@@ -163,10 +163,10 @@ def _add(lowerings: list[Lowering]) -> None:
         op = lowering.op
         first = _table.get(op) or added.get(op)
         if first is not None:
-            what = f"{op} already has a lowering at {first.source}; a second one stands at {lowering.source}"
-            raise ValueError(message(what, fix="leave the second one out: the table only grows"))
+            what = f"{op} already has a lowering at {first.source}; a second one is at {lowering.source}"
+            raise ValueError(message(what, fix="remove the second one: a lowering cannot be replaced"))
         if is_composite(op) and not lowering.whole:
-            what = f"{op} is a composite: register it with whole=True, or its gradient would be cut silently"
+            what = f"{op} is a composite: register it with whole=True, otherwise its gradient would be lost silently"
             raise ValueError(message(what, fix=f'@spmd.lowering.lower("{op.name().removeprefix("aten::")}", whole=True)'))
         for listener in _listeners:
             listener.refuse(op)
@@ -183,7 +183,7 @@ def _overload_of(name: Any) -> OpOverload:
     op = getattr(name, "_opoverload", name)
     op = op.default if isinstance(op, OpOverloadPacket) else op
     if not isinstance(op, OpOverload):
-        raise ValueError(f'{name!r} is no operator\n  fix: name it, as in @spmd.lowering.lower("mylib::op")')
+        raise ValueError(f'{name!r} is not an operator\n  fix: name it, as in @spmd.lowering.lower("mylib::op")')
     return op
 
 

@@ -41,7 +41,7 @@ def split(rule: Callable[..., Any], text: str) -> Callable[..., Any]:
         if ranks != [len(dims) for dims in operands]:
             raise ValueError(
                 message(
-                    f"sharding={text!r} does not fit the arrays of a call",
+                    f"sharding={text!r} does not match the arrays of a call",
                     f"it names arrays of {[len(dims) for dims in operands]} dims, the call has arrays of {ranks} dims",
                     fix="name every dim of every array argument in order; '.' is a dim that is never split",
                 )
@@ -80,14 +80,14 @@ def _parsed(text: str) -> tuple[list[Dims], list[Dims]]:
         )
     for dims in (*operands, *results):
         if len({n for n in dims if n != "."}) != sum(n != "." for n in dims):
-            raise ValueError(message(f"sharding={text!r} names two dims of one array alike", fix="give them two names, or '.'"))
+            raise ValueError(message(f"sharding={text!r} uses one name for two dims of an array", fix="give them two names, or '.'"))
     for dims in results:
         missing = sorted(names - set(dims))
         if missing:
             raise ValueError(
                 message(
                     f"sharding={text!r}: {missing[0]!r} is not a dim of every result",
-                    "a device would have a result of its own pieces alone",
+                    "each device would compute the result from its own shards only",
                     fix=f"write '.' in place of {missing[0]!r}, so that the dim is whole on every device",
                 )
             )

@@ -32,7 +32,7 @@ def scale_of_before() -> Generator[None]:
 
     def maybe_step(self: Any, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if any(found.device.type == "jax" for found in optimizer_state["found_inf_per_device"].values()):
-            what = f"GradScaler skips {type(optimizer).__name__}.step() where a gradient is not finite, which only the program knows"
+            what = f"GradScaler skips {type(optimizer).__name__}.step() if a gradient is not finite, which is data-dependent"
             raise TraceError(message(what, *called_at(), fix=f"{type(optimizer).__name__}(..., fused=True), which decides on the device"))
         return torchs_step(self, optimizer, optimizer_state, *args, **kwargs)
 

@@ -35,7 +35,7 @@ INSTEAD = {
 def no_such_name(name: str, there: list[str]) -> AttributeError:
     """The error for a name that `torch.jax` does not have; `there`: those that it has."""
     near = nearest(name, there)
-    fix = INSTEAD.get(name) or (near.removeprefix("; ") if near else "print(dir(torch.jax)) lists what is there")
+    fix = INSTEAD.get(name) or (near.removeprefix("; ") if near else "print(dir(torch.jax)) lists its names")
     return AttributeError(message(f"torch.jax has no {name!r}", fix=fix), name=name)
 
 
@@ -48,7 +48,7 @@ def register() -> None:
         if any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, held)):
             raise SpmdError(
                 message(
-                    "torch.compile's default backend, inductor, writes code for CPUs and GPUs and not for device 'jax'",
+                    "torch.compile's default backend, inductor, generates code for CPUs and GPUs, not for device 'jax'",
                     fix='torch.compile(fn, backend="spmd"), or spmd.compile(fn)',
                 )
             )
@@ -58,7 +58,7 @@ def register() -> None:
         if not torch.cuda.is_available() or any(p.device.type == "jax" for p in module.parameters()):
             raise SpmdError(
                 message(
-                    "nn.DataParallel splits a batch over devices, and to PyTorch 'jax' is one, of any number of chips",
+                    "nn.DataParallel splits a batch over devices, but PyTorch sees all chips as the one device 'jax'",
                     fix='spmd.mark_sharding(x, mesh, ("data", None)) splits the batch; DistributedDataParallel(model) does it for you',
                 )
             )

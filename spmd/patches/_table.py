@@ -64,7 +64,7 @@ _LOADED = "spmd/huggingface/_from_pretrained.py"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
-_WORDS, _STYLE = "spmd/compat/torch_distributed/_words.py", "self, module, device_mesh"
+_WORDS, _STYLE = "spmd/compat/torch_distributed/_dispatch.py", "self, module, device_mesh"
 _BORDER_STYLES = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 _DLPACK_PARAMETERS = "self, stream, max_version, dl_device, copy"
 _FRAME = "self, recompute_fn, early_stop, unpack_error_cb, metadata_fn"
@@ -286,7 +286,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.device_mesh.DeviceMesh.__init__",
         "a mesh of this process's devices needs no process for each",
-        "spmd/compat/torch_distributed/_words.py",
+        "spmd/compat/torch_distributed/_dispatch.py",
     ),
     *(
         Patch(target, "one program's tensors are whole: they are marked, and no rank has a piece", _WORDS, parameters=parameters)

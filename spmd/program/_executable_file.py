@@ -74,7 +74,7 @@ def load_executables(path: Path, name: str, client: Any) -> dict[str, KeptExecut
 
     Raises:
         SpmdError: it is no such file, or damaged; it is another function's; it was saved by other versions or for other devices.
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
     """
     _require_alone(name, "loaded")
     try:
@@ -122,14 +122,14 @@ def _facts(client: Any) -> dict[str, str]:
 def _require_fit(path: Path, name: str, manifest: dict[str, Any], here: dict[str, str]) -> None:
     if manifest["name"] != name:
         raise SpmdError(
-            message(f"{path} holds programs of {manifest['name']}, not of {name}", fix=f"{manifest['name']}.load({str(path)!r})")
+            message(f"{path} contains programs of {manifest['name']}, not of {name}", fix=f"{manifest['name']}.load({str(path)!r})")
         )
     there: dict[str, str] = manifest["facts"]
     differing = [f"{fact}: {there.get(fact)} there, {value} here" for fact, value in here.items() if there.get(fact) != value]
     if differing:
         raise SpmdError(
             message(
-                f"{path} was saved elsewhere: its programs are not for this process",
+                f"{path} does not match this process",
                 *differing,
                 fix=f"call {name}(...) once here, without the file, and {name}.save({str(path)!r})",
             )
@@ -141,18 +141,18 @@ def _require_alone(name: str, done: str) -> None:
         raise SpmdError(
             message(
                 f"the programs of {name} are not {done} in a job",
-                "its processes compare what they lower before any of it runs, and keep programs together",
-                fix="spmd launch --job-dir DIR, and the next attempt finds them there; or spmd.configure(cache_dir=...) in all processes",
+                "the processes of a job compare their lowered programs before they run, and share a cache",
+                fix="spmd launch --job-dir DIR, which the next attempt reads; or spmd.configure(cache_dir=...) in all processes",
             )
         )
 
 
 def _unkept(name: str, why: str) -> SpmdError:
-    return SpmdError(message(f"a program of {name} cannot be saved", f"it holds {why}", fix="leave Python callbacks out of it"))
+    return SpmdError(message(f"a program of {name} cannot be saved", f"it holds {why}", fix="remove the Python callbacks from it"))
 
 
 def _foreign(path: Path, why: str) -> SpmdError:
-    return SpmdError(message(f"{path} is no whole file of programs", why, fix="save it again: step.save(path)"))
+    return SpmdError(message(f"{path} is not a complete file of programs", why, fix="save it again: step.save(path)"))
 
 
 __all__ = ["load_executables", "save_executables"]

@@ -72,16 +72,18 @@ class Options:
         flags: dict[str, object] = {"keep_grads": self.keep_grads, "check": self.check, "debug_nans": self.debug_nans}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
-                raise SpmdError(message(f"compile's option {name} is True or False", f"got {flag!r}", fix=f"spmd.compile(fn, {name}=True)"))
+                raise SpmdError(
+                    message(f"compile's option {name} must be True or False", f"got {flag!r}", fix=f"spmd.compile(fn, {name}=True)")
+                )
         counts: dict[str, object] = {name: getattr(self, name) for name in ("max_retraces", "max_programs", "steps_per_call")}
         for name, count in counts.items():
             if type(count) is not int or count < 1:
-                raise SpmdError(message(f"compile's option {name} is 1 or more", f"got {count!r}", fix=f"spmd.compile(fn, {name}=8)"))
+                raise SpmdError(message(f"compile's option {name} must be at least 1", f"got {count!r}", fix=f"spmd.compile(fn, {name}=8)"))
         if self.on_retrace not in ("warn", "error"):
-            what = f"compile's option on_retrace is 'warn' or 'error', got {self.on_retrace!r}"
+            what = f"compile's option on_retrace must be 'warn' or 'error', got {self.on_retrace!r}"
             raise SpmdError(message(what, fix='spmd.compile(fn, on_retrace="warn")'))
         if self.roll not in (True, False, "auto"):
-            raise SpmdError(message("roll is True, False or 'auto'", f"roll={self.roll!r}", fix='spmd.compile(fn, roll="auto")'))
+            raise SpmdError(message("roll must be True, False or 'auto'", f"roll={self.roll!r}", fix='spmd.compile(fn, roll="auto")'))
 
 
 class Program(Executable):
@@ -376,8 +378,8 @@ class Program(Executable):
                 raise NonFiniteError(
                     message(
                         f"the output of module '{name}' is not finite",
-                        "it is the first one in the order in which modules finished; model and optimizer are as before the step",
-                        fix="look at its inputs and parameters; lower the learning rate, clip gradients, or use a wider dtype",
+                        "it is the first such module in the order of execution; the model and the optimizer are unchanged",
+                        fix="check its inputs and parameters; lower the learning rate, clip gradients, or use a wider dtype",
                     )
                 )
 
@@ -413,9 +415,9 @@ class Program(Executable):
         assert self.mesh is not None
         raise SpmdError(
             message(
-                f"this program cannot run: its tensors lie on {self.mesh}, which has no devices here",
-                "programs over a topology are compiled and not run",
-                fix="read it with step.program(...).memory(), or mark the tensors over a mesh of devices that are here",
+                f"this program cannot run: its tensors are on {self.mesh}, whose devices are not on this machine",
+                "programs for a topology are only compiled, not run",
+                fix="read it with step.program(...).memory(), or mark the tensors over a mesh of this machine's devices",
             )
         )
 

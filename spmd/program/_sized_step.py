@@ -67,7 +67,7 @@ class SizedStep(Step[Any, Any]):
         self._now: _Call | None = None
         if options.steps_per_call > 1 or options.check:
             name = "check" if options.check else "steps_per_call"
-            what = f"compile's options dynamic and {name} do not go together"
+            what = f"compile's options dynamic and {name} cannot be combined"
             raise SpmdError(
                 message(what, "arguments of several steps are stacked, and traces are compared as they are", fix=f"drop {name}")
             )
@@ -216,7 +216,7 @@ class SizedStep(Step[Any, Any]):
             details.insert(0, f"operation {equation.primitive.name} of {shapes}, {place_of(equation.source_info.traceback)}")
         return TraceError(
             message(
-                f"{self._name} is not proved to compute the same with padded dims",
+                f"{self._name} could not be proved to give the same results with padded dims",
                 *details,
                 fix="drop the dim from dynamic=, or, if the model masks padding itself: spmd.Dim(..., masked_by_model=True)",
             )

@@ -65,11 +65,11 @@ R = TypeVar("R")
 
 
 class Step(Compiled, Generic[P, R]):
-    """A function that runs as compiled programs. Made by `spmd.compile`.
+    """A compiled function, created by `spmd.compile`.
 
     Attributes:
-        retraces: for every trace after the first, what had changed.
-        num_traces: how often the function was traced.
+        retraces: for every trace after the first, the reason for it.
+        num_traces: the number of traces.
     """
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
@@ -114,34 +114,34 @@ class Step(Compiled, Generic[P, R]):
         self._programs.note_use(program)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
-        """The program that a call with these arguments would run, traced and compiled if there is none, and not run.
+        """The program that a call with these arguments would run; it is traced and compiled if necessary, but not run.
 
-        With tensors marked over a mesh of a topology (`mesh.Mesh(..., topology="v5e:16x16")`) it is compiled for chips that
-        are not here, from shapes alone: a `torch.empty` or a model made by `to_empty(device="jax")` has no memory until its
-        first use. Such a program can be read (`memory()`, `collectives()`, `flops()`, `hlo()`) and not run, and leaves nothing
-        behind: no optimizer state, no trace that is counted.
+        With tensors on a mesh of a topology (`mesh.Mesh(..., topology="v5e:16x16")`) it is compiled ahead of time for chips that
+        need not exist, from shapes alone: `torch.empty` and `to_empty(device="jax")` allocate nothing until the tensor's
+        first use. Such a program can be inspected (`memory()`, `collectives()`, `flops()`, `hlo()`) but not run, and has no side
+        effects: it creates no optimizer state, and its trace is not counted.
         """
         end_step()
         with turn:
             return self._found(args, kwargs)[0]
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the program for these arguments compiled by another thread; its first call waits for what is left of that.
+        """Trace for these arguments now and compile in another thread; the first call waits for the compilation to finish.
 
-        The trace is made here and now. So programs compile side by side, while data are loaded and models restored:
+        So several programs compile in parallel, while data is loaded and checkpoints are restored:
 
             train_step.prepare(x, y)
             eval_step.prepare(x)
 
-        Nothing runs and no value changes; the state of optimizers is there from now on, as before their first step. What the
-        compiler raises is raised by the call. Python numbers and shapes are the program's, as in a call.
+        Nothing runs and no value changes, but optimizer state is created, as before a first step. A compiler error
+        is raised by the call. Python numbers and shapes select the program, as in a call.
         """
         end_step()
         with turn:
             self._found(args, kwargs, is_beside=True)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the executables that are kept now as one file, with which another process compiles nothing; see `load`.
+        """Write the cached executables to a file, so that another process need not compile them; see `load`.
 
         Returns:
             The path.
@@ -157,14 +157,14 @@ class Step(Compiled, Generic[P, R]):
         return Path(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take executables from a file of `save` instead of compiling. What lies in it is run: load files of your own.
+        """Load executables from a file written by `save` instead of compiling. The file is executed: load only files that you trust.
 
-        The function is traced by its first call, as ever; a program that the trace finds in the file is not lowered and not compiled. They
-        are read by other threads meanwhile. One that is not in the file (another shape, changed code) is compiled, with a warning.
+        The first call still traces the function; if the file has a program for the trace, it is neither lowered nor compiled. Executables
+        are read by other threads meanwhile. A program that is not in the file (another shape, changed code) is compiled, with a warning.
 
         Raises:
-            SpmdError: it is no such file, damaged, another function's, or for other versions or devices; this process is one of a job.
-            FileNotFoundError: there is none.
+            SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is one of a job.
+            FileNotFoundError: the file does not exist.
         """
         found = load_executables(Path(path), self._name, _client())
         with turn:
@@ -316,9 +316,9 @@ class Step(Compiled, Generic[P, R]):
 
     def _not_loaded(self) -> str:
         return message(
-            f"{self._name} is compiled, although {self._loaded_from} was loaded: the file has no such program",
-            "the function, a setting, or the shapes, values or layouts of its arguments and state are not those of when it was saved",
-            fix=f"call it with all arguments that it will have, and {self._name}.save({self._loaded_from!r})",
+            f"{self._name} is compiled: the loaded file {self._loaded_from} has no program for this call",
+            "the function, a setting, or the shapes, values or shardings of its arguments and state differ from those at save time",
+            fix=f"call it with every kind of arguments, then {self._name}.save({self._loaded_from!r})",
         )
 
     def __repr__(self) -> str:
@@ -332,19 +332,19 @@ class Step(Compiled, Generic[P, R]):
         return "\n".join(lines)
 
     def clear(self) -> None:
-        """Forget all programs and what they hold; the next call traces and compiles again. Counts and `retraces` stay."""
+        """Drop all programs; the next call traces and compiles again. Counts and `retraces` are kept."""
         with turn:
             self._programs.clear()
             self._latest = self._latest_key = None
 
     @property
     def num_executables(self) -> int:
-        """How many programs are kept: those compiled so far, up to `max_programs`."""
+        """The number of cached programs, at most `max_programs`."""
         return len(list(self._programs))
 
     @property
     def timings(self) -> Timings:
-        """Seconds to prepare optimizers, to trace, to lower and to compile the latest program."""
+        """Seconds spent to prepare optimizers, trace, lower and compile the latest program."""
         return self._program.timings
 
     @property
@@ -365,18 +365,18 @@ class Step(Compiled, Generic[P, R]):
 
     @property
     def rolled(self) -> list[Loop]:
-        """What repeats in the latest program, and why it is no loop where it is none; empty with `roll=False`."""
+        """The repeated parts of the latest program, and why a part is not a loop; empty with `roll=False`."""
         program = self._program
         if program.rolled is None:
             return repeats_left(program.captured, program.devices.platform) if self._options.roll == "auto" else []
         return program.rolled.loops
 
     def collectives(self) -> _hlo.CollectiveReport:
-        """The collectives of the latest program: kinds, counts, bytes and mesh axis, read from the compiled program."""
+        """The collectives of the latest program: kind, count, bytes and mesh axes, read from its HLO."""
         return self._program.collectives()
 
     def memory(self) -> MemoryReport:
-        """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
+        """Bytes of arguments, outputs, temporaries and their peak on each device, as reported by the compiler."""
         return self._program.memory()
 
     def flops(self) -> int:
@@ -455,33 +455,34 @@ def compile(
     dynamic: Mapping[str, Any] | bool | None = None,
     **unknown: Any,
 ) -> Any:
-    """Run `fn` as one donated, sharded `jax.jit` program: forward, backward, optimizer, whatever it does.
+    """Compile `fn` to one donated, sharded `jax.jit` program: forward, backward, optimizer and all else that it does.
 
-    The tensors it reads and writes (parameters, buffers, optimizer state, random stream) are found while tracing; they
-    are updated in place by every call. Returned tensors stay on the devices until read.
+    The state that it reads and writes (parameters, buffers, optimizer state, random stream) is found during the trace and
+    updated in place by every call. Returned tensors stay on the devices until they are read.
 
     Args:
-        fn: any function of tensors, containers of tensors and Python values; Python values are part of the signature.
-        keep_grads: keep the gradients that the function leaves on `.grad`; otherwise reading one raises.
-        max_retraces: warn when the function was traced again this often, and say which input or value had changed.
-        on_retrace: "warn", or "error": raise then instead of compiling once more.
-        max_programs: keep this many compiled programs; one too many drops the one that has not run for longest.
+        fn: a function of tensors, containers of tensors and Python values; Python values are part of the signature.
+        keep_grads: keep the gradients in `.grad` after the call; otherwise reading one raises an error.
+        max_retraces: warn after this many retraces, with the input or value that changed.
+        on_retrace: "warn", or "error" to raise an error instead of compiling again.
+        max_programs: the number of compiled programs to cache; the least recently used one is dropped first.
         steps_per_call: run this many steps in one dispatch; tensor arguments and results gain a first dim of this size.
-        check: trace again on every call and raise if the program would have differed (slow; for finding stale constants).
-        debug_nans: raise when a module's output is not finite, naming the first one; state stays as before the step.
-        roll: record layers that are alike as one loop, forwards, backwards and in the optimizer, so that neither the program nor the
-            time to compile it grows with their number; their parameters and optimizer state then live stacked between the calls.
-            "auto": a large program of which loops leave half or less (docs/depth.md). `.rolled` says what repeats, and why it is no loop.
-        check_indices: raise `CheckFailed`, an IndexError, at the next read after an index was out of bounds: the op, the line, the index.
-            None: as `spmd.configure(check_indices=...)` says, which means eager operations too.
+        check: retrace on every call and raise an error if the program would differ (slow; for finding stale constants).
+        debug_nans: raise an error that names the first module whose output is not finite; the state is left unchanged.
+        roll: compile identical layers as one loop, in the forward pass, the backward pass and the optimizer, so that neither the program
+            nor the compile time grows with their number; their parameters and optimizer state are then stored stacked between calls.
+            "auto": only large programs that loops make at most half as large (docs/depth.md). `.rolled` says what repeats, and why a part
+            is not a loop.
+        check_indices: after an index out of bounds, raise `CheckFailed` (an IndexError) at the next read, with the op, the line and the
+            index. None: the setting of `spmd.configure(check_indices=...)`, which also applies to eager operations.
         dynamic: sizes that vary: for each argument a `Dim`, or the name of one, by the number of its dim (and by key where the argument
-            is a dict or list of tensors). Few programs of larger sizes run all, with the numbers of the unpadded function (docs/sizes.md).
-            True: of dims that have had a second size, or that `spmd.mark_dynamic` names.
+            is a dict or list of tensors). A few programs of larger sizes serve all of them, with the results of the unpadded function
+            (docs/sizes.md). True: all dims that have had a second size, or that `spmd.mark_dynamic` names.
 
     Raises:
-        TypeError: there is no such option.
-        SpmdError: an option has a value that means nothing.
-        TraceError: on a call, if Python needs a value that only the compiled program will have, or if it was traced too often.
+        TypeError: an option does not exist.
+        SpmdError: an option has an invalid value.
+        TraceError: on a call, if Python needs a value that is known only when the program runs, or if there were too many retraces.
     """
     if unknown:
         name, known = next(iter(unknown)), [*(field.name for field in fields(Options)), "dynamic"]

@@ -31,7 +31,7 @@ IN_GRAPHS = torch_at_least("2.12")
 def mark_sharding(
     tensor: torch.Tensor, mesh: Any, partition_spec: SpecLike, *, uneven: Literal["pad", "error"] = "pad"
 ) -> XLAShardedTensor:
-    """Lay `tensor` out over `mesh`, in place, and return it.
+    """Shard `tensor` over `mesh` in place, and return it.
 
     A tensor on the host is uploaded shard by shard; one that is already on devices is moved between them directly. Inside a
     compiled function the call constrains the value at this point and its gradient, like `jax.lax.with_sharding_constraint`.

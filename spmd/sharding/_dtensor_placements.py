@@ -61,7 +61,7 @@ def spec_of_placements(
             raise UnreducedError(message(f"{placement} on axis {axis!r} asks for an unreduced tensor", fix=fix))
         if type(placement) is Shard:
             if not -rank <= placement.dim < rank:
-                what = f"{placement} on axis {axis!r} does not fit {name()}: it is no layout for a tensor of rank {rank}"
+                what = f"{placement} on axis {axis!r} does not fit {name()}: it is invalid for a tensor of rank {rank}"
                 fix = f"shard a dim from 0 to {rank - 1}" if rank else "use Replicate()"
                 raise NoSuchDimError(message(what, f"it has {rank} dims", fix=fix))
             axes[placement.dim].append(axis)

@@ -28,7 +28,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class XLAShardedTensor(torch.Tensor):
-    """A tensor on device 'jax' with a layout over a mesh; made by `mark_sharding` and by operations on such tensors.
+    """A tensor on device 'jax' with a sharding over a mesh, created by `mark_sharding` and by operations on such tensors.
 
     `XLAShardedTensor(t)` wraps a tensor without marking it; `spmd.mark_sharding` is the usual way. Methods that DTensor has too
     (`redistribute`, `full_tensor`, `placements`) take and return DTensor's types; see `spmd.xla_names._distribute`.

@@ -72,7 +72,7 @@ def limited(samples: Samples, vocabulary: int) -> Samples:
 def _own(path: str, arguments: dict[str, Any], table: str) -> Dataset[Any]:
     dataset = imported(path, f"{table} own")(**arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        what = f"{table} own = {path!r} returned {type(dataset).__name__}, which has no length or no samples by number"
+        what = f"{table} own = {path!r} returned {type(dataset).__name__}, which has no __len__ or no __getitem__"
         raise RecipeError(message(what, fix="return a torch.utils.data.Dataset with __len__ and __getitem__"))
     return dataset
 
@@ -92,7 +92,7 @@ def training_batches(recipe: Recipe, dataset: Samples, mesh: Mesh) -> ShardedLoa
     else:
         order = GlobalOrder(len(dataset), table.batch, rows, table.shuffle, recipe.seed, whole=True)  # pyright: ignore[reportArgumentType]
         if not len(order):
-            what = f"[data] has {order.num_samples} samples, a batch {table.batch}"
+            what = f"[data] has {order.num_samples} samples, fewer than a batch of {table.batch}"
             raise RecipeError(message(what, fix="a smaller [data] batch, or more data"))
         kind = Feed if table.kind == "dataset" else PlacedFeed
         feed = kind(dataset, order, table.workers, stacks)
@@ -121,7 +121,7 @@ def held_out_batches(recipe: Recipe, dataset: Samples, mesh: Mesh, is_masked: bo
     else:
         order = GlobalOrder(len(dataset), batch, rows, False, 0, whole=not is_masked)  # pyright: ignore[reportArgumentType]
         if not len(order):
-            what = f"[evaluation] has {order.num_samples} samples, a batch {batch}"
+            what = f"[evaluation] has {order.num_samples} samples, fewer than a batch of {batch}"
             raise RecipeError(message(what, fix="more data, or a smaller [data] batch"))
         feed = Feed(dataset, order, recipe.data.workers, 0)
     batches = spmd.shard_loader(feed, mesh, (axes or None,), ragged="pad" if is_masked else "error")

@@ -103,7 +103,7 @@ class PlacedFeed(Feed):
         """
         samples = int(state["samples"])
         if samples % self.order.batch:
-            what = f"the checkpoint's place is after {samples} samples of a pass, no whole number of batches of {self.order.batch}"
+            what = f"the checkpoint's position is sample {samples} of an epoch, not a multiple of the batch size {self.order.batch}"
             raise RecipeError(message(what, fix=f"[data] batch = a divisor of {samples}"))
         self._start = samples // self.order.batch
 

@@ -60,13 +60,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         found = [file for path in paths for file in sorted(Path(path).glob("*/*")) if file.suffix.lower() in SUFFIXES]
         if not found:
             raise RecipeError(
-                message(f"[data] paths: {', '.join(paths)} hold no image", fix="a folder that has one of images for each class")
+                message(f"[data] paths: {', '.join(paths)} contain no images", fix="a folder with one subfolder of images for each class")
             )
         names = sorted({file.parent.name for file in found})
         self.classes = names if classes is None else list(classes)
         unknown = sorted(set(names) - set(self.classes))
         if unknown:
-            what = f"{', '.join(paths)} has the class {unknown[0]!r}, the training data has not"
+            what = f"{', '.join(paths)} has the class {unknown[0]!r}, which the training data does not have"
             raise RecipeError(message(what, fix=f"one of {', '.join(self.classes)}"))
         self.samples = [(file, self.classes.index(file.parent.name)) for file in found]
         self.size, self.augment, self.seed, self.epoch = size, augment, seed, 0

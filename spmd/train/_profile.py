@@ -27,7 +27,7 @@ class StepTrace:
 
     def __init__(self, table: Profile, folder: Path) -> None:
         if table.first and mesh.has_topology():
-            what = "[profile]: this process has compiled for chips that are not here, no trace can be taken in it"
+            what = "[profile]: this process has compiled for a TPU topology, so it cannot take a profile"
             raise RecipeError(message(what, fix="train in a process of its own"))
         self._first, self._last, self._folder = table.first, table.first + table.steps - 1, folder
         self.is_running = False

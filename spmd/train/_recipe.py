@@ -15,7 +15,7 @@ from spmd.base._errors import SpmdError, message
 
 
 class RecipeError(SpmdError, ValueError):
-    """A recipe has a key, a value or a combination that no run can follow."""
+    """A recipe has an invalid key, value or combination."""
 
 
 def key(default: Any, meaning: str, kinds: tuple[str, ...] = ()) -> Any:
@@ -180,7 +180,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run. Keys of no table stand at the top of the file."""
+    """A training run. Keys that belong to no table are at the top of the file."""
 
     out: str = key("runs/recipe", "folder of the run, relative to where it is started")
     steps: int = key(1000, "optimizer steps in all, those before a restart included")
@@ -218,10 +218,10 @@ class Recipe:
             what = f"[mesh] devices = {self.mesh.devices} do not divide over {self.launch.processes} processes"
             raise RecipeError(message(what, fix=f"a multiple of {self.launch.processes}"))
         if self.samples.every and self.data.kind not in ("tokens", "text"):
-            what = f"[samples] are texts, [data] kind is {self.data.kind!r}"
+            what = f"[samples] need [data] kind = 'text' or 'tokens', got {self.data.kind!r}"
             raise RecipeError(message(what, fix="[samples] every = 0"))
         if not 0 <= self.ema.decay < 1:
-            raise RecipeError(message(f"[ema] decay = {self.ema.decay} averages nothing", fix="between 0 and 1, as 0.999"))
+            raise RecipeError(message(f"[ema] decay = {self.ema.decay} is out of range", fix="between 0 and 1, as 0.999"))
 
 
 _LEAST = (

@@ -20,14 +20,14 @@ from spmd.train._recipe import Recipe, RecipeError, choices, tables
 
 
 def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, changed by words of a command line.
+    """Read a recipe from a file, with overrides of a command line.
 
     Args:
         path: a TOML file.
         overrides: `--key value` or `--table.key=value`, values as in TOML; text needs no quotes.
 
     Raises:
-        RecipeError: the file is not there or no TOML, a key is unknown, or a value has another type than its key.
+        RecipeError: the file is missing or not TOML, a key is unknown, or a value has the wrong type.
     """
     path = Path(path)
     try:
@@ -35,7 +35,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     except OSError as error:
         raise RecipeError(message(f"{path} cannot be read: {error.strerror}", fix=f"spmd train --init {path} writes one")) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(message(f"{path} is no TOML: {error}", fix="mend that line; docs/recipes.md has examples")) from error
+        raise RecipeError(message(f"{path} is not valid TOML: {error}", fix="correct that line; docs/recipes.md has examples")) from error
     overridden(found, overrides)
     recipe = recipe_of(found, str(path))
     folder = path.absolute().parent
@@ -47,14 +47,14 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:
-    """Plain data, as TOML has it, as a recipe.
+    """Create a recipe from plain data, as read from TOML.
 
     Args:
         found: tables and keys.
-        source: what errors call it.
+        source: its name in errors.
 
     Raises:
-        RecipeError: a key is unknown, or a value has another type than its key.
+        RecipeError: a key is unknown, or a value has the wrong type.
     """
     try:
         return _table(found, Recipe, "", source)
@@ -77,7 +77,7 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with other keys at its top level, and in its tables where a change is a dict.
 
     Raises:
-        RecipeError: a key is unknown, or a value has another type than its key.
+        RecipeError: a key is unknown, or a value has the wrong type.
     """
     found = dataclasses.asdict(recipe)
     for name, value in changes.items():
@@ -98,7 +98,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
-            raise RecipeError(message(f"{word!r} is no override", fix="write --steps 200 or --optimizer.lr=1e-4"))
+            raise RecipeError(message(f"{word!r} is not an override", fix="write --steps 200 or --optimizer.lr=1e-4"))
         if not equals:
             if not rest:
                 raise RecipeError(message(f"--{name} has no value", fix=f"--{name} VALUE"))
@@ -168,11 +168,11 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
         entry = get_args(wanted)[0]
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list | tuple):
-            raise RecipeError(message(f"{what} = {value!r} is no list", fix="[...]"))
+            raise RecipeError(message(f"{what} = {value!r} is not a list", fix="[...]"))
         return tuple(_typed(item, entry, what) for item in values)
     if get_origin(wanted) is dict:
         if not isinstance(value, Mapping):
-            raise RecipeError(message(f"{what} = {value!r} is no table", fix="{ name = value, ... }"))
+            raise RecipeError(message(f"{what} = {value!r} is not a table", fix="{ name = value, ... }"))
         return dict(value)
     if wanted is float and type(value) is int:
         return float(value)

@@ -20,12 +20,12 @@ import mesh
 import spmd
 from spmd.base._errors import message
 from spmd.train import _recipe
-from spmd.train._built import built_model, built_optimizer, built_schedule
 from spmd.train._clock import Clock
 from spmd.train._datasets import dataset_of, held_out_batches, held_out_of, limited, training_batches
 from spmd.train._evaluation import Evaluation
 from spmd.train._export import export
 from spmd.train._meter import Cost, Meter
+from spmd.train._model_and_optimizer import built_model, built_optimizer, built_schedule
 from spmd.train._profile import StepTrace
 from spmd.train._recipe_file import changed, read_recipe
 from spmd.train._samples import Sampler
@@ -35,22 +35,22 @@ from spmd.train._writers import Writers, writers_of
 
 
 class Run:
-    """Model, optimizer, data and numbers of one training run.
+    """One training run: its model, optimizer, data and counters.
 
     Attributes:
-        recipe: what it was made of.
+        recipe: the recipe it was created from.
         mesh: the devices.
         model, optimizer, schedule, batches: torch's own objects, and a loader over the devices.
         update: the compiled step.
-        step: optimizer steps made.
-        clock: where the time went.
+        step: the number of optimizer steps so far.
+        clock: seconds by kind of work.
 
     Args:
         recipe: a recipe, or the path of one.
         changes: keys at the top level, as steps=200, and of tables, as optimizer={"lr": 1e-4}.
 
     Raises:
-        RecipeError: the recipe cannot be followed.
+        RecipeError: the recipe is invalid.
     """
 
     def __init__(self, recipe: _recipe.Recipe | str | os.PathLike[str], **changes: Any) -> None:
@@ -88,7 +88,7 @@ class Run:
         self._meter = Meter(recipe.metrics, self.clock, self._writers(), units)
 
     def train(self) -> int:
-        """Go on from the latest checkpoint, if there is one, to the last step; the exit code of the process."""
+        """Train from the latest checkpoint, if there is one, to the last step; returns the exit code of the process."""
         self._resume()
         self.clock.to("step")
         while self.step < self.recipe.steps:
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The state that is saved in a checkpoint."""
         state = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "batches": self.batches, "clock": self.clock}
         return state | ({"ema": self.update.ema} if self.update.ema is not None else {})
 
@@ -169,7 +169,7 @@ class Run:
         return every > 0 and (self.step % every == 0 or self.step == self.recipe.steps)
 
     def evaluate(self) -> dict[str, torch.Tensor]:
-        """Mean loss of the held-out data, by the average of the weights where the recipe keeps one; 0-dim device tensors.
+        """Mean loss on the held-out data, with the averaged weights if the recipe keeps them; 0-dim device tensors.
 
         Raises:
             RecipeError: the recipe has no held-out data.
@@ -183,7 +183,7 @@ class Run:
         return numbers
 
     def sample(self) -> list[str]:
-        """Texts that the model, or the average of its weights, goes on with after the recipe's prompts.
+        """Texts that the model generates from the recipe's prompts, with the averaged weights if the recipe keeps them.
 
         Raises:
             RecipeError: the recipe has no prompts.

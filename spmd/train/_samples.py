@@ -39,7 +39,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.prompts = [self.tokenizer.encode(prompt) for prompt in table.prompts]
         if not self.prompts or not all(self.prompts):
-            raise RecipeError(message("[samples] prompts hold no text to go on with", fix='prompts = ["Once upon a time"]'))
+            raise RecipeError(message("[samples] prompts contain no prompt", fix='prompts = ["Once upon a time"]'))
         self.window = max(map(len, self.prompts)) + table.tokens
         if self.window > longest:
             what = f"[samples] prompts of up to {self.window - table.tokens} tokens and {table.tokens} more are {self.window}"

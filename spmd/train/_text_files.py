@@ -119,7 +119,7 @@ class TextFeed:
                 try:
                     text = json.loads(line)["text"] if is_records else line.decode()
                 except (ValueError, KeyError, TypeError) as error:
-                    found = 'no record with a "text"' if is_records else "no UTF-8"
+                    found = 'no record with a "text"' if is_records else "not UTF-8"
                     raise RecipeError(message(f"{file}, byte {begin}: {found}", fix="mend the file, or leave it out")) from error
                 tokens, separator = self.text.tokenizer.encode(text), self.text.tokenizer.end
                 yield end, [*tokens, separator] if is_last and separator is not None else tokens
@@ -128,7 +128,7 @@ class TextFeed:
         """This process's rows of a batch."""
         whole = torch.tensor(tokens)
         if self.text.vocabulary and int(whole.max()) >= self.text.vocabulary:
-            what = f"the tokenizer gives token {int(whole.max())}, the model knows {self.text.vocabulary}"
+            what = f"the tokenizer gives token {int(whole.max())}, the model's vocabulary is {self.text.vocabulary}"
             raise RecipeError(message(what, fix="a model of this vocabulary, or another [data] tokenizer"))
         num_rows = (len(tokens) - 1) // self.seq
         mine = [row for row in self.rows if row < num_rows]

@@ -58,7 +58,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
         start = (index - int(self.ends[number] - self.counts[number])) * self.seq
         window = torch.from_numpy(self._map(number)[start : start + self.seq + 1].astype(np.int64))
         if self.vocabulary and int(window.max()) >= self.vocabulary:
-            what = f"{self.files[number]}: token {int(window.max())} near position {start}, the model knows {self.vocabulary}"
+            what = f"{self.files[number]}: token {int(window.max())} near position {start}, the model's vocabulary is {self.vocabulary}"
             raise RecipeError(message(what, fix="the [data] dtype that the file was written in, or a model of this vocabulary"))
         return window[:-1], window[1:]
 
@@ -73,7 +73,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
     def _windows(self, file: Path, dtype: np.dtype[Any]) -> int:
         num_bytes = file.stat().st_size
         if num_bytes % dtype.itemsize:
-            what = f"{file} has {num_bytes} bytes, no whole number of {dtype}"
+            what = f"{file} has {num_bytes} bytes, not a multiple of the size of {dtype}"
             raise RecipeError(message(what, fix="name the [data] dtype that the file was written in"))
         return max(0, num_bytes // dtype.itemsize - 1) // self.seq
 
@@ -87,7 +87,7 @@ def dtype_of(file: Path) -> str:
         head = stream.read(len(_MEGATRON) + 9)
     code = head[-1] if head.startswith(_MEGATRON) and len(head) == len(_MEGATRON) + 9 else None
     if code not in _MEGATRON_DTYPES:
-        raise RecipeError(message(f"{index} is no index of Megatron's", f"first bytes: {head!r}", fix="[data] dtype = ..."))
+        raise RecipeError(message(f"{index} is not a Megatron index", f"first bytes: {head!r}", fix="[data] dtype = ..."))
     return _MEGATRON_DTYPES[code]
 
 

@@ -105,7 +105,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: p
     folder = tmp_path / "spmd"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(spmd.SpmdError, match="others can write to cache_dir") as raised:
+    with pytest.raises(spmd.SpmdError, match="is writable by other users") as raised:
         spmd.configure(cache_dir=folder)
     assert f"chmod 700 {folder}" in str(raised.value)
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", "spmd.compile"):
@@ -114,7 +114,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: p
         spmd.compile(lambda x: x.cos() * 8)(torch.ones(13, device="jax"))
     assert not list(folder.iterdir())
     (record,) = caplog.records
-    assert record.message.startswith(f"compiled programs are not kept for the next process: others can write to cache_dir={str(folder)!r}")
+    assert record.message.startswith(f"compiled programs are not cached for the next process: cache_dir={str(folder)!r}")
 
 
 def test_programs_lie_in_the_folder_that_is_configured_until_none_are_kept(tmp_path: Path, kept: None) -> None:
@@ -151,16 +151,16 @@ def test_programs_that_cannot_be_written_fail_nothing(tmp_path: Path, caplog: py
     with caplog.at_level("WARNING", "spmd.compile"):
         files.put("key", b"program")
     assert files.get("key") is None
-    assert caplog.records[0].message.startswith("a compiled program is not kept: ")
+    assert caplog.records[0].message.startswith("a compiled program could not be cached: ")
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"cache_dir": "/dev/null/programs"}, "is no folder to write to"),
-        ({"cache_dir": True}, "cache_dir is a folder or False"),
-        ({"cache_max_bytes": 0}, "cache_max_bytes is a number of bytes"),
-        ({"cache_max_bytes": 1.5}, "cache_max_bytes is a number of bytes"),
+        ({"cache_dir": "/dev/null/programs"}, "is not a writable folder"),
+        ({"cache_dir": True}, "cache_dir must be a folder or False"),
+        ({"cache_max_bytes": 0}, "cache_max_bytes must be a number of bytes"),
+        ({"cache_max_bytes": 1.5}, "cache_max_bytes must be a number of bytes"),
     ],
 )
 def test_folders_and_limits_that_mean_nothing_are_refused(given: dict[str, object], text: str) -> None:

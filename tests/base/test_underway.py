@@ -229,10 +229,10 @@ def test_a_lazy_session_shows_what_it_compiled() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"progress": "no"}, "progress is True or False"),
-        ({"check_indices": 1}, "check_indices is True or False"),
-        ({"progress_after_s": -1}, "progress_after_s is a number of seconds"),
-        ({"progress_after_s": float("nan")}, "progress_after_s is a number of seconds"),
+        ({"progress": "no"}, "progress must be True or False"),
+        ({"check_indices": 1}, "check_indices must be True or False"),
+        ({"progress_after_s": -1}, "progress_after_s must be a number of seconds"),
+        ({"progress_after_s": float("nan")}, "progress_after_s must be a number of seconds"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given: dict[str, object], text: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from spmd.base._errors import UsageError
 from spmd.bench import BenchArgs, _chart, _document, _facts, _result_table, run
-from spmd.bench._entrants import entrants_of
+from spmd.bench._contenders import entrants_of
 from spmd.bench._measure import Effort, Entrant, measure, num_phases
 from spmd.bench._run_command import job_of
 
@@ -99,9 +99,9 @@ def test_unknown_peer_is_refused() -> None:
     [
         ({"preset": "huge"}, "--preset of megatron is one of tiny, small, dispatch, full, not 'huge'"),
         ({"variant": "hf"}, "--variant of megatron is one of plain, sequence, not 'hf'"),
-        ({"mesh": "data"}, "--mesh 'data' is no mesh"),
-        ({"mesh": "data=4,=2"}, "--mesh 'data=4,=2' is no mesh"),
-        ({"mesh": "data=x"}, "--mesh 'data=x' is no mesh"),
+        ({"mesh": "data"}, "--mesh 'data' is not a mesh"),
+        ({"mesh": "data=4,=2"}, "--mesh 'data=4,=2' is not a mesh"),
+        ({"mesh": "data=x"}, "--mesh 'data=x' is not a mesh"),
     ],
 )
 def test_sizes_that_are_not_there_are_refused_before_anything_runs(wrong: Any, text: str) -> None:

@@ -255,7 +255,7 @@ def test_a_random_state_can_be_taken_and_set() -> None:
     with torch.random.fork_rng(devices=[0], device_type="jax"):
         draws()
     assert jax_module.get_rng_state().tolist() != state.tolist()
-    with pytest.raises(spmd.SpmdError, match="no random state of device 'jax'"):
+    with pytest.raises(spmd.SpmdError, match="not a random state of device 'jax'"):
         jax_module.set_rng_state(torch.get_rng_state())
 
 

@@ -116,7 +116,7 @@ def test_the_cpu_keeps_its_generators() -> None:
 
 
 def test_no_other_state_is_taken() -> None:
-    with pytest.raises(SpmdError, match="no random state of device 'jax'"):
+    with pytest.raises(SpmdError, match="not a random state of device 'jax'"):
         generator().set_state(torch.Generator().get_state())
 
 

@@ -37,13 +37,13 @@ def test_there_is_no_cache_to_empty(name: str) -> None:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_platform_without_counts_is_refused_by_name(name: str) -> None:
-    with pytest.raises(spmd.SpmdError, match=r"no statistics of memory on platform 'cpu'\n(.*)test_memory(.*)\n  fix: step.memory\(\)"):
+    with pytest.raises(spmd.SpmdError, match=r"no memory statistics on platform 'cpu'\n(.*)test_memory(.*)\n  fix: step.memory\(\)"):
         getattr(torch.accelerator, name)("jax:0")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("reset")])
 def test_counts_of_the_process_are_not_started_anew(name: str) -> None:
-    with pytest.raises(spmd.SpmdError, match=rf"torch.accelerator.{name} cannot start jax's counts anew(.|\n)*fix: compare"):
+    with pytest.raises(spmd.SpmdError, match=rf"torch.accelerator.{name} cannot reset jax's statistics(.|\n)*fix: compare"):
         getattr(torch.accelerator, name)()
 
 

@@ -193,7 +193,7 @@ def test_fourier_transforms_along_split_dims(dim: int, compiled: bool) -> None:
 def test_tensors_on_other_devices_are_refused_in_our_words(devices: tuple[int, ...]) -> None:
     here, there = mesh.Mesh(range(8), (8,), ("a",)), mesh.Mesh(devices, (len(devices),), ("a",))
     x, y = (spmd.mark_sharding(batch(8, 8).to("jax"), grid, ("a", None)) for grid in (here, there))
-    text = r"lie on different devices, or on the same in another order(?s:.*)devices \[0, 1, 2, 3, 4, 5, 6, 7\](?s:.*)fix: mark them"
+    text = r"are on different devices, or on the same devices(?s:.*)devices \[0, 1, 2, 3, 4, 5, 6, 7\](?s:.*)fix: mark them"
     for operation in (torch.add, torch.matmul):
         with pytest.raises(spmd.SpmdError, match=text):
             operation(x, y)

@@ -50,7 +50,7 @@ def test_the_device_says_what_it_is() -> None:
     assert JAX.is_bf16_supported() and torch.get_device_module("jax") is JAX
     JAX.init()
     JAX.ipc_collect()
-    with pytest.raises(spmd.SpmdError, match="jax keeps no statistics of memory"):
+    with pytest.raises(spmd.SpmdError, match="jax provides no memory statistics"):
         JAX.mem_get_info()
 
 

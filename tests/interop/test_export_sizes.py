@@ -416,7 +416,7 @@ def test_the_smallest_size_is_one_that_a_compiled_step_has_too() -> None:
     assert step.num_traces == 4  # none of a size that has no six largest
     with pytest.raises(spmd.SpmdError, match=r"dim 'batch' has size 5, which is not within 6 and 32"):
         step(batch(5, 3).to("jax"))
-    with pytest.raises(spmd.SpmdError, match=r"the smallest size of dim 'batch' is from 1 to its largest(?s:.*)min=9, max=8"):
+    with pytest.raises(spmd.SpmdError, match=r"the minimum of dim 'batch' must be between 1 and its maximum(?s:.*)min=9, max=8"):
         spmd.Dim("batch", min=9, max=8)
 
 

@@ -141,7 +141,7 @@ def test_processes_on_one_machine_share_its_gpus(tmp_path: Path, monkeypatch: py
 
 
 def test_init_wants_all_of_its_place_or_nothing() -> None:
-    with pytest.raises(JobError, match="got some of coordinator, count and index(?s:.*)count=2"):
+    with pytest.raises(JobError, match="got only some of coordinator, count and index(?s:.*)count=2"):
         init(count=2)
 
 
@@ -201,7 +201,7 @@ def test_number_given_twice_is_named_with_both_places() -> None:
 def test_absent_process_is_named_to_those_who_came() -> None:
     answers = called(3, [Report(2, 3, VERSIONS, "host 2")], timeout_s=0.5)
     assert all("process 1 did not report within 0.5 s" in answer for answer in answers)
-    assert "2 of 3 processes came" in answers[-1]
+    assert "2 of 3 processes connected" in answers[-1]
 
 
 def test_without_process_0_the_others_say_so() -> None:
@@ -289,7 +289,7 @@ def test_address_without_a_sensible_port_is_refused(address: str) -> None:
 
 
 def test_unknown_name_is_refused_in_one_line_with_a_fix() -> None:
-    with pytest.raises(JobError, match="the coordinator's name 'no-such-host.invalid' is not known on this host"):
+    with pytest.raises(JobError, match="the coordinator's name 'no-such-host.invalid' cannot be resolved on this host"):
         resolve("no-such-host.invalid:1", spans_machines=False)
 
 
@@ -300,7 +300,7 @@ def test_name_that_leads_back_to_this_machine_is_refused_when_others_must_reach_
     assert resolve("127.0.0.1:1", spans_machines=True) == ("127.0.0.1", 1)  # written as an address: meant so
 
 
-@pytest.mark.parametrize(("name", "text"), [("localhost", "resolves to loopback"), ("no-such-host.invalid", "is not known here")])
+@pytest.mark.parametrize(("name", "text"), [("localhost", "resolves to loopback"), ("no-such-host.invalid", "cannot be resolved")])
 def test_own_name_that_others_cannot_use_is_refused_with_the_line_to_write(name: str, text: str) -> None:
     with pytest.raises(JobError, match=f"this host's own name '{name}' {text}(?s:.*)/etc/hosts"):
         require_reachable_name(name)
@@ -399,7 +399,7 @@ def test_processes_that_feed_the_same_go_on() -> None:
 
 def test_meeting_before_a_program_names_who_does_not_come() -> None:
     service = service_of(2)
-    with pytest.raises(JobError, match="process 1 did not come to program 0 \\(step\\) within 0.1 s"):
+    with pytest.raises(JobError, match="process 1 did not reach program 0 \\(step\\) within 0.1 s"):
         compare(service, 0, "program 0 (step)", {"a": "1"}, 0.1)
 
 
@@ -555,5 +555,5 @@ def test_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("mesh.job._preemption.AGREE_ON_STOP_S", 0.1)
     preemption = Preemption(2, lambda step: preemption.hear(0, step))
     preemption.ask()
-    with pytest.raises(JobError, match="process 1 did not say within 0.1 s where it can stop"):
+    with pytest.raises(JobError, match="process 1 did not report within 0.1 s at which step it can stop"):
         preemption.should_stop(3)

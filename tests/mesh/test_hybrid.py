@@ -59,10 +59,10 @@ def test_an_axis_may_take_part_of_a_physical_one() -> None:
     ("ici", "dcn", "attributes", "message"),
     [
         ((2, 2), (2,), None, "differ in length"),
-        ((2, 2), (2, 2), SCATTERED, r"is for 4 slices(?s:.*)the devices lie in 2"),
-        ((2, 4), None, SCATTERED, r"is for 1 slices(?s:.*)the devices lie in 2"),
+        ((2, 2), (2, 2), SCATTERED, r"is for 4 slices(?s:.*)the devices are in 2"),
+        ((2, 4), None, SCATTERED, r"is for 1 slices(?s:.*)the devices are in 2"),
         ((2, 4), (2, 1), SCATTERED, r"slices of 8 devices(?s:.*)there are 8 devices in 2 slices"),
-        ((8,), None, [{"name": "TPU:0"}], "does not say where the device lies"),
+        ((8,), None, [{"name": "TPU:0"}], "lacks the location of the device"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(ici: Any, dcn: Any, attributes: Any, message: str) -> None:

@@ -79,7 +79,7 @@ def test_killed_gang_resumes_and_ends_bit_identical(unbroken: Path, tmp_path: Pa
     code, err = running.result().code, running.result().err
     assert code == 0, err
     assert "process 1" in err and "failed first" in err and "killed by SIGKILL" in err
-    assert "starts all 2 processes again from the checkpoint of step 5 (restart 1)" in err
+    assert "restarting all 2 processes from the checkpoint of step 5 (restart 1)" in err
     assert [step["step"] for step in steps(out) if step["attempt"] == 1] == [5, 6, 7, 8, 9]
     assert equal(out, unbroken)
 
@@ -129,8 +129,8 @@ def test_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path: Path
     program = script(tmp_path, "import mesh, sys\nmesh.init()\nsys.exit(9)\n")
     done = launch(*QUICK, "--restarts", 2, program=program)
     assert done.code == 9
-    assert done.err.count("starts all 2 processes again from the start") == 2
-    assert "gives up: 3 failures without a checkpoint, --restarts 2" in done.last_line
+    assert done.err.count("restarting all 2 processes from the start") == 2
+    assert "giving up after 3 failures without a checkpoint, --restarts 2" in done.last_line
 
 
 def test_failures_after_new_checkpoints_are_progress(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ sys.exit(0 if before == 3 else 9)
 """
     done = launch(*QUICK, "--restarts", 1, program=script(tmp_path, text))
     assert done.code == 0, done.err
-    assert done.err.count("starts all 2 processes again") == 3
+    assert done.err.count("restarting all 2 processes") == 3
 
 
 def test_children_of_the_processes_die_with_a_killed_launcher(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_gathered_tensor_lies_without_the_axes(spec: Any, axes: Any, expected:
 FINDINGS: list[tuple[str, dict[str, Sized], Any, str, list[str]]] = [
     ("large and replicated", {"w": BIG}, [], "replicated", ["'w' of shape (1024, 512), 2 MiB", "add a rule"]),
     ("matches nothing", {"w.up": Sized((4,), 4)}, [("w.upp", None)], "unmatched", ["'w.upp' matches no name", "write it like 'w.up'"]),
-    ("shadowed", {"w": BIG}, [("*", ("model", None)), ("w", None)], "shadowed", ["'w' decides nothing: '*' before it takes 'w'"]),
+    ("shadowed", {"w": BIG}, [("*", ("model", None)), ("w", None)], "shadowed", ["'w' has no effect: the earlier rule '*' matches 'w'"]),
     ("uneven", {"w": Sized((3, 512), 4)}, [("w", ("model", None))], "uneven", ["'w'", "pads it to", "(4, 512)"]),
     ("tied", {"w": Sized((64, 64), 4, ("v",))}, [("w", ("model", None)), ("v", (None, "model"))], "tied", ["one tensor", "'v'"]),
 ]

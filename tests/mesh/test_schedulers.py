@@ -167,7 +167,7 @@ def test_a_slice_has_hosts_and_a_name_for_those_who_lend_it(name: str, chips: in
 
 @pytest.mark.parametrize("name", ["v5e", "v5e:4", "v4:4x4", "v5e:0x4", "v9:4x4", "v5e:4x4x"])
 def test_a_slice_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(DeviceError, match="is no slice of TPUs\n  fix: write the chips and their grid, as in v4:4x4x4, v5e:4x4"):
+    with pytest.raises(DeviceError, match="is not a TPU slice\n  fix: write the chips and their grid, as in v4:4x4x4, v5e:4x4"):
         TpuSlice.parse(name)
 
 

@@ -97,14 +97,14 @@ def test_compiling_for_a_pod_leaves_nothing_behind_and_running_is_refused(pod: m
 
 def test_a_program_for_a_pod_refuses_to_run(pod: mesh.Mesh) -> None:
     step, x = spmd.compile(lambda x: x + 1), spmd.mark_sharding(torch.empty(8, 4, device="jax"), pod, ("data", None))
-    with pytest.raises(spmd.SpmdError, match=r"cannot run: its tensors lie on Mesh\(data=4, model=2\) on v5e:2x4"):
+    with pytest.raises(spmd.SpmdError, match=r"cannot run: its tensors are on Mesh\(data=4, model=2\) on v5e:2x4"):
         step(x)
 
 
 def test_a_value_on_a_pod_cannot_be_read(pod: mesh.Mesh) -> None:
     x = spmd.mark_sharding(torch.empty(8, 4, device="jax"), pod, ("data", None))
     assert "v5e:2x4" in repr(x)
-    with pytest.raises(spmd.SpmdError, match="lies on topology 'v5e:2x4'"):
+    with pytest.raises(spmd.SpmdError, match="is on topology 'v5e:2x4'"):
         x + 1
 
 

@@ -274,6 +274,6 @@ def test_a_parameter_that_only_a_custom_function_uses_must_be_an_operand() -> No
         out = torch.cond(x.sum() > 0, lambda x, *o: Times.apply(x, *(o or (w,))), lambda x, *o: x * w, (x, *operands))
         return torch.autograd.grad(out.sum(), w)[0]
 
-    with pytest.raises(spmd.TraceError, match=r"(?s)torch does not tell.*fix: pass the tensor as an operand"):
+    with pytest.raises(spmd.TraceError, match=r"(?s)torch does not report.*fix: pass the tensor as an operand"):
         spmd.compile(loss)(x)
     assert_same(spmd.compile(lambda x: loss(x, w))(x), x.cpu())

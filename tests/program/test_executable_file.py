@@ -152,7 +152,7 @@ def saved(path: Path) -> Any:
 def test_a_program_that_is_not_in_the_file_is_compiled_with_a_warning(tmp_path: Path) -> None:
     step = saved(tmp_path / "step")
     step.load(tmp_path / "step")
-    with pytest.warns(UserWarning, match="double is compiled, although .*step was loaded: the file has no such program"):
+    with pytest.warns(UserWarning, match="double is compiled: the loaded file .*step has no program for this call"):
         assert step(torch.ones(4, device="jax")).tolist() == [2.0] * 4
 
 
@@ -170,7 +170,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_file_for_something_else_is_refused_by_what_differs(tmp_path: Path, fact: str) -> None:
     step = saved(tmp_path / "step")
     rewritten(tmp_path / "step", lambda manifest: manifest["facts"].update({fact: "another"}))
-    with pytest.raises(spmd.SpmdError, match="was saved elsewhere") as raised:
+    with pytest.raises(spmd.SpmdError, match="does not match this process") as raised:
         step.load(tmp_path / "step")
     (line,) = str(raised.value).splitlines()[1:-1]
     assert line.startswith(f"  {fact}: another there, ") and line.endswith(" here")
@@ -179,7 +179,7 @@ def test_a_file_for_something_else_is_refused_by_what_differs(tmp_path: Path, fa
 
 def test_a_file_of_another_function_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "step")
-    with pytest.raises(spmd.SpmdError, match=r"holds programs of double, not of <lambda>"):
+    with pytest.raises(spmd.SpmdError, match=r"contains programs of double, not of <lambda>"):
         spmd.compile(lambda x: x + 1).load(tmp_path / "step")
 
 
@@ -199,7 +199,7 @@ def test_what_is_no_whole_file_is_refused_before_anything_of_it_is_read(tmp_path
     }
     for damage, content in damages.items():
         file.write_bytes(content)
-        with pytest.raises(spmd.SpmdError, match="is no whole file of programs"):
+        with pytest.raises(spmd.SpmdError, match="is not a complete file of programs"):
             step.load(file)
             pytest.fail(damage)
     file.write_bytes(whole)
@@ -210,7 +210,7 @@ def test_what_is_no_whole_file_is_refused_before_anything_of_it_is_read(tmp_path
     ):
         file.write_bytes(whole)
         rewritten(file, change)
-        with pytest.raises(spmd.SpmdError, match="is no whole file of programs"):
+        with pytest.raises(spmd.SpmdError, match="is not a complete file of programs"):
             step.load(file)
     with pytest.raises(FileNotFoundError):
         step.load(tmp_path / "nothing")

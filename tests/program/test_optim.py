@@ -597,7 +597,7 @@ def test_what_python_raises_for_settings_is_raised_before_the_step() -> None:
     with pytest.raises(ValueError):
         step()
     optimizer.param_groups[0].update(warm=2.0, lr=-0.1)
-    with pytest.raises(spmd.TraceError, match=r"an optimizer computes .*j\) of its settings"):
+    with pytest.raises(spmd.TraceError, match=r"an optimizer computes .*j\) from its settings"):
         step()
     assert torch.equal(weight, before)
     optimizer.param_groups[0]["lr"] = 0.1

@@ -98,7 +98,7 @@ def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
     assert scaled().item() == 6.0
     assert scaled().item() == 12.0
     scale.value = 5.0
-    with pytest.raises(spmd.TraceError, match=r"(?s)scaled would be another program today.*2\.0.*5\.0"):
+    with pytest.raises(spmd.TraceError, match=r"(?s)scaled now traces to a different program.*2\.0.*5\.0"):
         scaled()
     assert weight.tolist() == [4.0, 4.0, 4.0]
 

@@ -121,7 +121,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_a_module_in_the_place_of_a_policy_is_refused() -> None:
-    with pytest.raises(spmd.SpmdError, match=r"remat got a Linear where it takes a policy(?s:.*)fix: spmd.remat\(\)\(module\)"):
+    with pytest.raises(spmd.SpmdError, match=r"remat got a Linear instead of a policy(?s:.*)fix: spmd.remat\(\)\(module\)"):
         spmd.remat(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
 
 

@@ -276,7 +276,7 @@ REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_no_call_can_see_again_is_refused(name: str) -> None:
     draw = REFUSED[name]()
-    with pytest.raises(spmd.TraceError, match="depends on what no later call can see"):
+    with pytest.raises(spmd.TraceError, match="depends on a value that later calls cannot check"):
         spmd.compile(lambda x: x * draw())(torch.ones(1).to("jax"))
 
 

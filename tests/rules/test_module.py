@@ -90,7 +90,7 @@ def test_strict_raises_before_anything_is_marked(mesh_4x2: mesh.Mesh) -> None:
 
 def test_a_large_parameter_left_whole_is_an_error_of_any_size_asked_for(mesh_4x2: mesh.Mesh) -> None:
     model = MLP().to("jax")
-    with pytest.raises(mesh.RulesError, match="'down.weight' of shape \\(8, 16\\), 512 B, is whole on every device"):
+    with pytest.raises(mesh.RulesError, match="'down.weight' of shape \\(8, 16\\), 512 B, is replicated"):
         spmd.shard_module(model, mesh_4x2, [("up.*", lambda n, s, m: ("model", *(None,) * (len(s) - 1)))], large_bytes=512)
 
 
@@ -244,7 +244,7 @@ REFUSED = [
     (3, "rules of type int are not supported"),
     ([("up.weight", [Shard(0)])], "1 placements, 2 axes"),
     ([("up.weight", [Partial(), Shard(0)])], "reduce the tensor first"),
-    ([("up.weight", [Replicate(), Shard(2)])], "no layout for a tensor of rank 2"),
+    ([("up.weight", [Replicate(), Shard(2)])], "invalid for a tensor of rank 2"),
 ]
 
 

@@ -47,7 +47,7 @@ def test_a_pass_goes_on_after_its_place(batch: int) -> None:
 
 
 def test_a_place_inside_a_batch_is_told() -> None:
-    with pytest.raises(RecipeError, match="after 6 samples of a pass, no whole number of batches of 4"):
+    with pytest.raises(RecipeError, match="position is sample 6 of an epoch, not a multiple of the batch size 4"):
         feed().load_state_dict({"samples": 6})
 
 

@@ -52,10 +52,10 @@ def test_what_is_drawn_depends_on_seed_pass_and_sample_alone(tmp_path: Path) -> 
 
 
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="hold no image"):
+    with pytest.raises(RecipeError, match="contain no images"):
         ImageFolder([str(tmp_path)], SIZE)
     write_images(tmp_path / "a", 1)
-    with pytest.raises(RecipeError, match="has the class 'ants', the training data has not\n  fix: one of bees, cats"):
+    with pytest.raises(RecipeError, match="has the class 'ants', which the training data does not have\n  fix: one of bees, cats"):
         ImageFolder([str(tmp_path / "a")], SIZE, classes=["bees", "cats"])
 
 

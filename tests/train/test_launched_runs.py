@@ -117,7 +117,7 @@ def unbroken_of_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def test_a_killed_process_costs_nothing_but_time(name: str, unbroken_of_two: Any, tmp_path: Path) -> None:
     path = mortal(tmp_path, "SIGKILL", name)
     code, _, err = train(path)
-    assert code == 0 and re.search("starts all 2 processes again from the checkpoint of step [46]", err), err
+    assert code == 0 and re.search("restarting all 2 processes from the checkpoint of step [46]", err), err
     assert records(tmp_path / "run") == unbroken_of_two(name)
     assert records(tmp_path / "run", "seconds")[9]["restart"] > 0
 

@@ -37,14 +37,14 @@ WRONG = {
     "a bool for an int": (with_keys("data", seq=True), "[data] seq = True is of type bool", "fix: give one of type int"),
     "a number for a table": (with_keys("", mesh=8), "'mesh' is a table, got 8", "fix: [mesh]"),
     "no such choice": (with_keys("schedule", name="cosin"), "[schedule] name = 'cosin' is not possible", "fix: 'cosine'"),
-    "a number for a list": (with_keys("data", paths=3), "[data] paths = 3 is no list", "fix: [...]"),
+    "a number for a list": (with_keys("data", paths=3), "[data] paths = 3 is not a list", "fix: [...]"),
     "two models": (with_keys("model", own="a:b"), "[model] names config and own", "fix: one of pretrained"),
     "no model": ({**LEAST, "model": {}}, "[model] names no model", "fix: one of pretrained"),
     "no data": ({**LEAST, "data": {}}, "[data] names no data of kind 'tokens'", "fix: paths = ..."),
     "a key without effect": (with_keys("data", own="a:b"), "[data] own has no effect where kind is 'tokens'", "fix: drop it, or kind"),
     "no steps": (with_keys("", steps=0), "steps = 0 is not possible", "fix: at least 1"),
     "uneven micro-batches": (with_keys("optimizer", accumulate=3), "[data] batch = 8 does not divide into 3", "a divisor of 8"),
-    "an average of nothing": (with_keys("ema", decay=1.0), "[ema] decay = 1.0 averages nothing", "fix: between 0 and 1"),
+    "an average of nothing": (with_keys("ema", decay=1.0), "[ema] decay = 1.0 is out of range", "fix: between 0 and 1"),
 }
 
 
@@ -59,7 +59,7 @@ def test_a_mistake_is_told_with_its_key_and_the_fix(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["steps", "3"], "'steps' is no override"),
+        (["steps", "3"], "'steps' is not an override"),
         (["--steps"], "--steps has no value"),
         (["--optimizer.lrr", "3"], "[optimizer] has no key 'lrr'"),
         (["--steps.many", "3"], "--steps.many: 'steps' is a key, not a table"),
@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         read_recipe(tmp_path / "no.toml")
     path = tmp_path / "a.toml"
     path.write_text("steps = \n", encoding="utf-8")
-    with pytest.raises(RecipeError, match="a.toml is no TOML: Invalid value"):
+    with pytest.raises(RecipeError, match="a.toml is not valid TOML: Invalid value"):
         read_recipe(path)
 
 

@@ -113,11 +113,11 @@ def test_a_llama_split_over_both_axes_is_that_of_a_loop_by_hand(compute: str, tm
         ({"data": {"paths": ["no.bin"]}, "model": {"config": "NoConfig"}}, "[data] paths: 'no.bin' names no file"),  # before the model
         ({"model": {"config": "GPT2Confg"}}, "[model] config = 'GPT2Confg': transformers has no such class\n  fix: 'GPT2Config'"),
         ({"optimizer": {"name": "AdamV"}}, "[optimizer] name = 'AdamV': torch.optim has no such class\n  fix: 'Adam"),
-        ({"optimizer": {"arguments": {"betta": 1}}}, "[optimizer] arguments do not fit AdamW"),
+        ({"optimizer": {"arguments": {"betta": 1}}}, "[optimizer] arguments do not match AdamW"),
         ({"model": {"loss": "mse"}}, "[model] loss = 'mse' is not known"),
-        ({"model": {"arguments": {**GPT2, "vocab_size": 16}}}, "the model knows 16"),
+        ({"model": {"arguments": {**GPT2, "vocab_size": 16}}}, "the model's vocabulary is 16"),
         ({"data": {"batch": 18}}, "[data] batch = 18 in 1 micro-batches does not divide over the 4 devices along"),
-        ({"data": {"batch": 160}}, "[data] has 56 samples, a batch 160"),
+        ({"data": {"batch": 160}}, "[data] has 56 samples, fewer than a batch of 160"),
     ],
 )
 def test_what_no_run_can_follow_is_told(changes: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_samples_are_the_same_again(temperature: float, tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"tokens": SEQ}, "[samples] prompts of up to 3 tokens and 8 more are 11"),
-        ({"prompts": []}, "[samples] prompts hold no text"),
+        ({"prompts": []}, "[samples] prompts contain no prompt"),
         ({"tokenizer": ""}, "[samples] tokenizer is not given"),
     ],
 )

@@ -76,12 +76,12 @@ def test_a_pass_goes_on_after_its_place(taken: int, tmp_path: Path) -> None:
 
 def test_what_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\n\xff\n")
-    with pytest.raises(RecipeError, match="a.txt, byte 5: no UTF-8"):
+    with pytest.raises(RecipeError, match="a.txt, byte 5: not UTF-8"):
         list(feed(TextFiles([tmp_path / "a.txt"], Bytes())))
     (tmp_path / "a.jsonl").write_text('{"txt": 1}\n', encoding="utf-8")
     with pytest.raises(RecipeError, match='a.jsonl, byte 0: no record with a "text"'):
         list(feed(TextFiles([tmp_path / "a.jsonl"], Bytes())))
-    with pytest.raises(RecipeError, match="the tokenizer gives token 256, the model knows 200"):
+    with pytest.raises(RecipeError, match="the tokenizer gives token 256, the model's vocabulary is 200"):
         list(feed(TextFiles(written(tmp_path / "b").files, Bytes(), 200)))
 
 

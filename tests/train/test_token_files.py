@@ -34,7 +34,7 @@ def test_megatrons_index_names_the_dtype(tmp_path: Path) -> None:
     (tmp_path / "a.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 4) + bytes(16))
     assert len(TokenFiles([str(tmp_path / "*.bin")], 5)) == 2
     (tmp_path / "a.idx").write_bytes(b"something else")
-    with pytest.raises(RecipeError, match="is no index of Megatron's"):
+    with pytest.raises(RecipeError, match="is not a Megatron index"):
         TokenFiles([str(tmp_path / "a.bin")], 5)
 
 
@@ -43,7 +43,7 @@ def test_megatrons_index_names_the_dtype(tmp_path: Path) -> None:
     [
         ({"paths": ["no*.bin"]}, "'no*.bin' names no file"),
         ({"seq": 100}, "fewer than 101 tokens"),
-        ({"dtype": "uint32"}, "has 42 bytes, no whole number of uint32"),
+        ({"dtype": "uint32"}, "has 42 bytes, not a multiple of the size of uint32"),
     ],
 )
 def test_files_that_do_not_fit_are_told(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_files_that_do_not_fit_are_told(changes: dict[str, Any], told: str, tmp_
 
 def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path) -> None:
     write(tmp_path / "a.bin", 21, "uint16")
-    with pytest.raises(RecipeError, match="token 20 near position 15, the model knows 18"):
+    with pytest.raises(RecipeError, match="token 20 near position 15, the model's vocabulary is 18"):
         list(TokenFiles([str(tmp_path / "a.bin")], 5, vocabulary=18)[i] for i in range(4))

@@ -7,6 +7,6 @@
 Importing `spmd` calls `register`. docs/ecosystem.md explains what this API means in a single program, and what is refused.
 """
 
-from spmd.compat.torch_distributed._words import install, register
+from spmd.compat.torch_distributed._dispatch import install, register
 
 __all__ = ["install", "register"]

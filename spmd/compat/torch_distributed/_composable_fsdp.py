@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 from mesh import device_count
 from spmd.base._errors import SpmdError, message
 from spmd.compat.torch_distributed._batches import split_batch
+from spmd.compat.torch_distributed._dispatch import before
 from spmd.compat.torch_distributed._group_of_one import GroupOfOne
-from spmd.compat.torch_distributed._words import before
 from spmd.device._layout import annotation_of
 from spmd.fsdp import fully_shard as shard_over
 from spmd.fsdp import is_outermost, unit_of
@@ -173,7 +173,7 @@ def _placement(parameter: nn.Parameter, choose: Any) -> Any:
     if placement is None:
         return Shard(0) if parameter.dim() else None
     if not isinstance(placement, Shard):
-        fix = "return Shard(dim), and call fully_shard on the module with a mesh of its own"
+        fix = "return Shard(dim), and call fully_shard on the module with its own mesh"
         raise SpmdError(message(f"shard_placement_fn returned {placement!r}: a unit has one mesh", fix=fix))
     return placement
 
@@ -181,7 +181,7 @@ def _placement(parameter: nn.Parameter, choose: Any) -> Any:
 def _require_possible(options: dict[str, Any]) -> None:
     reshard = options.get("reshard_after_forward")
     if reshard is not None and not isinstance(reshard, bool):
-        what = f"reshard_after_forward={reshard!r} keeps parameters whole on some devices between forward and backward"
+        what = f"reshard_after_forward={reshard!r} asks for parameters that are partly resharded after forward"
         raise SpmdError(message(what, fix="reshard_after_forward=True, or False to keep them whole"))
     if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
         raise SpmdError(

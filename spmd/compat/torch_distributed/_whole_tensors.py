@@ -14,7 +14,7 @@ from torch import nn
 
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import current_device_mesh
-from spmd.compat.torch_distributed._words import before
+from spmd.compat.torch_distributed._dispatch import before
 from spmd.device._layout import annotation_of
 from spmd.device._storage import recording
 from spmd.rules import parallelize

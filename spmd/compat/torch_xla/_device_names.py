@@ -2,7 +2,7 @@
 
 PyTorch has its own device type "xla", without kernels here, so device 'jax' cannot take that name. Instead a TorchFunctionMode sees every
 call of a torch function: a device "xla" among its arguments becomes "jax", and `t.device` read by the program is
-`torch.device("xla:0")`. Code of this package, torch and jax sees the real device (see `_asker`).
+`torch.device("xla:0")`. Code of this package, torch and jax sees the real device (see `_caller`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd.base._torch import package_registry
-from spmd.compat.torch_xla._asker import is_user
+from spmd.compat.torch_xla._caller import is_user
 from spmd.device import _serialize
 from spmd.patches._table import current, replaced
 

@@ -12,7 +12,7 @@ import torch
 
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch_late import dtensor_spec
-from spmd.compat.torch_xla._asker import is_user
+from spmd.compat.torch_xla._caller import is_user
 from spmd.compat.torch_xla._tensor_views import layout
 from spmd.sharding._dtensor_placements import placements_of
 from spmd.sharding._tensor import XLAShardedTensor

@@ -15,7 +15,7 @@ from mesh import MeshError, ShardingSpec, device_count
 from spmd.base import _counters
 from spmd.base._errors import message
 from spmd.compat.torch_xla import _runtime
-from spmd.compat.torch_xla._asker import is_user
+from spmd.compat.torch_xla._caller import is_user
 
 
 class Mesh(OurMesh):

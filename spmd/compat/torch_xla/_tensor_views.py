@@ -13,7 +13,7 @@ import torch
 
 from mesh import ShardingSpec, ShardingType
 from spmd.base._jax import is_tracer
-from spmd.compat.torch_xla._asker import is_user
+from spmd.compat.torch_xla._caller import is_user
 from spmd.device._storage import buffer_of, is_whole
 from spmd.sharding._shard import XLAShard
 from spmd.sharding._tensor import XLAShardedTensor, sharding_of
@@ -24,11 +24,11 @@ def enter(stack: ExitStack) -> None:
     """Replace the properties until `stack` closes."""
     for name, seen in (("sharding_spec", sharding_text), ("partition_spec", spec_tuple), ("local_shards", shards)):
         ours: Any = XLAShardedTensor.__dict__[name]
-        setattr(XLAShardedTensor, name, property(_by_asker(ours.fget, seen)))
+        setattr(XLAShardedTensor, name, property(_by_caller(ours.fget, seen)))
         stack.callback(setattr, XLAShardedTensor, name, ours)
 
 
-def _by_asker(ours: Any, seen: Any) -> Any:
+def _by_caller(ours: Any, seen: Any) -> Any:
     return lambda self: seen(self) if is_user(1) else ours(self)
 
 

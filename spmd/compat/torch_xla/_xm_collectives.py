@@ -15,7 +15,7 @@ import torch
 from mesh import Mesh
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._torch import DisableTorchFunctionSubclass
-from spmd.compat.torch_xla._asker import is_package
+from spmd.compat.torch_xla._caller import is_package
 from spmd.device._call_jax import call_jax
 from spmd.xla_names._manual import ManualTensor, as_manual
 

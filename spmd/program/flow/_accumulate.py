@@ -40,10 +40,10 @@ def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
         a new first dim of size k.
 
     Raises:
-        SpmdError: an argument has no first dim of size k, or k is no number of micro-batches.
+        SpmdError: an argument has no first dim of size k, or k is not a number of micro-batches.
     """
     if rounds < 1:
-        raise SpmdError(message(f"accumulate({rounds!r}) is no number of micro-batches", fix="spmd.accumulate(4)"))
+        raise SpmdError(message(f"accumulate({rounds!r}) is not a number of micro-batches", fix="spmd.accumulate(4)"))
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: torch.Tensor) -> Any:

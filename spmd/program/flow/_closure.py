@@ -124,7 +124,7 @@ def _require_closed(outputs: Sequence[torch.Tensor], wanted: set[int], mark: int
             shape = list(leaf.shape) if leaf is not None else "unknown"
             raise TraceError(
                 message(
-                    "a branch or loop body in a compiled function uses a tensor of which torch does not tell that it is used",
+                    "a branch or loop body in a compiled function captures a tensor in a way that torch does not report",
                     f"shape {shape}, handed to {'a custom autograd.Function' if leaf is not None else node.name()}",
                     fix="pass the tensor as an operand",
                 )

@@ -40,7 +40,7 @@ class PureRound(Round):
         if buffer not in self.newborn:
             raise TraceError(
                 message(
-                    "a function that is traced on its own writes in place to a tensor from outside it",
+                    "a function that is traced separately writes in place to a tensor from outside",
                     *called_at(),
                     f"the tensor has shape {buffer.shape}",
                     fix="return the new value instead; for running statistics, call the layers one after the other",

@@ -60,11 +60,11 @@ def _require_carry(found: Sequence[Any], init: Sequence[torch.Tensor]) -> None:
     if then != now:
         raise TraceError(
             message(
-                "the body of a loop returns a carry of other shapes or dtypes than it gets",
+                "the body of a loop changes the shapes or dtypes of its carry",
                 *called_at(),
                 f"gets:    {then}",
                 f"returns: {now}",
-                fix="let the next carry have the shapes and dtypes of the first one",
+                fix="return a carry with the shapes and dtypes of the first one",
             )
         )
 
@@ -231,8 +231,8 @@ def _refuse(draws: int, tensors: Sequence[torch.Tensor]) -> None:
             message(
                 "the body of a while_loop in a compiled function draws random numbers",
                 *called_at(),
-                "how many are drawn would depend on values, but the count of draws is known to the host alone",
-                fix="draw before the loop, or use scan, whose number of rounds is fixed",
+                "the number of draws would depend on values, but the host must know it",
+                fix="draw before the loop, or use scan, whose number of iterations is fixed",
             )
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -240,8 +240,8 @@ def _refuse(draws: int, tensors: Sequence[torch.Tensor]) -> None:
             message(
                 "a while_loop in a compiled function has no gradient",
                 *called_at(),
-                "what its gradient would keep of each round has no fixed size",
-                fix="wrap it in torch.no_grad(), or use scan, whose number of rounds is fixed",
+                "the number of iterations, and so the size of the residuals, is not known",
+                fix="wrap it in torch.no_grad(), or use scan, whose number of iterations is fixed",
             )
         )
 

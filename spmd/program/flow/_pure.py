@@ -33,19 +33,19 @@ _is_training = attrgetter("training")
 
 
 def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes what `fn` computes, traced once for each structure, shapes, dtypes and other arguments, under autocast
-    or not, and for modules in training or in evaluation.
+    """A function equivalent to `fn`, traced once for each combination of structure, shapes, dtypes and other arguments, autocast
+    state, and training or evaluation mode of modules.
 
     Args:
-        fn: reads only its arguments and tensors that stay the same objects (parameters), and changes nothing: what else it
-            reads, a module's `p` or `eps`, is as it was when traced.
+        fn: reads only its arguments and tensors that stay the same objects (parameters), and has no side effects. Other values that it
+            reads, such as a module's `p` or `eps`, keep their values from the trace.
 
     Returns:
-        The function; its results carry gradients to arguments and parameters.
+        The function; its results have gradients with respect to arguments and parameters.
 
     Raises:
         TraceError: while tracing, if `fn` writes in place to a tensor from outside or needs a value on the host.
-        SpmdError: an argument is no tensor and cannot be hashed.
+        SpmdError: an argument is neither a tensor nor hashable.
     """
     programs: dict[Any, _Program] = {}
 
@@ -78,7 +78,7 @@ def _described(leaf: Any) -> Any:
     except TypeError:
         raise SpmdError(
             message(
-                f"assume_pure was given a {type(leaf).__name__}, which cannot be told apart from another",
+                f"assume_pure was given a {type(leaf).__name__}, which cannot be compared between calls",
                 fix="pass tensors and plain values",
             )
         ) from None

@@ -41,22 +41,22 @@ _POLICIES: dict[str, Callable[[str], bool]] = {"nothing": lambda name: False, "d
 
 
 def remat(policy: Policy = "nothing") -> Callable[[F], F]:
-    """Compute a module or a function again in the backward pass, instead of keeping its intermediate values.
+    """Recompute a module or a function in the backward pass instead of keeping its activations.
 
     Args:
-        policy: what is kept all the same: "nothing", "dots" (results of matrix products, convolutions and attention),
+        policy: what is kept anyway: "nothing", "dots" (results of matrix products, convolutions and attention),
             "everything" (no recomputation at all), each also by jax's name (`"dots_saveable"`); or a function of an operator's
-            name (`"linear"`, `"gelu"`) that says whether its result is kept.
+            name (`"linear"`, `"gelu"`) that returns whether to keep its result.
 
     Returns:
-        A decorator. A function comes back as another one; a module is changed in place and comes back itself, its
-        `state_dict` as before.
+        A decorator. For a function it returns a new function; a module is changed in place and returned, its
+        `state_dict` unchanged.
 
     Raises:
-        SpmdError: there is no policy of that name, or it is a module.
+        SpmdError: there is no policy of that name, or `policy` is a module.
     """
     if isinstance(policy, torch.nn.Module):
-        what = f"remat got a {type(policy).__name__} where it takes a policy: it is called twice"
+        what = f"remat got a {type(policy).__name__} instead of a policy: it must be called twice"
         raise SpmdError(message(what, fix='spmd.remat()(module), or spmd.remat("dots")(module)'))
     chosen = policy if callable(policy) else _POLICIES.get(policy.removesuffix("_saveable"))
     if chosen is None:

@@ -34,12 +34,12 @@ def scan(
 
     Args:
         fn: (carry, x) -> (new carry, y), both any containers of tensors; carry keeps structure, shapes and dtypes. It may use
-            tensors from around it, which get gradients too, but not write to them.
+            tensors from the enclosing scope, which get gradients too, but must not write to them.
         init: the first carry.
         xs: a container of tensors with one first dim of size n.
-        partition_fn: taken for torch_xla's sake. What the backward pass needs is kept; use `torch.utils.checkpoint` in `fn`
+        partition_fn: accepted for compatibility with torch_xla. Residuals are kept; use `torch.utils.checkpoint` in `fn`
             to recompute instead.
-        is_fn_pure: taken for torch_xla's sake.
+        is_fn_pure: accepted for compatibility with torch_xla.
 
     Returns:
         (carry, ys), the leaves of ys stacked along a new first dim; None leaves stay None.
@@ -61,18 +61,18 @@ def scan(
 
 
 def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwargs: Any) -> Any:
-    """`for layer in layers: input_data = layer(input_data, *args, **kwargs)` for layers of one structure, one loop of a compiled function.
+    """`for layer in layers: input_data = layer(input_data, *args, **kwargs)` as one loop of the compiled function.
 
-    A function that calls it is compiled with `roll=True` (docs/depth.md): what is true of layers that are called one by one is true here,
-    of hooks, dropout, buffers, caches, checkpointing, precision. What differs is that layers which cannot be one loop are an error.
+    A function that calls it is compiled with `roll=True` (docs/depth.md). It behaves like a Python loop over the layers with respect to
+    hooks, dropout, buffers, caches, checkpointing and precision, except that layers which cannot be one loop raise an error.
 
     Args:
         layers: modules with the same parameters, shapes and settings; integers among their attributes (`layer_idx`) may differ.
-        input_data: what one layer returns and the next one takes; a tuple is the next one's first arguments.
-        args, kwargs: what every layer is given besides: masks, positions, a cache.
+        input_data: the input of the first layer. Each layer's result is the next one's input; a tuple is passed as its first arguments.
+        args, kwargs: further arguments for every layer: masks, positions, a cache.
 
     Raises:
-        SpmdError: two layers have different parameters, shapes or settings; in a compiled function, what two of them compute differs.
+        SpmdError: two layers have different parameters, shapes or settings, or, in a compiled function, different operations.
     """
     listed = list(layers)
     if not listed:
@@ -97,9 +97,9 @@ def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
             names = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
             raise SpmdError(
                 message(
-                    f"layers 0 and {index} are not alike: {', '.join(names)}",
+                    f"layers 0 and {index} differ in: {', '.join(names)}",
                     *(f"{name}: {shapes.get(name, 'missing')} and {found.get(name, 'missing')}" for name in names),
-                    fix="scan layers of one structure, and call the others one by one",
+                    fix="scan only layers with the same structure, and call the others separately",
                 )
             )
 
@@ -113,9 +113,9 @@ def _require_same_settings(layers: Sequence[nn.Module]) -> None:
         if name is not None:
             raise SpmdError(
                 message(
-                    f"layers 0 and {index} are not alike: {name}",
+                    f"layers 0 and {index} differ in: {name}",
                     f"{first.get(name, ABSENT)!r} in layer 0, {theirs.get(name, ABSENT)!r} in layer {index}",
-                    fix="scan layers with the same settings, and call the others one by one",
+                    fix="scan only layers with the same settings, and call the others separately",
                 )
             )
 

@@ -89,7 +89,7 @@ def _of_body(change: Change) -> TraceError:
             f"a branch or loop body in a compiled function changes {change.title}",
             *called_at(),
             f"it was {shown(change.before)} before, and is {shown(change.after)} after it",
-            "whether and how often it runs is known to the device alone",
+            "only the device knows whether and how often it runs",
             fix="return a tensor instead, or update one on the device in place",
         )
     )

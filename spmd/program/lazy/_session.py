@@ -48,15 +48,17 @@ _MAX_OPERATIONS = 50_000
 
 
 class Lazy:
-    """Operations are recorded and run a step at a time. Made by `spmd.lazy`.
+    """Records operations and runs them one step at a time. Created by `spmd.lazy`.
 
     Attributes:
-        retraces: for every program after the first two, in what its operations differed from those that came before.
+        retraces: for every program after the first two, how its operations differed from earlier ones.
     """
 
     def __init__(self, max_programs: int = 32, max_retraces: int = 8) -> None:
         if max_programs < 1:
-            raise SpmdError(message("lazy keeps one program or more", f"max_programs={max_programs!r}", fix="spmd.lazy(max_programs=32)"))
+            raise SpmdError(
+                message("max_programs of lazy must be at least 1", f"max_programs={max_programs!r}", fix="spmd.lazy(max_programs=32)")
+            )
         self.root = Node(None, ())
         self.effects = _EffectsOf()
         self.num_nodes = 0
@@ -83,20 +85,18 @@ class Lazy:
         self.stop()
 
     def start(self) -> None:
-        """Record this thread's operations from here on; an optimizer's `step()` is no boundary.
+        """Start recording this thread's operations; an optimizer's `step()` is not a boundary.
 
         Raises:
-            SpmdError: they are recorded already.
+            SpmdError: they are already recorded.
         """
         if deferring.get() is not None:
-            raise SpmdError(
-                message("operations are recorded already", "a recording has no recordings inside", fix="leave the inner spmd.lazy() out")
-            )
+            raise SpmdError(message("spmd.lazy() is already active", "it cannot be nested", fix="remove the inner spmd.lazy()"))
         self._undo.enter_context(barrier_on_recompute())
         deferring.set(self)
 
     def stop(self) -> None:
-        """Run what waits, and record no more."""
+        """Run the recorded operations and stop recording."""
         deferring.set(None)
         self._undo.close()
         self.boundary()
@@ -122,7 +122,7 @@ class Lazy:
         return "\n".join(lines)
 
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation; what cannot wait runs now."""
+        """Record one operation; one that cannot be deferred runs now."""
         if not is_tracing():
             with turn:
                 recorded = self._recording
@@ -134,11 +134,11 @@ class Lazy:
         return operation.kernel(*args, **kwargs)
 
     def boundary(self) -> None:
-        """A step has ended: run what waits."""
+        """End a step: run the recorded operations."""
         self.run(self._recording)
 
     def annotate(self, recorded: Recording, buffer: Buffer, spec: ShardingSpec) -> None:
-        """Lay out the value that a waiting buffer will have: an operation on it, like others."""
+        """Record a sharding constraint for the value of a buffer that is not computed yet."""
         if recorded is not self._recording or deferring.get() is not self:
             self.run(recorded)
             buffer.place(spec.to_jax())
@@ -196,9 +196,9 @@ class Lazy:
         self._is_warned = True
         warnings.warn(
             message(
-                "operations that waited could not be made one program, and ran one by one",
+                "recorded operations could not be compiled as one program, and ran one at a time",
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                fix="end the step before the operation that is at fault: spmd.sync()",
+                fix="call spmd.sync() before the operation at fault",
             ),
             stacklevel=6,
         )
@@ -235,7 +235,7 @@ class Lazy:
             if len(self.retraces) == self._max_retraces:
                 warnings.warn(
                     message(
-                        f"{len(self._regions) + 1} programs were compiled for steps that keep differing",
+                        f"{len(self._regions) + 1} programs were compiled, because the steps keep differing",
                         f"the last reason: {self.retraces[-1]}",
                         fix="keep shapes and the order of operations the same from step to step; all reasons are in lazy.retraces",
                     ),
@@ -299,21 +299,22 @@ class _EffectsOf:
 
 
 def lazy(*, max_programs: int = 32, max_retraces: int = 8) -> Lazy:
-    """A context in which operations on device 'jax' wait, and what waits runs as one compiled program.
+    """A context manager under which operations on device 'jax' are recorded and run as one compiled program per step.
 
-    It runs when a step ends (an optimizer's `step()`, `spmd.sync()`, the end of the context) and when a value is read. A step that
-    does what the last one did is not traced again: each operation is only compared with the one that came at its place before.
+    Recorded operations run when a step ends (an optimizer's `step()`, `spmd.sync()`, the end of the context) and when a value is read. A
+    step that
+    repeats the previous one is not traced again: each operation is only compared with its counterpart in the previous step.
     Values, in-place writes, views, random draws, gradients, exceptions and prints are those of eager execution.
 
     Args:
-        max_programs: keep this many compiled programs; one too many drops the one that has not run for longest.
-        max_retraces: warn when steps kept differing this often, and say in what.
+        max_programs: the number of compiled programs to cache; the least recently used one is dropped first.
+        max_retraces: warn when steps differed this often, with the difference.
     """
     return Lazy(max_programs, max_retraces)
 
 
 def sync() -> None:
-    """The end of a step: under `spmd.lazy()`, run what was recorded."""
+    """End a step under `spmd.lazy()`: run the recorded operations."""
     end_step()
 
 

@@ -80,7 +80,7 @@ def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> 
         raise TraceError(
             message(
                 "LBFGS cannot run inside a compiled step",
-                "it evaluates the loss a number of times that depends on values",
+                "it evaluates the loss a data-dependent number of times",
                 fix="run it eagerly on the same tensors, or choose another optimizer",
             )
         )

@@ -27,22 +27,22 @@ _rules: dict[type[torch.optim.Optimizer], StateRule] = {}
 
 
 def register_state_rule(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[StateRule], StateRule]:
-    """Let the decorated function say how the state of such optimizers, and of classes made from them, is laid out.
+    """Register the decorated function as the rule for the sharding of this optimizer class's state, and its subclasses' state.
 
-    It is called with a marked parameter, the state's key and the state tensor, before a step is traced, and returns a spec on the
-    parameter's mesh, or None: as without a rule. A state tensor that was marked by hand stays where it is.
+    It is called with a marked parameter, the state's key and the state tensor before a step is traced. It returns a spec on the
+    parameter's mesh, or None for the default. A state tensor that was marked explicitly keeps its sharding.
 
     Raises:
-        SpmdError: the class is no optimizer, or has a rule.
+        SpmdError: the class is not an optimizer, or already has a rule.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        what = f"{optimizer_class!r} is no class of optimizers"
+        what = f"{optimizer_class!r} is not an optimizer class"
         raise SpmdError(message(what, fix="@spmd.register_state_rule(torch.optim.Adafactor)"))
 
     def register(rule: StateRule) -> StateRule:
         if optimizer_class in _rules:
-            what = f"the state of {optimizer_class.__name__} has a rule already, {_rules[optimizer_class].__qualname__}"
-            raise SpmdError(message(what, fix="make a class of your own from it, and register the rule for that"))
+            what = f"the state of {optimizer_class.__name__} already has a rule, {_rules[optimizer_class].__qualname__}"
+            raise SpmdError(message(what, fix="subclass it, and register the rule for the subclass"))
         _rules[optimizer_class] = rule
         return rule
 
@@ -50,7 +50,7 @@ def register_state_rule(optimizer_class: type[torch.optim.Optimizer]) -> Callabl
 
 
 def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> None:
-    """Lay the gradient of `parameter` and its optimizer's state of the same shape out elsewhere than the parameter (ZeRO).
+    """Give the gradient of `parameter`, and optimizer state of the same shape, another sharding than the parameter (ZeRO).
 
     Raises:
         SpecError: the spec does not fit the parameter or the mesh.

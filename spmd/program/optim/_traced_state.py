@@ -212,8 +212,8 @@ def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: An
     place = f"self.state[{key!r}]" if owner is None else f"self.state[{owner!r}][{key!r}]"
     return TraceError(
         message(
-            f"{name} makes a tensor of its state inside the compiled function, {place}",
-            "it is the state of no parameter, so nothing says where it lies",
+            f"{name} creates a tensor of its state inside the compiled function, {place}",
+            "it belongs to no parameter, so its sharding is not known",
             fix=f"make it before the first step, in {name}.__init__: {place} = torch.zeros(..., device='jax')",
         )
     )

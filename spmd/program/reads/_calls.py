@@ -102,7 +102,7 @@ def refused(what: str) -> TraceError:
     """The error for something that a program cannot repeat in each call."""
     return TraceError(
         message(
-            f"the compiled function depends on what no later call can see: {what}",
+            f"the compiled function depends on a value that later calls cannot check: {what}",
             *called_at(),
             "the program would use the same value in every call",
             fix="compute it before the call and pass it as an argument",

@@ -68,7 +68,7 @@ class Cache:
                 recording._read_item(recording.parts(self.fn, self.results), key)
         elif _holds(result, Varying):
             self.results.pop(key, None)
-            raise TypeError(f"{self.fn.__qualname__} keeps what it computes: it takes no Varying")  # the trace starts again without these
+            raise TypeError(f"{self.fn.__qualname__} caches its results, so it takes no Varying")  # the trace starts again without these
         elif (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes:
             recording.miss(self.fn, self.results, key, f"{title}[{{!r}}]")
             if is_of_trace:  # a bounded cache does not show what it holds
@@ -107,8 +107,8 @@ def require_unwritten(caches: Iterable[Cache]) -> None:
             name = cache.fn.__qualname__
             raise TraceError(
                 message(
-                    f"the compiled function writes in place to a tensor that {name} keeps",
-                    "the next call would find the written one in the cache, and a program makes it anew",
+                    f"the compiled function writes in place to a tensor that {name} has cached",
+                    "eager code would find the changed tensor in the cache, but a program computes it again",
                     fix=f"write to a copy: {name}(...).clone()",
                 )
             )

@@ -22,7 +22,7 @@ def require_same(name: str, old: Captured, new: Captured) -> None:
     if difference is not None:
         raise TraceError(
             message(
-                f"{name} would be another program today: a value that Python computes was baked into it",
+                f"{name} now traces to a different program: a value that Python computes is a constant of the compiled one",
                 *difference,
                 fix="pass the value as a tensor argument, or keep it in an attribute of a module (which retraces when it changes)",
             )

@@ -45,22 +45,25 @@ def _kinds_of(equations: Sequence[Any], part: Sequence[int]) -> list[int]:
 def _no_loop(equations: Sequence[Any], parts: Sequence[Sequence[int]], place: int, layer: int, why_not: Sequence[str]) -> SpmdError:
     """The error that names the first operation in which two layers differ, or why they are no loop if none does."""
     numbers = kinds(equations)
-    fix = "call the layers that differ one by one: for layer in layers: x = layer(x)"
+    fix = "call the layers that differ separately: for layer in layers: x = layer(x)"
     for index, part in enumerate(parts[1:], 2):
         pairs = zip(parts[0], part, strict=False)
         differs = next(((a, b) for a, b in pairs if numbers[a] != numbers[b]), None)
         if differs is None and len(part) != len(parts[0]):
             shorter, longer = sorted(((1, parts[0]), (index, part)), key=lambda found: len(found[1]))
-            what = f"layers 1 and {index} are no loop: layer {longer[0]} has {len(longer[1]) - len(shorter[1])} operations more"
+            what = f"layers 1 and {index} cannot be a loop: layer {longer[0]} has {len(longer[1]) - len(shorter[1])} more operations"
             return SpmdError(message(what, f"the first of them: {_shown(equations[longer[1][len(shorter[1])]])}", fix=fix))
         if differs is not None:
             one, other = (_shown(equations[p]) for p in differs)
             return SpmdError(
                 message(
-                    f"layers 1 and {index} are no loop: they differ in an operation", f"layer 1: {one}", f"layer {index}: {other}", fix=fix
+                    f"layers 1 and {index} cannot be a loop: they differ in an operation",
+                    f"layer 1: {one}",
+                    f"layer {index}: {other}",
+                    fix=fix,
                 )
             )
-    what = f"layers 0 to {len(parts)} are no loop, because of an operation of layer {layer}"
+    what = f"layers 0 to {len(parts)} cannot be a loop because of an operation of layer {layer}"
     return SpmdError(message(what, _shown(equations[place]), *why_not, fix=fix))
 
 

@@ -20,19 +20,19 @@ SMALLEST = 8  # a bucket; below, a program is hardly quicker
 
 @dataclass(frozen=True)
 class Dim:
-    """A size that varies from call to call, by name: dims of the same name have the same size in a call.
+    """A named size that varies between calls. Dims of the same name have the same size within a call.
 
     Args:
-        name: what messages call it.
+        name: used in messages, and to refer to it again.
         max: the largest size, in elements.
-        buckets: the sizes that programs are made for, the last of them `max`; None: powers of two from 8 on, and `max`.
-        masked_by_model: the model masks what is padding itself: tensors are padded with `fill`, nothing is proved, and a result comes as
-            the model made it.
-        fill: what padding holds.
+        buckets: the sizes to compile programs for, the last of them `max`; None: powers of two from 8 on, and `max`.
+        masked_by_model: the model masks padding itself: tensors are padded with `fill`, no proof is made, and results are returned as
+            the model computed them.
+        fill: the value of the padding.
         min: the smallest size; a call with a smaller one is an error.
 
     Raises:
-        SpmdError: these say nothing.
+        SpmdError: the arguments are invalid.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Dim:
 
     def __post_init__(self) -> None:
         if not self.name or type(self.max) is not int or self.max < 1:
-            what = f"Dim({self.name!r}, max={self.max!r}) is no dim with a largest size"
+            what = f"Dim({self.name!r}, max={self.max!r}) is not a dim with a maximum size"
             raise SpmdError(message(what, fix='spmd.Dim("batch", max=64)'))
         if type(self.min) is not int or not 1 <= self.min <= self.max:
-            what = f"the smallest size of dim {self.name!r} is from 1 to its largest"
+            what = f"the minimum of dim {self.name!r} must be between 1 and its maximum"
             raise SpmdError(message(what, f"min={self.min!r}, max={self.max}", fix=f"spmd.Dim({self.name!r}, min=1, max={self.max})"))
         if self.buckets is not None:
             sizes = tuple(self.buckets)
             if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1 or sizes[-1] != self.max:
                 raise SpmdError(
                     message(
-                        f"the buckets of dim {self.name!r} rise to its largest size",
+                        f"the buckets of dim {self.name!r} must increase up to max",
                         f"buckets={sizes}, max={self.max}",
                         fix=f"spmd.Dim({self.name!r}, max={self.max}, buckets=({max(1, self.max // 4)}, {self.max}))",
                     )
@@ -111,14 +111,14 @@ class AskedDims:
 
     def _require_mapping(self, tree: Any) -> None:
         if not isinstance(tree, Mapping):
-            what = f"{self._option} has {tree!r} where a dim is described"
+            what = f"{self._option} has {tree!r} where a dim is expected"
             raise SpmdError(message(what, fix=f'{self._option}={{"x": {{0: spmd.Dim("batch", max=64)}}}}'))
 
     def _note(self, tree: Any) -> None:
         for value in tree.values() if isinstance(tree, Mapping) else ():
             if isinstance(value, Dim):
                 if self.dims.setdefault(value.name, value) != value:
-                    what = f"dim {value.name!r} is described twice"
+                    what = f"dim {value.name!r} is defined twice"
                     raise SpmdError(message(what, f"{self.dims[value.name]} and {value}", fix=f"name it the second time: {value.name!r}"))
             else:
                 self._note(value)
@@ -127,7 +127,7 @@ class AskedDims:
         for value in tree.values() if isinstance(tree, Mapping) else (tree,):
             if isinstance(value, str):
                 if value not in self.dims:
-                    what = f"{self._option} names a dim {value!r} that is described nowhere{nearest(value, list(self.dims))}"
+                    what = f"{self._option} names a dim {value!r} that is not defined{nearest(value, list(self.dims))}"
                     raise SpmdError(message(what, fix=f"spmd.Dim({value!r}, max=512)"))
             elif not isinstance(value, Dim):
                 self._require_mapping(value)
@@ -140,7 +140,7 @@ class AskedDims:
     def _walk(self, path: tuple[Any, ...], value: Any, tree: Any) -> Iterator[Named]:
         title = Named(path, value, {}).title
         if not isinstance(tree, Mapping):
-            what = f"{self._option} has {tree!r} for {title}, and not for a dim of it"
+            what = f"{self._option} has {tree!r} for {title}, but not for one of its dims"
             raise SpmdError(message(what, fix=f'{self._option}={{{path[-1]!r}: {{0: spmd.Dim("batch", max=64)}}}}'))
         if isinstance(value, torch.Tensor | np.ndarray):
             for dim in tree:

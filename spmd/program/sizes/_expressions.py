@@ -26,7 +26,7 @@ class Expression:
         return self
 
     def __bool__(self) -> bool:
-        raise TypeError("what is computed of a size has no truth of its own")
+        raise TypeError("the truth value of a symbolic size is not known")
 
 
 def tree_of(value: Any) -> Any:

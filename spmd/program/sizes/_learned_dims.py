@@ -16,20 +16,20 @@ _Place = tuple[tuple[Any, ...], int, int]  # path, number of dims, dim
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int, *, max: int | None = None) -> None:
-    """Say of an argument that the size of a dim will vary, before it has had a second one; for functions of `spmd.compile(dynamic=True)`.
+    """Mark the size of a dim as varying before a second size occurs; for functions compiled with `spmd.compile(dynamic=True)`.
 
     Args:
         dim: from -tensor.ndim to tensor.ndim - 1.
-        max: the largest size, in elements; None: found out.
+        max: the largest size, in elements; None: determined from the sizes that occur.
 
     Raises:
-        SpmdError: the tensor has no such dim, or is larger.
+        SpmdError: the tensor has no such dim, or the dim is larger than `max`.
     """
     if not -tensor.ndim <= dim < tensor.ndim:
-        what = f"mark_dynamic was given dim {dim} of a tensor of shape {tuple(tensor.shape)}"
+        what = f"mark_dynamic got dim {dim} of a tensor of shape {tuple(tensor.shape)}"
         raise SpmdError(message(what, fix="name a dim that it has: spmd.mark_dynamic(x, 0)"))
     if max is not None and max < tensor.shape[dim]:
-        what = f"mark_dynamic was given max={max} for dim {dim} of size {tensor.shape[dim]}"
+        what = f"mark_dynamic got max={max} for dim {dim} of size {tensor.shape[dim]}"
         raise SpmdError(message(what, fix=f"spmd.mark_dynamic(x, {dim}, max={tensor.shape[dim]})"))
     marks: dict[int, int | None] = getattr(tensor, _MARK, {})
     setattr(tensor, _MARK, {**marks, dim % tensor.ndim: max})

@@ -154,8 +154,8 @@ def require_one_way(args: Any, kwargs: Any, reads: Recording | None, effects: Se
             raise TraceError(
                 message(
                     what,
-                    "an argument is a copy while the function is traced: what is written to one would not be seen in the other",
-                    fix="reach it in one way: pass it, or name it",
+                    "arguments are copied during a trace, so a write to one would not be visible in the other",
+                    fix="use it in one way only: as an argument, or by name",
                 )
             )
 

@@ -107,7 +107,7 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
             raise TraceError(
                 message(
                     f"the compiled function updates {name} in place, which is on the CPU (shape {tuple(tensor.shape)})",
-                    "it would be updated by the trace alone, not by every call",
+                    "only the trace would update it, not every call",
                     fix="move it to the device: .to('jax'), or update it outside of the function",
                 )
             )

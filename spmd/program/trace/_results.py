@@ -232,7 +232,7 @@ def _running(what: str) -> TraceError:
     return TraceError(
         message(
             what,
-            "a compiled program runs from beginning to end; what Python does between two values would be done once, in the trace",
+            "a compiled program runs from beginning to end; Python code between two yields would run only once, in the trace",
             fix="return a list of tensors, or compile the function that makes one of them",
         )
     )
@@ -242,7 +242,7 @@ def _elsewhere(tensor: torch.Tensor) -> TraceError:
     return TraceError(
         message(
             f"the compiled function returns a tensor on {tensor.device}, of shape {tuple(tensor.shape)}, or leaves it on an object",
-            "its value would stay what it was in the trace",
+            "its value would always be that of the trace",
             fix="make it on device 'jax'; a random state for the backward pass belongs on `ctx`, not on a module",
         )
     )

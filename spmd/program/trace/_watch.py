@@ -121,8 +121,8 @@ def _scripted(module: torch.jit.ScriptModule) -> TraceError:
     return TraceError(
         message(
             f"a {module.original_name} of TorchScript runs in a compiled function",
-            "its interpreter reads flags and attributes that a program cannot watch: after model.eval() it would train on",
-            fix="compile the nn.Module that it was made of, or call it outside of the compiled function",
+            "its interpreter reads flags and attributes that cannot be guarded: after model.eval() the program would stay in training mode",
+            fix="compile the nn.Module that it was made from, or call it outside of the compiled function",
         )
     )
 
@@ -132,7 +132,7 @@ def _uninitialised(module: torch.nn.Module, name: str | None) -> TraceError:
     return TraceError(
         message(
             f"{what}, {type(module).__name__}, has parameters without a shape when it runs in a compiled function",
-            "its first call gives it them, and makes it a module of another class",
+            "its first call creates them and changes its class",
             fix="call the model once before it is compiled: with torch.no_grad(): model(x)",
         )
     )

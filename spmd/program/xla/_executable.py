@@ -28,7 +28,7 @@ class Executable:
     mesh: Mesh | None
 
     def memory(self) -> MemoryReport:
-        """Per-device bytes of arguments, outputs, temporaries and their peak, from the compiler."""
+        """Bytes of arguments, outputs, temporaries and their peak on each device, as reported by the compiler."""
         return memory(self.compiled)
 
     def flops(self) -> int:

@@ -1,4 +1,4 @@
-"""A recipe's model, optimizer and schedule, made and laid out."""
+"""Creates and shards the model, optimizer and schedule of a recipe."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _hugging_face_model(table: _recipe.Model) -> nn.Module:
     try:
         return auto.from_config(config)
     except ValueError as error:
-        what = f"[model] auto = {table.auto!r} makes no model of a {table.config}"
+        what = f"[model] auto = {table.auto!r} cannot create a model from a {table.config}"
         raise RecipeError(message(what, fix="another, as AutoModelForImageClassification")) from error
 
 
@@ -120,7 +120,7 @@ def _called(target: Any, arguments: dict[str, Any], key: str, *positional: Any) 
         name = getattr(target, "__name__", str(target))
         if name not in str(error) and "argument" not in str(error):
             raise
-        raise RecipeError(message(f"{key} do not fit {name}: {error}", fix=f"see help({name})")) from error
+        raise RecipeError(message(f"{key} do not match {name}: {error}", fix=f"see help({name})")) from error
 
 
 __all__ = ["built_model", "built_optimizer", "built_schedule", "factor_of"]

@@ -1,4 +1,4 @@
-"""The words of a plan: an array not read yet, what is to be done at the end, where values go, and the error if they do not fit."""
+"""The entries of a restore plan: an array not read yet, an action for the end, the target of values, and the error for a mismatch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def some(names: list[Any]) -> str:
 
 def unfit(path: str, *details: str, fix: str = "restore into the program that saved, or another step") -> CheckpointError:
     """The error for a saved state of another program."""
-    return CheckpointError(message(f"the checkpoint does not fit {path or 'the state'!r}", *details, fix=fix))
+    return CheckpointError(message(f"the checkpoint does not match {path or 'the state'!r}", *details, fix=fix))
 
 
 __all__ = ["Finish", "Ref", "layout_of", "some", "unfit"]

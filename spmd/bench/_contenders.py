@@ -1,4 +1,4 @@
-"""Who takes part in a run, and who cannot and why."""
+"""Which contenders take part in a run, and why others cannot."""
 
 from __future__ import annotations
 
