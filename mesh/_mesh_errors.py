@@ -1,4 +1,4 @@
-"""Exceptions of `mesh` and its one warning, and the form in which every message of the project is written.
+"""Exceptions of `mesh`, its one warning, and `message`, which formats every error text of the project.
 
 The tree of all exceptions, of `mesh` and of `spmd`, is drawn in `spmd/base/_errors.py`.
 """
@@ -10,12 +10,12 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import ClassVar
 
-# Whoever is to hear of exceptions, caught or not, sets a list here.
+# Code that must learn of every exception raised, caught or not, sets a list here; `Noted` appends to it.
 noted: ContextVar[list[Exception] | None] = ContextVar("noted", default=None)
 
 
 class Noted(Exception):
-    """An exception that `noted` hears of: a traced function must not catch it for good."""
+    """An exception that is recorded in `noted` when created, so that a traced function cannot swallow it."""
 
     is_noted: ClassVar[bool] = True
 
@@ -33,7 +33,7 @@ class SpmdError(Noted):
 class MeshError(SpmdError, ValueError):
     """A mesh, a spec or a device request is invalid; base of the errors about meshes."""
 
-    is_noted = False  # raised outside a trace as in it, so a function that catches it does the same in both
+    is_noted = False  # raised alike inside and outside a trace, so a function that catches it behaves the same in both
 
 
 class SpecError(MeshError):
@@ -49,7 +49,7 @@ class DeviceError(MeshError, RuntimeError):
 
 
 class JobError(SpmdError, RuntimeError):
-    """The processes of a job could not form it, disagree, or one of them was lost."""
+    """The processes of a job could not start together, disagree, or have lost one of them."""
 
     is_noted = False
 
@@ -75,6 +75,6 @@ def message(what: str, *details: str, fix: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What follows the refusal of a word that may be misspelt: "; did you mean 'data'?", or nothing where none of `known` is near."""
+    """Suggestion to append to an error about a misspelt word: "; did you mean 'data'?", or "" if no word of `known` is close."""
     found = get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""

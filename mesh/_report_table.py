@@ -1,4 +1,4 @@
-"""A rules report as a rich table: one line per tensor, the layers of a stack together, findings below. Only shows."""
+"""A rules report as a rich table: one row per tensor, with repeated layers merged into one row and findings below."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesh._report import Finding, Placement, RulesReport, size_text
 
 
 def table(report: RulesReport) -> RenderableType:
-    """The table of a report."""
+    """The report as a rich table followed by its findings."""
     groups: dict[tuple[object, ...], list[Placement]] = {}
     for placement in report:
         groups.setdefault((_stack(placement.name), placement.shape, placement.sharding, placement.rule), []).append(placement)
@@ -33,7 +33,7 @@ def table(report: RulesReport) -> RenderableType:
 
 
 def text(report: RulesReport) -> str:
-    """The table without colours."""
+    """The table as plain text, without colours."""
     stream = io.StringIO()
     Console(file=stream, width=shutil.get_terminal_size((140, 24)).columns, color_system=None).print(table(report))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
@@ -50,7 +50,7 @@ def _row(members: Sequence[Placement]) -> tuple[RenderableType, ...]:
 
 
 def _stack(name: str) -> str:
-    """The name with layer numbers as '*'."""
+    """The tensor's name with each layer number replaced by '*'."""
     return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
 
 

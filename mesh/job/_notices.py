@@ -1,8 +1,10 @@
-"""Notices: messages from one process to all others, delivered whatever their main threads do: an ordered list in the service.
+"""Notices: messages from one process to all others, delivered even while their main threads are blocked.
 
-A daemon thread of each process waits for the next notice and hands it to the listeners; a failure reaches the others in
-milliseconds, also while they wait in a collective. It ends by a notice of its own (`leave`): a thread that still waits in
-the service while Python shuts down would abort the process.
+They form an ordered list in the coordination service.
+
+A daemon thread of each process waits for the next notice and passes it to a callback. So a failure reaches the other processes
+within milliseconds, even while they wait in a collective. The thread stops at the notice that its own process posts in `leave`:
+a thread still waiting in the service while Python shuts down would abort the process.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ Notice = dict[str, Any]
 
 
 class Notices:
-    """The job's list of notices, written and heard.
+    """Posts notices to the job's list, and listens for new ones on a thread.
 
     Args:
-        service: where the list lives.
-        index: this process; every notice says who wrote it ("by").
+        service: the coordination service that stores the list.
+        index: index of this process, stored in each of its notices under "by".
         hear: called with each notice, in order, on the listening thread.
         on_lost: called on that thread when process 0 is gone.
     """
@@ -37,7 +39,7 @@ class Notices:
         self._thread.start()
 
     def post(self, kind: str, **what: Any) -> None:
-        """Tell everybody.
+        """Send a notice of this kind to all processes, this one included.
 
         Raises:
             ServiceLost: process 0 is gone.
@@ -46,7 +48,7 @@ class Notices:
         self._service.set(f"{_FOLDER}/{number}", json.dumps({"kind": kind, "by": self._index, **what}))
 
     def leave(self) -> None:
-        """Say that this process ends as it should, and stop listening."""
+        """Announce that this process ends normally, and stop listening."""
         try:
             self.post("left")
         except ServiceLost:
@@ -59,7 +61,7 @@ class Notices:
         while True:
             try:
                 text = self._service.get(f"{_FOLDER}/{number}", _POLL_S)
-                if text is None:  # a writer that died between taking its number and writing leaves a gap
+                if text is None:  # skip the gap left by a writer that died between taking a number and writing
                     number += self._service.look(f"{_FOLDER}/{number + 1}") is not None
                     continue
             except ServiceLost as lost:

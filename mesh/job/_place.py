@@ -1,6 +1,6 @@
-"""Host: this process's place in a job, and the exit codes by which a launcher knows why a process of the job ended.
+"""Host: this process's place in a job, and the exit codes that tell a launcher why a process ended.
 
-An immutable value and a few numbers; knows neither sockets nor jax.
+Depends on neither sockets nor jax.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Exit codes of a process of a job. 1 (an exception), 130 (Ctrl-C) and the negatives (signals) are Python's own.
 PREEMPTED = 75  # asked to stop by SIGTERM, saved, and may be started again (EX_TEMPFAIL)
-PEER_FAILED = 76  # another process failed first; this one has nothing to say
+PEER_FAILED = 76  # another process failed first; this exit is only a consequence
 STUCK = 77  # the watchdog ended it
 
 
@@ -19,16 +19,16 @@ class Host:
     """This process's place in a job.
 
     Attributes:
-        index: from 0 to count - 1; process 0 coordinates.
+        index: from 0 to count - 1; process 0 is the coordinator.
         count: number of processes in the job.
-        coordinator: "name:port" of process 0, or None in a job of one process.
-        found_by: the source of these values: "arguments", "launcher", "torchrun", ..., or "alone".
+        coordinator: "name:port" at which process 0 calls the roll, or None in a job of one.
+        found_by: source of these values: "arguments", "launcher", "torchrun", ..., or "alone".
         num_local: how many of the job's processes run on this machine, or None if unknown.
-        local_index: which of these it is, or None if unknown.
+        local_index: index of this process among those, or None if unknown.
         devices: virtual CPU devices of each process, or None to take what the machine has.
         directory: the job's directory, shared by its processes on one machine, or None.
-        attempt: how often the job was restarted before.
-        key: a secret shared by the processes of this job, so that other jobs' processes are rejected; may be empty.
+        attempt: number of restarts of the job before this one.
+        key: secret that the processes of this job share, so that processes of other jobs are rejected; may be empty.
     """
 
     index: int = 0

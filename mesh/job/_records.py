@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def write_record(path: Path, text: str) -> None:
-    """Write the file so that who reads it meanwhile finds all of it, or what was there before.
+    """Write the file atomically: a concurrent reader sees either all of the new text or the previous file.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: the file cannot be written; the previous one is unchanged.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")

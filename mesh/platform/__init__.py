@@ -1,1 +1,1 @@
-"""What is set or replaced for the CPU as a platform: collectives between processes, and the allocator."""
+"""Fixes for the CPU platform (collectives between processes, allocator, threads), and jax's private names."""

@@ -1,11 +1,11 @@
-"""The C library's allocator: host memory that a step frees stays with the process, for the next step.
+"""The C library's allocator: memory that one step frees stays in the process for the next step.
 
 Note [Memory that is given back]
 XLA:CPU allocates a step's temporaries when the step starts and frees them when it ends. glibc gives blocks of 32 MiB and more
-straight back to the kernel, and the next step has every page of them zeroed again: 40 % of the time of a Megatron step whose
+straight back to the kernel, and in the next step the kernel must zero every page again: 40 % of the time of a Megatron step whose
 8 virtual devices need 34 MB each. With `mallopt`'s two settings below the blocks come from the heap, which keeps them; the
 process's resident memory stays near its peak (there: 1.5 GB for 1.2 GB). Blocks below 32 MiB are kept in either case.
-What a restored checkpoint took besides its state is given back: threads read it into heaps of their own, which no step uses.
+Temporary memory of a checkpoint restore is given back: its reader threads have heaps of their own, which no step uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NEVER = -1
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed; nothing on other C libraries, or where the environment sets the allocator itself."""
+    """Make glibc keep freed memory. Does nothing on other C libraries, or if environment variables configure the allocator."""
     # See Note [Memory that is given back].
     is_set = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
     if is_set or platform.libc_ver()[0] != "glibc":
@@ -30,6 +30,6 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Have glibc give back what is free in all its heaps; nothing on other C libraries."""
+    """Make glibc return the free memory of all its heaps to the kernel. Does nothing on other C libraries."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 """Collectives between CPU processes (gloo): reduce-scatter is replaced, because it computes wrong numbers.
 
 `jax.lax.psum_scatter` over gloo silently returns wrong sums for chunks of 4 to 8 MiB and more (jax#40830). All-reduce is
-right at every size tried (tests/mesh/test_collectives.py holds all of them to numpy from 1 KiB to 64 MiB), so on CPU it
+right at every size tried (tests/mesh/test_collectives.py compares all collectives with numpy from 1 KiB to 64 MiB), so on CPU it
 is lowered to an all-reduce followed by a slice: the same sums for twice the bytes.
 """
 

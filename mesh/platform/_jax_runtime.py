@@ -1,6 +1,6 @@
-"""jax's private names that `mesh` uses; no other file of it names one. Those that `spmd` uses are in `spmd/base/_jax.py`.
+"""All private names of jax that `mesh` uses. Those that `spmd` uses are in `spmd/base/_jax.py`.
 
-Each may go with any version of jax. One that is gone says so when this file is imported, with the versions that have it.
+Any version of jax may remove one. Importing this file then raises an ImportError that lists the versions that have it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ except ImportError as error:
 
 try:
     from jax._src.xla_bridge import backends_are_initialized as _backends_are_initialized
-except ImportError:  # whether jax refuses another number of devices says the same
+except ImportError:  # `mesh._devices` then tries to change the number of CPU devices, which jax refuses once started
     _backends_are_initialized = None
 backends_are_initialized: Callable[[], bool] | None = _backends_are_initialized
 

@@ -5,7 +5,7 @@ A CPU client has one pool of max(cores, devices) threads, on which programs are 
 device waits in a thread for the others. Up to 32 programs may be in flight: if those that wait hold every thread, none is left for
 the device that they wait for, and after 40 s XLA ends the process (jax's own loops too: 300 dot products with an all-reduce on 8
 devices of a machine with 2 cores). With four threads for each device three threads may dispatch at once. `PJRT_NPROC` is read
-when the client is made; a larger setting of the user's stands.
+when the client is created; a larger value set by the user is kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _VARIABLE = "PJRT_NPROC"
 
 
 def provide_threads(num_devices: int) -> None:
-    """Have the CPU client that is made next start enough threads for so many devices of this process."""
+    """Make the CPU client that is created next start enough threads for `num_devices` devices of this process."""
     if num_devices > 1 and not has_threads(num_devices):
         os.environ[_VARIABLE] = str(_PER_DEVICE * num_devices)
 
 
 def has_threads(num_devices: int) -> bool:
-    """Whether a client that is made now would have enough of them."""
+    """Whether `PJRT_NPROC` already gives a new client enough threads for `num_devices` devices."""
     given = os.environ.get(_VARIABLE, "")
     return given.isdecimal() and int(given) >= _PER_DEVICE * num_devices
 
