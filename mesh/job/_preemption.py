@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM reaches some process, and all agree on one step before which they stop.
+"""Preemption: after SIGTERM to any process, all processes agree on the step before which they stop.
 
     for step in range(start, steps):
         if mesh.should_stop(step):
@@ -7,10 +7,10 @@
         train_step(...)
 
 # Note [One step for all]
-Processes are not at the same step: devices run behind Python, and one process is asked before the others have heard. So
-each says, on the thread that hears notices, the first step before which it can still stop: one more than the last it was
-let into. The agreed step is the largest of these. A process that reaches `should_stop` before all have spoken waits; it
-has dispatched every step that the others may still be in, so nobody waits for it in a collective.
+Processes are not at the same step: devices run behind Python, and one process gets the signal before the others hear of it.
+So each process reports, on the thread that hears notices, the first step before which it can still stop: the last step that it
+entered, plus one. The agreed step is the largest of these. A process that reaches `should_stop` before all have reported waits there. It
+has dispatched every step that the others may still be in, so no other process waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mesh.job._timeouts import AGREE_ON_STOP_S
 
 
 class Preemption:
-    """Where this process is, and what was agreed.
+    """The last step that this process entered, and the reports of all processes on where they can stop.
 
     Args:
         count: number of processes.
-        say: tells all processes the first step before which this one can stop.
+        say: callback that sends to all processes the first step before which this one can stop.
     """
 
     def __init__(self, count: int, say: Callable[[int], None]) -> None:
@@ -40,11 +40,11 @@ class Preemption:
 
     @property
     def is_asked(self) -> bool:
-        """Whether some process was told to stop."""
+        """Whether any process received SIGTERM."""
         return self._asked
 
     def ask(self) -> None:
-        """Some process was told to stop: say where this one is (once)."""
+        """Handle a stop request to any process: report this process's first possible step, once."""
         with self._lock:
             if self._asked:
                 return
@@ -53,16 +53,16 @@ class Preemption:
         self._say(first)
 
     def hear(self, index: int, step: int) -> None:
-        """Process `index` can stop before `step` at the earliest."""
+        """Record that process `index` can stop before `step` at the earliest."""
         with self._reached:
             self._steps[index] = step
             self._reached.notify_all()
 
     def should_stop(self, step: int) -> bool:
-        """True at the agreed step, in every process; called before each step with its number.
+        """Whether to stop before `step`: True from the agreed step on, the same in every process. Called before each step.
 
         Raises:
-            JobError: some process did not say in time where it is.
+            JobError: a process did not report its step in time.
         """
         with self._reached:
             if not self._asked:

@@ -1,7 +1,7 @@
-"""The coordination service of a job: keys, values and barriers, each wait with a limit.
+"""The coordination service of a job: a key/value store and barriers, where every wait has a timeout.
 
-jax starts the service in process 0 (`jax.distributed.initialize`) and every process talks to it over gRPC. Nothing here
-knows what the keys mean.
+jax starts the service in process 0 (`jax.distributed.initialize`) and every process talks to it over gRPC. This
+module does not know what the keys mean.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mesh.platform._jax_runtime import coordination_client
 
 
 class ServiceLost(JobError):
-    """Process 0, or the way to it, is gone."""
+    """Process 0 has ended or cannot be reached."""
 
 
 class Service:
-    """Keys, values and barriers that all processes of the job share.
+    """Key/value store and barriers shared by all processes of the job. Every method but `barrier` raises ServiceLost without process 0.
 
     Args:
         count: number of processes.
@@ -34,37 +34,37 @@ class Service:
         return coordination_client()
 
     def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
-        """Store a value; ServiceLost when process 0 is gone. Without `overwrite` a key is set once."""
+        """Store a value. Without `overwrite`, a key can be set only once."""
         self._call(self._client.key_value_set, key, value, overwrite)
 
     def get(self, key: str, timeout_s: float) -> str | None:
-        """The value as soon as somebody has set it; None after `timeout_s`."""
+        """Wait until a process has set the key and return its value, or None after `timeout_s`."""
         return self._call(self._client.blocking_key_value_get, key, max(1, int(timeout_s * 1000)))
 
     def look(self, key: str) -> str | None:
-        """The value now, or None."""
+        """The current value, or None if the key is not set. Does not wait."""
         return self._call(self._client.key_value_try_get, key)
 
     def below(self, folder: str) -> dict[str, str]:
-        """All keys that start with `folder` + "/", without it, and their values."""
+        """Values of all keys below `folder`, by the key without the prefix `folder` + "/"."""
         found = self._call(self._client.key_value_dir_get, folder)
         return {key.removeprefix(folder).lstrip("/"): value for key, value in found or ()}
 
     def next(self, key: str) -> int:
-        """Numbers from 0 on, each handed out once."""
+        """Next number of the counter `key`, from 0; no two calls in the job get the same one."""
         number: int | None = self._call(self._client.key_value_increment, key, 1)
         assert number is not None
         return number - 1
 
     def delete(self, key: str) -> None:
-        """Forget a key, or all below it."""
+        """Delete a key and all keys below it."""
         self._call(self._client.key_value_delete, key)
 
     def barrier(self, name: str, timeout_s: float) -> None:
-        """Wait until every process has come; each name is used once.
+        """Wait until every process has reached the barrier. A name can be used only once.
 
         Raises:
-            JobError: some processes did not arrive in time; the message names them.
+            JobError: processes did not reach it in time; the message names them where the service does.
         """
         try:
             self._client.wait_at_barrier(name, max(1, int(timeout_s * 1000)))
