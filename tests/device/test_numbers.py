@@ -129,7 +129,7 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "modulo": lambda x: pow(x.argmax().item(), 2, 5),
     "islice": lambda x: list(itertools.islice([1, 2], x.argmax().item())),
     "expand": lambda x: x[:1].expand(x.argmax().item(), 1),
-    "equal": lambda x: torch.equal(x, x),
+    "equal": lambda x: torch.equal(x, x * 2),
     "nonzero": lambda x: x.nonzero(),
     "mask": lambda x: x[x > 1],
 }

@@ -121,7 +121,7 @@ def test_an_axis_that_the_mesh_lacks_is_named_and_nothing_is_replaced() -> None:
 
 
 def test_it_works_without_torch_xlas_names() -> None:
-    with spmd.compat.torch_xla.installed(), pytest.raises(spmd.SpmdError, match="the torch_xla shim is installed"):
+    with spmd.compat.torch_xla.installed(), pytest.raises(spmd.SpmdError, match="torch_xla's names are installed"):
         line()
 
 

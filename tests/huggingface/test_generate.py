@@ -299,7 +299,7 @@ def test_a_model_that_is_no_program_says_so_and_generates(monkeypatch: pytest.Mo
 
     model.forward = asking
     ids, streamer, wanted = prompt(3, 1), words(), words()
-    with pytest.warns(UserWarning, match="cannot be compiled for generation"):
+    with pytest.warns(UserWarning, match="could not be compiled"):
         got = model.generate(ids.to("jax"), max_new_tokens=2, do_sample=False, streamer=streamer)
     host.generate(ids, max_new_tokens=2, do_sample=False, streamer=wanted)
     assert streamer.words == wanted.words
@@ -361,7 +361,7 @@ def test_a_call_that_is_no_program_leaves_the_model_its_programs() -> None:
     ids, options = prompt(5), {"max_new_tokens": 3, "do_sample": False}
     want = host_model("llama").generate(ids, **options)
     assert torch.equal(model.generate(ids, **options), want)
-    with pytest.warns(UserWarning, match="cannot be compiled for generation"), torch.autocast("jax", torch.bfloat16):
+    with pytest.warns(UserWarning, match="could not be compiled"), torch.autocast("jax", torch.bfloat16):
         model.generate(ids.to("jax"), **options)  # its values are of one dtype then, and its cache of another
     assert torch.equal(model.generate(ids, **options), want) and reason_for_fallback(model, {"inputs": ids}) is None
 

@@ -328,7 +328,7 @@ def test_program_keeps_its_own_options() -> None:
         ([], "say which program to run"),
         (["-n", "3", "--hosts", "a,b", "x.py"], "does not divide over 2 hosts"),
         (["--hosts", "a,a", "-n", "2", "x.py"], "a host is named twice"),
-        (["--restarts", "-1", "x.py"], "--restarts is 0 or more, not -1"),
+        (["--restarts", "-1", "x.py"], "--restarts must be at least 0, got -1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

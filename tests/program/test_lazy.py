@@ -401,7 +401,7 @@ def test_programs_are_bounded() -> None:
 
 
 def test_inside_each_other_they_are_refused() -> None:
-    with spmd.lazy(), pytest.raises(spmd.SpmdError, match="recorded already"):
+    with spmd.lazy(), pytest.raises(spmd.SpmdError, match="is already active"):
         spmd.lazy().__enter__()
     with pytest.raises(spmd.SpmdError, match="max_programs"):
         spmd.lazy(max_programs=0)
@@ -418,7 +418,7 @@ def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch: pytest.MonkeyPatch
     before = x + torch.randn(4, device="jax")
     torch.manual_seed(0)
     monkeypatch.setattr(_session, "Region", fail)
-    with pytest.warns(UserWarning, match="one by one"), spmd.lazy():
+    with pytest.warns(UserWarning, match="one at a time"), spmd.lazy():
         after = x + torch.randn(4, device="jax")
         x.add_(1)
         assert torch.equal(after, before)

@@ -479,7 +479,7 @@ def test_a_write_that_nobody_saw_is_refused_and_undone() -> None:
         address[0] = 5.0
         return y
 
-    with pytest.raises(spmd.TraceError, match="written to by code that is not instrumented"):
+    with pytest.raises(spmd.TraceError, match="written to by code that is not recorded"):
         spmd.compile(fn)(x)
     assert values.tolist() == [1.0, 1.0]
 

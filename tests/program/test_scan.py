@@ -183,11 +183,11 @@ def test_every_round_draws_its_own_numbers() -> None:
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ([nn.Dropout(0.1), nn.Dropout(0.2)], "layers 0 and 1 are not alike: the layer.p\n.*0.1 in layer 0, 0.2 in layer 1"),
-        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU()).eval()], r"not alike: (the layer|0)\.training"),
-        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.ReLU())], "not alike: 0"),
-        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU(), nn.GELU())], "not alike: 1"),
-        ([nn.GELU(), nn.GELU("tanh")], "not alike: the layer.approximate"),
+        ([nn.Dropout(0.1), nn.Dropout(0.2)], "layers 0 and 1 differ in: the layer.p\n.*0.1 in layer 0, 0.2 in layer 1"),
+        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU()).eval()], r"differ in: (the layer|0)\.training"),
+        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.ReLU())], "differ in: 0"),
+        ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU(), nn.GELU())], "differ in: 1"),
+        ([nn.GELU(), nn.GELU("tanh")], "differ in: the layer.approximate"),
     ],
     ids=["p", "training", "class", "structure", "text"],
 )
@@ -205,7 +205,7 @@ def test_scan_refuses_what_it_cannot_do() -> None:
     total = torch.zeros(2, device="jax")
     with pytest.raises(spmd.TraceError, match="writes in place to a tensor from outside"):
         spmd.compile(lambda xs: spmd.scan(lambda c, x: (c, total.add_(x)), xs[0], xs))(xs)
-    with pytest.raises(spmd.SpmdError, match=r"layers 0 and 1 are not alike: bias, weight"):
+    with pytest.raises(spmd.SpmdError, match=r"layers 0 and 1 differ in: bias, weight"):
         spmd.scan_layers([nn.Linear(2, 2).to("jax"), nn.Linear(2, 3).to("jax")], xs)
     assert spmd.scan_layers([], xs) is xs
     empty = spmd.scan(lambda c, x: (c, x), xs[0], xs[:0])
@@ -232,7 +232,7 @@ def test_accumulated_gradients_are_those_of_the_mean_loss(compiled: bool) -> Non
     assert_same([p.grad for p in device.parameters()], [p.grad for p in host.parameters()])
     with pytest.raises(spmd.SpmdError, match="no iterable tensors"):
         spmd.gradient_accumulation(train_step, (), device)
-    with pytest.raises(spmd.SpmdError, match=r"sizes: \[4, 3\]"):
+    with pytest.raises(spmd.SpmdError, match=r"first dims: \[4, 3\]"):
         spmd.gradient_accumulation(train_step, (x, y[:3]), device)
 
 

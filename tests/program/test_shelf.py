@@ -115,5 +115,5 @@ def test_a_budget_warns_by_default() -> None:
 
 @pytest.mark.parametrize("options", [{"max_programs": 0}, {"on_retrace": "ignore"}])
 def test_options_that_make_no_sense_are_refused(options: Any) -> None:
-    with pytest.raises(spmd.SpmdError, match=f"compile's option {next(iter(options))} is"):
+    with pytest.raises(spmd.SpmdError, match=f"compile's option {next(iter(options))} must be"):
         spmd.compile(lambda x: x, **options)
