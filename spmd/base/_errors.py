@@ -91,8 +91,8 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 class TraceAgain(Noted):
     """Not an error: the trace goes on no further and starts again, otherwise. Seen by nobody outside."""
 
-    def other_way(self, way: Any) -> Any:
-        """The `spmd.program.trace._way.Way` to trace in then, where it was `way`."""
+    def other_settings(self, settings: Any) -> Any:
+        """The `spmd.program.trace._trace_settings.TraceSettings` to trace with then, where it was `settings`."""
         raise NotImplementedError
 
 

@@ -1,9 +1,10 @@
 """Compiled programs as files, for the processes that come after.
 
-Note [Kept programs]. What lies in the folder is run. So it belongs to one user, and nobody else may write there; a folder that is open to
-others is not used. The name of a file is jax's key (the program, its options, versions, devices) under a folder per machine: a program
-for a CPU uses the instructions that this CPU has. A file says its checksum, is written under another name first, and is removed if it is
-broken. Where all files together are too large, those that nobody read for longest go. Nothing of this ever fails a compilation.
+Note [Cached executables]
+The files in the folder are executed. So the folder belongs to one user, nobody else may write there, and one that is open to others
+is not used. The name of a file is jax's key (program, options, versions, devices), in a folder per machine: a program for a CPU uses
+the instructions of this CPU. A file contains its checksum, is written under another name first, and is removed if it is broken.
+Where all files together are too large, the least recently read are removed. None of this ever fails a compilation.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def default_folder() -> Path:
 
 
 class ProgramFiles(CacheInterface):
-    """The programs of a folder, as jax asks for them. See Note [Kept programs].
+    """The programs of a folder, as jax asks for them. See Note [Cached executables].
 
     Args:
         folder: is made where it is missing, with mode 0700.

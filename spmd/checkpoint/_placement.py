@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.base._convert import exact_dtypes
 from spmd.checkpoint._boxes import Box, box_of, whole
-from spmd.device._arrays import padded_shape
+from spmd.device._arrays import stored_shape
 
 
 def boxes_on(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:
@@ -36,12 +36,12 @@ def assembled(sharding: jax.sharding.Sharding, shape: tuple[int, ...], values: M
                 if held is not None:
                     piece[held.within(box)] = converted[held]
             pieces.append(jax.device_put(piece, device))
-        return jax.make_array_from_single_device_arrays(padded_shape(shape, sharding), sharding, pieces)
+        return jax.make_array_from_single_device_arrays(stored_shape(shape, sharding), sharding, pieces)
 
 
 def _parts(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Any, tuple[Box, Box | None]]:
     """For each device its part of the padded array, and what of it is no padding."""
-    stored = padded_shape(shape, sharding)
+    stored = stored_shape(shape, sharding)
     found: dict[Any, tuple[Box, Box | None]] = {}
     for device, index in sharding.addressable_devices_indices_map(stored).items():
         box = box_of(index or (), stored)

@@ -24,16 +24,16 @@ from spmd.base._jax import is_tracing
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from spmd.base._torch import elementwise_dtypes
 from spmd.device import _generator, _indices
-from spmd.device._arrays import padded, padded_shape
+from spmd.device._arrays import padded, stored_shape
 from spmd.device._copy import host_value, like_placement
 from spmd.device._inlined import Inlined
-from spmd.device._kept import reuse_or_save
 from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, meta_argument, range_of
+from spmd.device._saved_results import reuse_or_save
 from spmd.device._storage import load, once, store, trace_setting, wrap
-from spmd.device._turn import own_turn, was_taken
+from spmd.device._trace_lock import was_taken, with_trace_lock
 from spmd.device._value_rules import run_on_values
 from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
 
@@ -117,7 +117,7 @@ class Plan:
     def _run_to(self, sharding: Any, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """`run`, its result as it is stored under `sharding`."""
         out, updated = self.run(dynamic, key)
-        return (out if padded_shape(out.shape, sharding) == out.shape else padded(out, sharding)), updated
+        return (out if stored_shape(out.shape, sharding) == out.shape else padded(out, sharding)), updated
 
     def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
         """`run` inside a trace. What the rule recorded for the same shapes and Python numbers is recorded again, from the second
@@ -172,7 +172,7 @@ class Adapter:
                 except (RuntimeError, ValueError) as error:  # see Note [Threads]
                     if not was_taken(error):
                         raise
-                    with own_turn():
+                    with with_trace_lock():
                         out = plan.jitted(self.plan(args, kwargs)[1])[0]
                 note_operation(out)
             else:

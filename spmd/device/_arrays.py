@@ -1,7 +1,7 @@
 """jax arrays on their way: from the host to the devices, between devices, and back; and the padding that makes shards equal.
 
 Note [Uneven dims]. jax lays an array out in equal shards only. A dim that its axes do not divide is stored padded at its end
-(`padded_shape`), and only in storage: whoever reads the value gets it without the padding, and whoever writes it pads it again.
+(`stored_shape`), and only in storage: whoever reads the value gets it without the padding, and whoever writes it pads it again.
 In a program the value between the two is constrained to the same axes, which XLA's partitioner splits unevenly as it is stored:
 neither the cut nor the padding moves anything between devices.
 
@@ -26,14 +26,14 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import is_tracer, is_tracing
 from spmd.device._checks import raise_failed
-from spmd.device._turn import memory_is_gone, was_taken
+from spmd.device._trace_lock import memory_is_gone, was_taken
 from spmd.device._uploaded import note_sent, sent
 
 Shape = tuple[int, ...]
 Sharding = jax.sharding.Sharding | None
 
 
-def padded_shape(shape: Shape, sharding: Sharding) -> Shape:
+def stored_shape(shape: Shape, sharding: Sharding) -> Shape:
     """Shape in which an array of `shape` is stored: each dim a multiple of the number of its pieces."""
     if not isinstance(sharding, NamedSharding):
         return shape
@@ -47,7 +47,7 @@ def padded_shape(shape: Shape, sharding: Sharding) -> Shape:
 
 def padded(value: Any, sharding: Any) -> Any:
     """`value` as it is stored under `sharding`: zeros added at the ends of its uneven dims."""
-    stored = padded_shape(value.shape, sharding)
+    stored = stored_shape(value.shape, sharding)
     if is_tracing():
         return lax.with_sharding_constraint(_pad(value, stored), sharding)
     if not is_tracer(value) and value.sharding.device_set != sharding.device_set:
@@ -63,7 +63,7 @@ def cropped(value: Any, shape: Shape, sharding: Any) -> Any:
 
 def laid_out(stored: jax.Array, shape: Shape, sharding: Any) -> jax.Array:
     """The array of `shape` that is stored as `stored`, stored under another sharding: between devices directly."""
-    wanted = padded_shape(shape, sharding)
+    wanted = stored_shape(shape, sharding)
     if stored.shape == wanted and (stored.shape == shape or stored.sharding == sharding):
         return stored if stored.sharding == sharding else moved(stored, sharding)
     with exact_dtypes(), jax.ensure_compile_time_eval():
@@ -86,7 +86,7 @@ def upload(host: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
     One value repeated without memory (a read-only array without strides) is not sent: each device fills its own shard.
     """
     with exact_dtypes(), jax.ensure_compile_time_eval():
-        stored = padded_shape(host.shape, sharding)
+        stored = stored_shape(host.shape, sharding)
         if host.size > 1 and not host.flags.writeable and not any(host.strides):
             return _filler(stored, sharding)(host.flat[0])
         if sharding is None:
@@ -177,4 +177,4 @@ def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
         raise
 
 
-__all__ = ["copied", "cropped", "digest_of", "fetched", "is_readable", "laid_out", "moved", "padded", "padded_shape", "upload"]
+__all__ = ["copied", "cropped", "digest_of", "fetched", "is_readable", "laid_out", "moved", "padded", "stored_shape", "upload"]

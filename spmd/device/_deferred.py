@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
-from spmd.device._kept import keeping
+from spmd.device._saved_results import keeping
 from spmd.device._storage import recording
 
 Kernel = Callable[..., Any]

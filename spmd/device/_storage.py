@@ -29,11 +29,11 @@ from spmd.base._errors import DroppedValueError, SpmdError, TraceAgain, message
 from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._open_sizes import are_sizes_open
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
-from spmd.device._arrays import cropped, digest_of, laid_out, padded, padded_shape, upload
+from spmd.device._arrays import cropped, digest_of, laid_out, padded, stored_shape, upload
 from spmd.device._checks import Check
 from spmd.device._left_values import LeftValues, forget
 from spmd.device._queue import Queue
-from spmd.device._turn import is_of_another_thread, reread, wait_for_trace
+from spmd.device._trace_lock import is_of_another_thread, reread, wait_for_trace
 from spmd.device._views import contiguous_stride, plan_window, reinterpreted
 
 _create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +168,7 @@ class Buffer(_Value):
         self.host = host
         self.shape = shape
         self._annotation = annotation
-        self.stored = shape if annotation is None else padded_shape(shape, annotation.to_jax())
+        self.stored = shape if annotation is None else stored_shape(shape, annotation.to_jax())
         self.state_annotation: mesh.ShardingSpec | None = None
         self.dropped: str | None = None
         self.dropped_dtype: np.dtype[Any] | None = None
@@ -191,7 +191,7 @@ class Buffer(_Value):
         if spec is not self._annotation:
             Buffer.marks += 1
         self._annotation = spec
-        self.stored = self.shape if spec is None else padded_shape(self.shape, spec.to_jax())
+        self.stored = self.shape if spec is None else stored_shape(self.shape, spec.to_jax())
 
     def get(self) -> Any:
         """The root array, uploaded if it is still on the host."""

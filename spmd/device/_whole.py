@@ -21,11 +21,11 @@ from spmd.base._torch import AutoDispatchBelowAutograd, OpOverload, are_functorc
 from spmd.device._adapter import Adapter
 from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._inlined import Inlined
-from spmd.device._kept import reuse_or_save
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
+from spmd.device._saved_results import reuse_or_save
 from spmd.device._storage import load, wrap
-from spmd.device._turn import own_turn, was_taken
+from spmd.device._trace_lock import was_taken, with_trace_lock
 from spmd.lowering._registry import is_composite
 
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -117,7 +117,7 @@ class Call:
             except (RuntimeError, ValueError) as error:  # see Note [Threads]
                 if not was_taken(error):
                     raise
-                with own_turn():
+                with with_trace_lock():
                     arrays = _arrays(tensors)
                     out, vjp, updated = self.forward_jit(arrays, key, wanted)
             note_operation(out)

@@ -11,9 +11,9 @@ import torch
 
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._jax import ArrayImpl
+from spmd.base._progress import underway
 from spmd.base._torch import without_saved_tensors_hooks
 from spmd.base._torch_late import without_dynamo
-from spmd.base._underway import underway
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream

@@ -18,7 +18,7 @@ from spmd.base._errors import TraceError
 from spmd.base._exact import exactly
 from spmd.base._torch import are_functorch_transforms_active
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
-from spmd.device._turn import turn
+from spmd.device._trace_lock import trace_lock
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_executables import GraphExecutables
 from spmd.dynamo._sized_programs import SizedPrograms
@@ -71,7 +71,7 @@ class GraphProgram:
             return self._calls.graph(*args)
         program = self._latest
         if program is None or self._varies() or self._marks != Buffer.marks:
-            with turn:
+            with trace_lock:
                 program = self._found(args)
         return self._calls.graph(*args) if program is None or program.is_shared(args) else program(args)
 

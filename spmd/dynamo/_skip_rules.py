@@ -14,7 +14,7 @@ SKIPPED = (
     "mesh.job",
     "mesh.platform",
     # not `_torch`, which makes Dynamo's graph breaks
-    *(f"spmd.base.{name}" for name in ("_convert", "_errors", "_exact", "_jax", "_open_sizes", "_settings", "_underway")),
+    *(f"spmd.base.{name}" for name in ("_convert", "_errors", "_exact", "_jax", "_open_sizes", "_settings", "_progress")),
     "spmd.device",
     "spmd.lowering",
     "spmd.patches",

@@ -43,7 +43,7 @@ from spmd.program._step import Step
 from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._static import name_of
 from spmd.program.sizes._expressions import Expression
-from spmd.program.trace._remade import remade
+from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import Leaf
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -307,7 +307,7 @@ class _Part:
                 position += 1
             else:
                 flat.append(flat[leaf.value] if leaf.kind == "again" else leaf.value if leaf.kind == "static" else leaf)
-        (result, *_) = remade(self.captured.outputs.nodes, self.captured.outputs.refs, flat)
+        (result, *_) = rebuilt(self.captured.outputs.nodes, self.captured.outputs.refs, flat)
         return self._described_result(result)
 
     def _leaves(self) -> Sequence[Leaf]:

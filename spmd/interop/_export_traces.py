@@ -19,8 +19,8 @@ import numpy as np
 
 from mesh._mesh_errors import Noted
 from spmd.base._errors import SpmdError, TraceError, message, place_of
+from spmd.base._progress import underway
 from spmd.base._torch_late import without_dynamo
-from spmd.base._underway import underway
 from spmd.interop._exported_program import value_of
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program
@@ -35,7 +35,7 @@ from spmd.program.sizes._sized_arguments import parts_of, replaced, stand_in
 from spmd.program.sizes._symbolic import Range, SymbolicTrace, points_of, symbolic
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 from spmd.program.xla._compilation import Making
 
 _MAX_SEPARATE_SIZES = 4  # sizes of one name that get programs of their own
@@ -190,7 +190,7 @@ class FileTraces(Step[Any, Any]):
         free = {name: own.within(*part.steps.get(name, (own.multiple, 0))) for name, own in free.items()}
         sizes = {**part.fixed, **{name: own.least for name, own in free.items()}}
         others = {id(n.tensor): stand_in(n, sizes) for n in named}
-        args, kwargs = replaced(args, kwargs, others, self._way.holders)
+        args, kwargs = replaced(args, kwargs, others, self._settings.holders)
         named = [Named(n.path, others[id(n.tensor)], {d: name for d, name in n.dims.items() if name in free}) for n in named]
         if free:
             return self._symbolic(args, kwargs, named, free, declared)
@@ -218,26 +218,26 @@ class FileTraces(Step[Any, Any]):
         self.clear()
         return self._found(args, kwargs)[0]
 
-    def _compiled(self, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, int]:
+    def _compiled(self, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool) -> tuple[Program, int]:
         with compiling(), uncollected(), without_dynamo():
             if self._sizes is None:
-                captured, buffers = self._traced(call, way)[0], call.buffers
+                captured, buffers = self._traced(call, settings)[0], call.buffers
             else:
-                self._family = self._traced_at(self._sizes, call, way)
+                self._family = self._traced_at(self._sizes, call, settings)
                 captured = self._family.captured
                 buffers = captured.inputs.arguments
             return _TracedProgram(captured, buffers, self._options, self._name, (0.0, 0.0), Making()), 1
 
-    def _traced_at(self, varying: _Varying, call: Signature, way: Way) -> Family:
+    def _traced_at(self, varying: _Varying, call: Signature, settings: TraceSettings) -> Family:
         names, ranges = tuple(varying.free), list(varying.free.values())
 
         def trace(point: Sequence[int]) -> tuple[Captured, SizeReads]:
             sizes = dict(zip(names, point, strict=True))
             others = {i: stand_in(named, sizes) for i, named in varying.named.items()}
-            args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
+            args, kwargs = replaced(call.args, call.kwargs, others, settings.holders)
             with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
                 try:
-                    captured = self._traced(call._replace(args=args, kwargs=kwargs), way)[0]
+                    captured = self._traced(call._replace(args=args, kwargs=kwargs), settings)[0]
                 except (Noted, Inexact, StaleGradients):
                     raise
                 except Exception as error:

@@ -25,7 +25,7 @@ from spmd.base._errors import SpmdError, TraceError, called_at, message, nothing
 from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor
-from spmd.device._turn import turn
+from spmd.device._trace_lock import trace_lock
 from spmd.interop._stand_ins import StandIns, module_tensors
 from spmd.interop._symbolic_sizes import has_symbols
 from spmd.interop._to_jax import as_jax_container, keeps_64_bits, to_jax
@@ -34,7 +34,7 @@ from spmd.interop._torch_programs import module_on_device
 from spmd.patches._constraints import without_branches
 from spmd.patches._running_averages import counting_on_device
 from spmd.program.trace._host_values import no_host_random
-from spmd.program.trace._watch import report_compiling
+from spmd.program.trace._module_calls import report_compiling
 
 Arrays = dict[str, Any]
 _NARROW = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
@@ -187,7 +187,7 @@ class _Call:
     def run(self) -> tuple[Any, dict[str, Any]]:
         """(result, new values of the written buffers), as arrays."""
         function = TensorFunction(self._on_tensors)
-        with turn:
+        with trace_lock:
             found = function([*self.state.values(), *self.given], _words(self.key))
         found = [as_wide_as_allowed(array) for array in found]
         count = len(found) - len(self.written)

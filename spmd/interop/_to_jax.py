@@ -4,7 +4,7 @@
     x = spmd.from_jax(jnp.sin(a))             # any container of arrays; keeps the sharding
 
 Neither side sees the other's writes: JAX writes nothing in place, and a write to the tensor gives the tensor another array. A compiled
-step that would donate a shared array copies it first (Note [Lent arrays]).
+step that would donate a shared array copies it first (Note [Shared arrays]).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmd.base._convert import to_torch_dtype
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracer
 from spmd.base._torch import pytree
-from spmd.device._lent import note_lent
+from spmd.device._shared_arrays import note_shared
 from spmd.device._storage import buffer_of, load, wrap
 from spmd.sharding._names import name_of
 from spmd.sharding._tensor import become_sharded
@@ -126,7 +126,7 @@ def _array_of(leaf: Any) -> Any:
             )
         )
     if not is_tracer(array) and buffer_of(leaf).value is array:
-        note_lent(array)
+        note_shared(array)
     return array
 
 
@@ -164,7 +164,7 @@ def _with_layout(array: jax.Array) -> torch.Tensor:
             array = jax.device_put(array, spec.to_jax())
     if getattr(array, "weak_type", False):
         array = jax.lax.convert_element_type(array, array.dtype)
-    note_lent(array)
+    note_shared(array)
     tensor = wrap(array)
     if spec is None:
         return tensor

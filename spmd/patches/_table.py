@@ -113,8 +113,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.compiler.is_compiling",
         "libraries ask before they look at values, which a trace does not have",
-        "spmd/program/trace/_watch.py",
-        "spmd.program.trace._watch.report_compiling",
+        "spmd/program/trace/_module_calls.py",
+        "spmd.program.trace._module_calls.report_compiling",
         "",
     ),
     Patch(

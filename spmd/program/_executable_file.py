@@ -29,8 +29,8 @@ from mesh.job._join import job, program_environment
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax_executables import Written, device_ids, packed_call, written
 from spmd.base._program_files import machine_name
+from spmd.program.xla._cached_executables import KeptExecutable
 from spmd.program.xla._digest import code_digest
-from spmd.program.xla._kept_executables import KeptExecutable
 
 if TYPE_CHECKING:
     from spmd.program._program import Program

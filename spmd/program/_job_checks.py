@@ -19,7 +19,7 @@ import torch
 from mesh import Mesh, extended_timeout
 from mesh.job import _agreement, _join
 from spmd.base._errors import SpmdError, message
-from spmd.base._underway import underway
+from spmd.base._progress import underway
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer
 

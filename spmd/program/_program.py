@@ -23,11 +23,11 @@ from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
 from spmd.device._arrays import fetched
 from spmd.device._checks import note
-from spmd.device._lent import donatable
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
+from spmd.device._shared_arrays import donatable
 from spmd.device._storage import Buffer, buffer_of
-from spmd.device._turn import memory_is_gone, was_taken
+from spmd.device._trace_lock import memory_is_gone, was_taken
 from spmd.device._uploaded import note_sent
 from spmd.program._job_checks import compiling, require_sound, watched
 from spmd.program._program_digest import program_digest
@@ -43,7 +43,7 @@ from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.run._state_arrays import StateArrays
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured
-from spmd.program.trace._remade import remade
+from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import Leaf, made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._compilation import Compilation, Making, Order, Timings
@@ -390,7 +390,7 @@ class Program(Executable):
             leaves, _, objects = flatten(given, classes=captured.inputs.holders)
         given = (*given, objects)
         flat = made(self._leaves(), outputs, leaves, given, held)
-        result, *values = remade(captured.outputs.nodes, captured.outputs.refs, flat)
+        result, *values = rebuilt(captured.outputs.nodes, captured.outputs.refs, flat)
         if values:
             self._write(values, given, objects)
         return result

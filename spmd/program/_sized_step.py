@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message, place_of
+from spmd.base._progress import underway
 from spmd.base._torch_late import without_dynamo
-from spmd.base._underway import underway
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program
 from spmd.program._step import Step, uncollected
@@ -35,7 +35,7 @@ from spmd.program.sizes._sized_arguments import padded, parts_of, replaced, stan
 from spmd.program.sizes._sized_program import SizedProgram
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 from spmd.program.xla._compilation import Making
 
 
@@ -49,7 +49,7 @@ class _Call:
 
 
 class SizedStep(Step[Any, Any]):
-    """A step with dims that vary. Sizes of 1, and sizes for which Python goes another way, have a program each, without padding.
+    """A step with dims that vary. Sizes of 1, and sizes for which Python goes another settings, have a program each, without padding.
 
     Attributes:
         dynamic: what it was told of them.
@@ -105,7 +105,7 @@ class SizedStep(Step[Any, Any]):
         others = {id(n.tensor): padded(n, call.bucket) for n in call.named}
         call.tensors = {id(others[id(n.tensor)]): n for n in call.named}
         try:
-            program, found = super()._found(*replaced(args, kwargs, others, self._way.holders), is_beside=is_beside)
+            program, found = super()._found(*replaced(args, kwargs, others, self._settings.holders), is_beside=is_beside)
         except Inexact as why:
             if not isinstance(why, (SizeDecides, Unknown)) and isinstance(self._asked, AskedDims):
                 raise self._refused(why) from why
@@ -131,7 +131,7 @@ class SizedStep(Step[Any, Any]):
             for one in named:
                 fills = [self._asked.dims[n].fill for n in one.dims.values() if n in masked]
                 others[id(one.tensor)] = padded(one, masked, fills[0]) if fills else one.tensor
-            args, kwargs = replaced(args, kwargs, others, self._way.holders)
+            args, kwargs = replaced(args, kwargs, others, self._settings.holders)
             named = [Named(n.path, others[id(n.tensor)], n.dims) for n in named]
         vary = {name: n for name, n in sizes.items() if name not in masked and n > 1}
         named = [n for n in named if vary.keys() & set(n.dims.values())]
@@ -145,13 +145,13 @@ class SizedStep(Step[Any, Any]):
         except TypeError:  # the call itself says so
             return {}
 
-    def _compiled(self, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, int]:
+    def _compiled(self, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool) -> tuple[Program, int]:
         now = self._now
         assert now is not None
         bucket = tuple(now.bucket[name] for name in now.names)
         with compiling(), uncollected(), without_dynamo():
             start = time.perf_counter()
-            family, num_traces = self._family(call, way, now, failed)
+            family, num_traces = self._family(call, settings, now, failed)
             spent = 0.0, time.perf_counter() - start
             program = SizedProgram(family, bucket, call.buffers, self._options, self._name, spent, Making([self._loaded.get], is_beside))
         family.today = tuple(now.sizes.values())
@@ -161,7 +161,7 @@ class SizedStep(Step[Any, Any]):
             raise SizeDecides(why)
         return program, num_traces
 
-    def _family(self, call: Signature, way: Way, now: _Call, failed: str | None) -> tuple[Family, int]:
+    def _family(self, call: Signature, settings: TraceSettings, now: _Call, failed: str | None) -> tuple[Family, int]:
         """The traces that hold for a call, made if there are none, and how many were made."""
         key, today = self._family_key(call, now), tuple(now.sizes.values())
         for family in self._families.of(key):
@@ -174,11 +174,11 @@ class SizedStep(Step[Any, Any]):
         multiples = tuple(now.multiples[name] for name in now.names)
         sizes = Sizes(now.names, today, tuple(now.bucket.values()), least, most, multiples)
         before = self._own_traces
-        family = self._families.search(key, sizes, call.buffers, lambda point: self._traced_at(point, call, way, now))
+        family = self._families.search(key, sizes, call.buffers, lambda point: self._traced_at(point, call, settings, now))
         num_traces, self._own_traces = self._own_traces - before, before  # whoever asked for them counts them
         return family, num_traces
 
-    def _traced_at(self, point: Sequence[int], call: Signature, way: Way, now: _Call) -> tuple[Captured, SizeReads]:
+    def _traced_at(self, point: Sequence[int], call: Signature, settings: TraceSettings, now: _Call) -> tuple[Captured, SizeReads]:
         """A trace for other sizes than the call's.
 
         Raises:
@@ -186,11 +186,11 @@ class SizedStep(Step[Any, Any]):
         """
         sizes = dict(zip(now.names, point, strict=True))
         others = {i: stand_in(named, sizes) for i, named in now.tensors.items()}
-        args, kwargs = replaced(call.args, call.kwargs, others, way.holders)
+        args, kwargs = replaced(call.args, call.kwargs, others, settings.holders)
         self._own_traces += 1
         with underway(f"tracing {self._name} for sizes {sizes}"), sizes_read() as read:
             try:
-                return self._traced(call._replace(args=args, kwargs=kwargs), way)[0], read
+                return self._traced(call._replace(args=args, kwargs=kwargs), settings)[0], read
             except (TraceAgain, StaleGradients, Inexact):
                 raise
             except Exception as error:
@@ -198,7 +198,7 @@ class SizedStep(Step[Any, Any]):
 
     def _family_key(self, call: Signature, now: _Call) -> Any:
         """A call's key with names for the sizes that vary."""
-        leaves = flatten((call.args, call.kwargs), classes=self._way.holders).leaves
+        leaves = flatten((call.args, call.kwargs), classes=self._settings.holders).leaves
         first, key = len(call.key) - len(leaves), list(call.key)
         for i, leaf in enumerate(leaves):
             named = now.tensors.get(id(leaf))

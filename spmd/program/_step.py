@@ -25,13 +25,13 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 from mesh._devices import devices
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
+from spmd.base._progress import underway
 from spmd.base._torch_late import without_dynamo
-from spmd.base._underway import underway
 from spmd.device._buffer_stack import take_apart
 from spmd.device._deferred import end_step
 from spmd.device._indices import checked
 from spmd.device._storage import recording
-from spmd.device._turn import turn
+from spmd.device._trace_lock import trace_lock
 from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._executable_file import load_executables, save_executables
 from spmd.program._job_checks import compiling
@@ -44,8 +44,8 @@ from spmd.program.optim._preparation import OptimizerStates, prepare_state
 from spmd.program.reads import NumberPlace, changed_numbers
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
+from spmd.program.reuse._program_cache import ProgramCache
 from spmd.program.reuse._retrace_log import log_retrace
-from spmd.program.reuse._shelf import Shelf
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import repeats_left
@@ -53,11 +53,11 @@ from spmd.program.trace._capture import capture
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
+from spmd.program.xla._cached_executables import KeptExecutable
 from spmd.program.xla._compilation import Making, Timings
-from spmd.program.xla._kept_executables import KeptExecutable
 from spmd.program.xla._memory_report import MemoryReport
 
 P = ParamSpec("P")
@@ -81,10 +81,10 @@ class Step(Compiled, Generic[P, R]):
         self._fn = fn
         self._name = name_of(fn)
         self._options = options
-        self._programs = Shelf(options.max_programs)
+        self._programs = ProgramCache(options.max_programs)
         self._latest: Program | None = None
         self._latest_key: Any = None
-        self._way = Way()
+        self._settings = TraceSettings()
         self._varying_arguments: dict[Any, set[int]] = {}
         self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
         self._loaded: dict[str, KeptExecutable] = {}
@@ -97,7 +97,7 @@ class Step(Compiled, Generic[P, R]):
         if recording.get() is not None:  # a compiled function called by another one is part of its trace
             return self._fn(*args, **kwargs)
         end_step()
-        with turn:
+        with trace_lock:
             program, call = self._found(args, kwargs)
             for base, position in call.copied:
                 program.refuse_write_to_view(base, position)
@@ -122,7 +122,7 @@ class Step(Compiled, Generic[P, R]):
         effects: it creates no optimizer state, and its trace is not counted.
         """
         end_step()
-        with turn:
+        with trace_lock:
             return self._found(args, kwargs)[0]
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -137,7 +137,7 @@ class Step(Compiled, Generic[P, R]):
         is raised by the call. Python numbers and shapes select the program, as in a call.
         """
         end_step()
-        with turn:
+        with trace_lock:
             self._found(args, kwargs, is_beside=True)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -149,7 +149,7 @@ class Step(Compiled, Generic[P, R]):
         Raises:
             SpmdError: there is no program yet, one calls back into Python, or this process is one of a job.
         """
-        with turn:
+        with trace_lock:
             programs = list(self._programs)
             if not programs:
                 raise self._no_program()
@@ -167,13 +167,13 @@ class Step(Compiled, Generic[P, R]):
             FileNotFoundError: the file does not exist.
         """
         found = load_executables(Path(path), self._name, _client())
-        with turn:
+        with trace_lock:
             self._loaded = {**self._loaded, **found}
             self._loaded_from = str(path)
 
     def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False) -> tuple[Program, Signature]:
         """The program of a call, traced if none holds, and the call as that program knows it."""
-        way = self._way
+        settings = self._settings
         failed: str | None = None  # why the newest program of this signature does not hold any more
         while True:
             try:
@@ -185,28 +185,30 @@ class Step(Compiled, Generic[P, R]):
                     reason = program.reason_to_trace(call.numbers, call.buffers)
                     if reason is None:
                         if self._options.check:
-                            require_same(self._name, program.captured, self._traced(call, way)[0])
+                            require_same(self._name, program.captured, self._traced(call, settings)[0])
                         return program, call
                     failed = failed or reason
-                    if not way.has_constant_numbers:
+                    if not settings.has_constant_numbers:
                         self._varying.update((place.token, place) for place in changed_numbers(program.captured.guarded.places))
                 if failed is None and self._latest_key is not None:
                     failed = changed_signature(self._latest_key, call.key)
-                return self._new(args, kwargs, call, failed, way, is_beside)
+                return self._new(args, kwargs, call, failed, settings, is_beside)
             except (TraceAgain, StaleGradients) as again:
-                before, way = way, again.other_way(way)
-                if way == before:
+                before, settings = settings, again.other_settings(settings)
+                if settings == before:
                     raise
-                self._way = way.of_step()
-                if way.has_constant_numbers:
+                self._settings = settings.of_step()
+                if settings.has_constant_numbers:
                     self._varying.clear()
                     self._varying_arguments.clear()
 
-    def _new(self, args: Any, kwargs: Any, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, Signature]:
+    def _new(
+        self, args: Any, kwargs: Any, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool
+    ) -> tuple[Program, Signature]:
         """A program that is traced and compiled now, and kept."""
-        if not way.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
+        if not settings.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
             call = self._signature(args, kwargs)
-        program, num_traces = self._compiled(call, failed, way, is_beside)
+        program, num_traces = self._compiled(call, failed, settings, is_beside)
         captured = program.captured
         if self._loaded and program.digest not in self._loaded:
             warnings.warn(self._not_loaded(), stacklevel=5)
@@ -226,7 +228,7 @@ class Step(Compiled, Generic[P, R]):
         self._programs.put(call.key, program)
         return program, call
 
-    def _compiled(self, call: Signature, failed: str | None, way: Way, is_beside: bool) -> tuple[Program, int]:
+    def _compiled(self, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool) -> tuple[Program, int]:
         """A program for a call, and how often the function was traced for it.
 
         Raises:
@@ -236,7 +238,7 @@ class Step(Compiled, Generic[P, R]):
         start = time.perf_counter()
         with compiling(), uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
-                captured, prepare_s = self._traced(call, way)
+                captured, prepare_s = self._traced(call, settings)
             trace_s = time.perf_counter() - start - prepare_s
             making = Making([self._loaded.get], is_beside)
             return Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making), 1
@@ -246,7 +248,7 @@ class Step(Compiled, Generic[P, R]):
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
-        return signature(args, kwargs, self._programs.state, self._way.holders, self._varying_arguments, self._way.attributes)
+        return signature(args, kwargs, self._programs.state, self._settings.holders, self._varying_arguments, self._settings.attributes)
 
     def _note_numbers(self, key: Any) -> bool:
         """If a program is there for other numbers among the arguments: from now on these are inputs. Whether any became one."""
@@ -261,14 +263,14 @@ class Step(Compiled, Generic[P, R]):
         """As a method, the step is bound to its object like any function."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _traced(self, call: Signature, way: Way) -> tuple[Captured, float]:
+    def _traced(self, call: Signature, settings: TraceSettings) -> tuple[Captured, float]:
         """One trace of the function, with its optimizers prepared, and the seconds that this took."""
         options, args, kwargs = self._options, call.args, call.kwargs
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
         take_apart()
-        found = reachable(self._fn, args, kwargs, way.holders, way.as_objects)
-        for value in way.unreached:
+        found = reachable(self._fn, args, kwargs, settings.holders, settings.as_objects)
+        for value in settings.unreached:
             found.add(value)
             found.add_hooks()
         move_counts_to_device(found.all_modules())
@@ -277,7 +279,7 @@ class Step(Compiled, Generic[P, R]):
             for optimizer in found.optimizers:
                 states.keep(optimizer)
                 with underway(f"preparing the state of {type(optimizer).__name__}"):
-                    if prepare_state(optimizer, creates=all(optimizer is not other for other in way.unprepared)):
+                    if prepare_state(optimizer, creates=all(optimizer is not other for other in settings.unprepared)):
                         found.prepared.append(optimizer)
             prepare_s = time.perf_counter() - start
             with checked(options.check_indices):
@@ -286,7 +288,7 @@ class Step(Compiled, Generic[P, R]):
                     args,
                     kwargs,
                     found,
-                    way,
+                    settings,
                     keep_grads=options.keep_grads,
                     debug_nans=options.debug_nans,
                     is_stacked=options.steps_per_call > 1,
@@ -333,7 +335,7 @@ class Step(Compiled, Generic[P, R]):
 
     def clear(self) -> None:
         """Drop all programs; the next call traces and compiles again. Counts and `retraces` are kept."""
-        with turn:
+        with trace_lock:
             self._programs.clear()
             self._latest = self._latest_key = None
 

@@ -117,7 +117,7 @@ def test_a_step_that_donates_takes_no_array_that_somebody_holds(kind: str) -> No
     assert_same(torch.from_numpy(np.array(given)), bias)
 
 
-def test_an_argument_that_a_step_updates_is_copied_while_it_is_lent() -> None:
+def test_an_argument_that_a_step_updates_is_copied_while_it_is_shared() -> None:
     step = spmd.compile(lambda x: x.add_(1))
     x = torch.zeros(3, device="jax")
     a = spmd.to_jax(x)

@@ -23,7 +23,7 @@ from spmd.patches._table import PATCHES, Patch, current, owner_of, replace, repl
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._preparation import traceable
 from spmd.program.sizes._size_reads import sizes_read
-from spmd.program.trace._watch import report_compiling
+from spmd.program.trace._module_calls import report_compiling
 from tests.base.test_private_names import SOURCES, dotted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def test_what_is_replaced_for_good_is_ours(patch: Patch) -> None:
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "spmd.program.flow._remat.barrier_on_recompute": barrier_on_recompute,
     "spmd.patches._running_averages.counting_on_device": counting_on_device,
-    "spmd.program.trace._watch.report_compiling": report_compiling,
+    "spmd.program.trace._module_calls.report_compiling": report_compiling,
     "spmd.program.optim._preparation.traceable": lambda: traceable([]),
     "spmd.program.sizes._size_reads.sizes_read": sizes_read,
     "spmd.compat.torch_xla.uninstall": spmd.compat.torch_xla.installed,

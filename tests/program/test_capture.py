@@ -18,17 +18,17 @@ from spmd.program.trace import _capture
 from spmd.program.trace._capture import UnequalCounters
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 
 OPTIONS: dict[str, Any] = dict(keep_grads=False, debug_nans=False, is_stacked=False, varying=(), arguments={})
 
 
-def capture(fn: Callable[..., Any], *args: Any, way: Way = Way(), **options: Any) -> Captured:  # noqa: B008 - it is frozen
+def capture(fn: Callable[..., Any], *args: Any, settings: TraceSettings = TraceSettings(), **options: Any) -> Captured:  # noqa: B008 - it is frozen
     """One trace, its optimizers prepared."""
     found = reachable(fn, args, {})
     for optimizer in found.optimizers:
         prepare_state(optimizer)
-    return _capture.capture(fn, args, {}, found, way, **{**OPTIONS, **options})
+    return _capture.capture(fn, args, {}, found, settings, **{**OPTIONS, **options})
 
 
 def ones(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_adding_to_a_gradient_that_no_call_kept_says_whose() -> None:
     with pytest.raises(StaleGradients) as raised:
         capture(fn)
     assert raised.value.unzeroed == {id(weight)}
-    assert capture(fn, way=raised.value.other_way(Way())).outputs.gradients[0][0] is weight
+    assert capture(fn, settings=raised.value.other_settings(TraceSettings())).outputs.gradients[0][0] is weight
 
 
 def test_state_that_the_step_creates_is_born_and_an_output() -> None:
@@ -163,7 +163,7 @@ def test_state_that_the_step_creates_is_born_and_an_output() -> None:
         optimizer.step()
 
     found = reachable(step, (), {})
-    captured = _capture.capture(step, (), {}, found, Way(), **OPTIONS)  # not prepared
+    captured = _capture.capture(step, (), {}, found, TraceSettings(), **OPTIONS)  # not prepared
     assert [(p is weight, tuple(t.shape)) for p, t in captured.state.born] == [(True, (3,))]
     assert captured.writes.stepped == [optimizer] and len(captured.writes.actions) == 1
     assert dict(optimizer.state) == {}
@@ -193,7 +193,7 @@ def test_equal_counters_are_read_as_one_and_copied() -> None:
     captured = capture(step)
     first, second = (buffer_of(optimizer.state[w]["step"]) for w in weights)
     assert captured.state.copies in ({second: first}, {first: second})
-    assert capture(step, way=Way(share_counters=False)).state.copies == {}
+    assert capture(step, settings=TraceSettings(share_counters=False)).state.copies == {}
 
 
 def test_equal_counters_that_do_not_stay_equal_start_the_trace_again() -> None:
@@ -209,7 +209,7 @@ def test_equal_counters_that_do_not_stay_equal_start_the_trace_again() -> None:
 
     with pytest.raises(UnequalCounters):
         capture(step)
-    assert set(map(buffer_of, counters)) <= set(capture(step, way=Way(share_counters=False)).state.written)
+    assert set(map(buffer_of, counters)) <= set(capture(step, settings=TraceSettings(share_counters=False)).state.written)
 
 
 def test_arguments_that_the_function_also_reaches_are_shared() -> None:

@@ -2,7 +2,7 @@
 
 Modules are found for their names, optimizers because their numbers and state must be prepared before the trace, leaf tensors for
 their gradients. Of an object only the attributes that some function in reach names count. What is missed here is met while tracing
-(`trace._watch`); what Python values a trace depends on is not looked for but recorded (`reads`).
+(`trace._module_calls`); what Python values a trace depends on is not looked for but recorded (`reads`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from spmd.program.find._static import attributes_of
 from spmd.program.reads import PLAIN, is_library
 
 if TYPE_CHECKING:
-    from spmd.program.trace._way import Way
+    from spmd.program.trace._trace_settings import TraceSettings
 
 _DEPTH = 6
 _NOT_HOLDERS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
@@ -42,8 +42,8 @@ class NewContainerTypes(TraceAgain):
         super().__init__()
         self.classes = classes
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, holders=way.holders | self.classes)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, holders=settings.holders | self.classes)
 
 
 class Part(NamedTuple):

@@ -24,7 +24,7 @@ import torch.utils.checkpoint as checkpoint_module
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import CheckpointFrame, pytree
 from spmd.device._fence import fenced, is_fencing
-from spmd.device._kept import Kept
+from spmd.device._saved_results import SavedResults
 from spmd.device._storage import is_device_tensor, recording
 from spmd.patches._table import current, replaced
 
@@ -79,7 +79,7 @@ def _recomputed(fn: Callable[..., Any], policy: Callable[[str], bool]) -> Callab
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        kept, flowing = Kept(policy), list[torch.Tensor]()
+        kept, flowing = SavedResults(policy), list[torch.Tensor]()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if flowing and is_fencing():  # the second time, in the backward pass

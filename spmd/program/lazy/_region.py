@@ -16,14 +16,14 @@ from spmd.base import _counters
 from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._exact import exactly
 from spmd.base._jax import inline_jaxpr
+from spmd.base._progress import underway
 from spmd.base._settings import keep_programs_by_default
-from spmd.base._underway import underway
 from spmd.device._arrays import laid_out, upload
 from spmd.device._checks import Check, note, stacked
-from spmd.device._lent import donatable
 from spmd.device._numbers import lifted
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
+from spmd.device._shared_arrays import donatable
 from spmd.device._storage import recording
 from spmd.program._job_checks import require_sound, watched
 from spmd.program.lazy._described import repeated_number

@@ -29,7 +29,7 @@ from spmd.base._exact import exactly
 from spmd.base._jax import forget_traces, is_tracing
 from spmd.device._deferred import ByIdentity, Deferrable, deferring, end_step
 from spmd.device._storage import Buffer, buffer_of, recording
-from spmd.device._turn import turn
+from spmd.device._trace_lock import trace_lock
 from spmd.program._job_checks import compiling
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.lazy._described import Now
@@ -39,8 +39,8 @@ from spmd.program.lazy._one_by_one import run_one_by_one
 from spmd.program.lazy._recording import Recording
 from spmd.program.lazy._region import Region, mesh_of
 from spmd.program.lazy._replay import tensor_over
+from spmd.program.reuse._program_cache import FORGET_EVERY
 from spmd.program.reuse._retrace_log import log_retrace
-from spmd.program.reuse._shelf import FORGET_EVERY
 from spmd.program.xla._target import platform_of
 
 _MAX_NODES = 100_000  # some 100 MB
@@ -124,7 +124,7 @@ class Lazy:
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation; one that cannot be deferred runs now."""
         if not is_tracing():
-            with turn:
+            with trace_lock:
                 recorded = self._recording
                 if recorded.node.count >= _MAX_OPERATIONS:
                     self.run(recorded)
@@ -156,7 +156,7 @@ class Lazy:
 
     def run(self, recorded: Recording) -> None:
         """Run what a recording holds."""
-        with turn:
+        with trace_lock:
             if recorded is not self._recording:  # it has run
                 return
             self._recording = Recording(self)

@@ -22,7 +22,7 @@ from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._jax import eval_jaxpr, is_same_value
 from spmd.base._torch import device_dtype_check_for_fused
-from spmd.device._arrays import padded, padded_shape
+from spmd.device._arrays import padded, stored_shape
 from spmd.device._copy import from_host
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
@@ -436,7 +436,7 @@ def _fill_births(
 def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
     """The outputs of a jaxpr, padded where their sharding is uneven."""
     values = eval_jaxpr(jaxpr, consts)
-    return [v if padded_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
+    return [v if stored_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
 
 
 __all__ = ["OptimizerStates", "equal_counters", "prepare_state", "traceable"]

@@ -22,7 +22,7 @@ from spmd.program.reads import Varying
 from spmd.program.reads._places import all_in
 
 if TYPE_CHECKING:
-    from spmd.program.trace._way import Way
+    from spmd.program.trace._trace_settings import TraceSettings
 
 Leave = Callable[[], None]
 Action = Callable[[], Leave]  # called before a call, while Python is as that finds it; what it returns, afterwards
@@ -40,8 +40,8 @@ class OptimizerAsObject(TraceAgain):
         super().__init__()
         self.optimizers = optimizers
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, as_objects=(*way.as_objects, *self.optimizers))
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, as_objects=(*settings.as_objects, *self.optimizers))
 
 
 class TracedState:

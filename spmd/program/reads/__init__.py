@@ -3,12 +3,12 @@
 Every program is guarded by what its trace *read*, not by what its code names. See Note [Reads] in `_recorder`.
 """
 
-from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._guard import changed_numbers, guard_places
 from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
 from spmd.program.reads._library import is_library
+from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, with_inputs
 from spmd.program.reads._places import PLAIN, Place, shown
 from spmd.program.reads._recorder import Recording, recorded

@@ -339,8 +339,8 @@ def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
 class ContextNeeded(TraceAgain):
     """A context variable without a value is set, and only a token could unset it: trace again in a copy of the context."""
 
-    def other_way(self, way: Any) -> Any:
-        return replace(way, has_own_context=True)
+    def other_settings(self, settings: Any) -> Any:
+        return replace(settings, has_own_context=True)
 
 
 def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:

@@ -29,7 +29,6 @@ import torch
 
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
-from spmd.program.reads._at_once import RunModule
 from spmd.program.reads._choices import Choice, entered
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hooks import QUIET
@@ -37,6 +36,7 @@ from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._membership import asked
 from spmd.program.reads._memos import read_registry, require_unwritten
+from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import setting_of

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from spmd.program.reads import _hooks
-from spmd.program.reads._at_once import STAND_INS
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._instrument import Instrumenter
+from spmd.program.reads._module_reads import STAND_INS
 
 _codes_of = operator.attrgetter("__code__")
 

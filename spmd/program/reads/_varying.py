@@ -27,7 +27,7 @@ from spmd.device._storage import recording
 from spmd.program.reads._number_calls import of_numbers
 
 if TYPE_CHECKING:
-    from spmd.program.trace._way import Way
+    from spmd.program.trace._trace_settings import TraceSettings
 
 Evaluate = Callable[[], Any]
 
@@ -35,8 +35,8 @@ Evaluate = Callable[[], Any]
 class NumbersNeeded(TraceAgain):
     """Code that is not recorded needs the Python numbers that vary: trace again, each number as a constant that is guarded."""
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, has_constant_numbers=True)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, has_constant_numbers=True)
 
 
 class Numbers:

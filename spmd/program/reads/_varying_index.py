@@ -23,7 +23,7 @@ from spmd.device._storage import buffer_of, is_device_tensor, recording, wrap
 from spmd.program.reads._varying import Varying, is_varying
 
 if TYPE_CHECKING:
-    from spmd.program.trace._way import Way
+    from spmd.program.trace._trace_settings import TraceSettings
 
 _ALL = slice(None)
 _PYTHONS = (np.int64, np.float64)  # what arithmetic with Python's numbers gives is the same
@@ -33,8 +33,8 @@ _AS_MASKS = (torch.bool, torch.uint8)
 class ViewNeeded(TraceAgain):
     """What was read at an index that varies must be a view: trace again, with a program for each index."""
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, fixes_indices=True)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, fixes_indices=True)
 
 
 class _Taken(NamedTuple):

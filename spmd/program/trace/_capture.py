@@ -24,17 +24,17 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters
 from spmd.program.optim._traced_state import TracedState
 from spmd.program.reads import NumberPlace
-from spmd.program.trace._ahead import waiting_for_topology
 from spmd.program.trace._arguments import BoundArguments, bind, require_one_way
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceInputs, TraceOutputs, TraceState
+from spmd.program.trace._data_assignment import DataAssignments
 from spmd.program.trace._gradients import Gradients
 from spmd.program.trace._host_values import no_host_random, no_host_writes
 from spmd.program.trace._known_inputs import KnownInputs
-from spmd.program.trace._memory import Memory
 from spmd.program.trace._results import is_shown_otherwise, note_gradients, show_held
+from spmd.program.trace._topology_tensors import waiting_for_topology
 from spmd.program.trace._trace import TorchState, Trace, TraceOptions
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
 
@@ -42,8 +42,8 @@ from spmd.program.xla._target import likely_platform
 class UnequalCounters(TraceAgain):
     """Equal step counters that were read as one have different new values: trace again with each on its own."""
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, share_counters=False)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, share_counters=False)
 
 
 def capture(
@@ -51,7 +51,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     found: Reachable,
-    way: Way,
+    settings: TraceSettings,
     *,
     keep_grads: bool,
     debug_nans: bool,
@@ -63,14 +63,14 @@ def capture(
 
     Args:
         found: modules and optimizers that the function can reach, the optimizers prepared.
-        way: in which way.
+        settings: found by earlier traces of this function.
         keep_grads: gradients left on leaf tensors become outputs of the program.
         debug_nans: the program also says for each module that ran whether its outputs are finite.
         is_stacked: the arguments are the first of a stack each, the results will be stacks.
         varying, arguments: numbers that are inputs: places, and by position among the arguments.
 
     Raises:
-        TraceAgain, TraceError: it must be traced in another way; Python needed a value of the program.
+        TraceAgain, TraceError: it must be traced with other settings; Python needed a value of the program.
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled = EmptyContainers(flat.leaves)
@@ -81,20 +81,20 @@ def capture(
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in buffers] + [host_array(t) for t in hosts]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
-    counters = equal_counters(found.optimizers) if way.share_counters else {}
+    counters = equal_counters(found.optimizers) if settings.share_counters else {}
     with (
         exact_dtypes(),
         no_host_random(),
         no_host_writes(found.cpu_tensors()),
         TracedState(found.optimizers) as optim,
-        Gradients([*found.leaves(), *given], way.unmarked) as gradients,
-        Memory([*found.named_tensors(), *(("an argument", t) for t in given)]) as memory,
+        Gradients([*found.leaves(), *given], settings.unmarked) as gradients,
+        DataAssignments([*found.named_tensors(), *(("an argument", t) for t in given)]) as memory,
     ):
         trace = Trace(
             fn,
             BoundArguments.of(args, kwargs, flat.tree, (bound, buffers, hosts), is_stacked),
             found,
-            way,
+            settings,
             TraceOptions(keep_grads, debug_nans, likely_platform(reachable)),
             TorchState(optim, gradients, memory, counters),
             numbers,

@@ -15,10 +15,10 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._traced_state import Action
 from spmd.program.reads import Effect, Place, ReplacedState
 from spmd.program.reuse._columns import Guards
-from spmd.program.trace._ahead import on_topology
 from spmd.program.trace._known_inputs import KnownInputs
-from spmd.program.trace._remade import Node
+from spmd.program.trace._output_tree import Node
 from spmd.program.trace._results import Leaf
+from spmd.program.trace._topology_tensors import on_topology
 
 Owner = torch.Tensor | int  # whose a gradient is: a parameter, or the position of an argument
 

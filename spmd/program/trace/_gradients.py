@@ -23,7 +23,7 @@ from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import DroppedValueError
 from spmd.device._storage import Buffer, buffer_of, wrap
 from spmd.program.reuse._columns import Guards
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 
 DROPPED_GRADIENT = (
     "this gradient was computed inside a compiled step and not kept\n"
@@ -43,9 +43,9 @@ class StaleGradients(DroppedValueError):
         super().__init__(STALE_GRADIENT)
         self.unzeroed = unzeroed
 
-    def other_way(self, way: Way) -> Way:
-        """The way in which these may be added to; `way` itself if they may already."""
-        return replace(way, unmarked=way.unmarked | self.unzeroed)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        """The settings under which these may be added to; `settings` itself if they may already."""
+        return replace(settings, unmarked=settings.unmarked | self.unzeroed)
 
 
 class Gradients:

@@ -21,8 +21,8 @@ from spmd.device._numbers import NumberNode, carried
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
-from spmd.program.trace._apart import RUNNING
 from spmd.program.trace._arguments import of_caller
+from spmd.program.trace._object_parts import RUNNING
 from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
 
 

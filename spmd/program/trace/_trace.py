@@ -35,15 +35,15 @@ from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._arguments import BoundArguments
 from spmd.program.trace._buffer_use import TraceRecorder
+from spmd.program.trace._data_assignment import DataAssignments
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of
 from spmd.program.trace._known_inputs import KnownInputs
-from spmd.program.trace._memory import Memory
 from spmd.program.trace._modes import Switches
-from spmd.program.trace._remade import Node, Remade
+from spmd.program.trace._module_calls import report_compiling, require_known_state, restore_functorch, watching
+from spmd.program.trace._output_tree import Node, OutputTree
 from spmd.program.trace._results import Leaf, Results
-from spmd.program.trace._watch import report_compiling, require_known_state, restore_functorch, watching
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 
 
 class AttributesNeeded(TraceAgain):
@@ -53,15 +53,15 @@ class AttributesNeeded(TraceAgain):
         super().__init__()
         self._names = names
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, attributes=way.attributes | self._names)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, attributes=settings.attributes | self._names)
 
 
 class CountsNeeded(TraceAgain):
     """An integer that the host knows was needed as a size: trace again, each of them a Python int where it is read."""
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, has_counts=True)
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, has_counts=True)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TorchState:
 
     optim: TracedState
     gradients: Gradients
-    memory: Memory
+    memory: DataAssignments
     counters: dict[Buffer, Any]
 
 
@@ -121,7 +121,7 @@ class Trace:
     """One trace, and what it finds.
 
     Attributes:
-        fn, arguments, found, way, options: what is traced, with what, what it can reach, and how.
+        fn, arguments, found, settings, options: what is traced, with what, what it can reach, and how.
         torch_state, numbers, known: what it changes of torch, and inputs of the host's.
         recorder, reads: what it did to buffers, and to Python; set when it runs, as is `left`.
         draws: random numbers that it took.
@@ -131,7 +131,7 @@ class Trace:
     fn: Callable[..., Any]
     arguments: BoundArguments
     found: Reachable
-    way: Way
+    settings: TraceSettings
     options: TraceOptions
     torch_state: TorchState
     numbers: LiftedNumbers
@@ -168,10 +168,10 @@ class Trace:
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
-                reads.fixes_indices, reads.has_own_context = self.way.fixes_indices, self.way.has_own_context
+                reads.fixes_indices, reads.has_own_context = self.settings.fixes_indices, self.settings.has_own_context
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), Switches() as switches:
-                    run_in = copy_context().run if self.way.has_own_context else _call
+                    run_in = copy_context().run if self.settings.has_own_context else _call
                     result = run_in(reads.run, self.fn, *args, **kwargs)
                 self._require_this_way(recorder, reads)
                 effects = [*map(containers.of_tensor, run_in(reads.effects)), *containers.effects()]
@@ -203,8 +203,8 @@ class Trace:
             gradients.drop()
 
     def _require_this_way(self, recorder: TraceRecorder, reads: Recording) -> None:
-        """The trace met nothing for which it must be made in another way."""
-        if not (names := reads.attribute_names(self.arguments.containers.tensors)) <= self.way.attributes:
+        """The trace met nothing for which it must be made in another settings."""
+        if not (names := reads.attribute_names(self.arguments.containers.tensors)) <= self.settings.attributes:
             raise AttributesNeeded(names)
         require_known_state(recorder, self.found)
 
@@ -237,7 +237,7 @@ class Trace:
     def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:
         if self.known is not None:
             self.known.install(arguments)
-        draws, counts = default_stream.draws, self.way.has_counts
+        draws, counts = default_stream.draws, self.settings.has_counts
         counters, platform = self.torch_state.counters, self.options.platform
         return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts)
 
@@ -276,7 +276,7 @@ class Trace:
 
     def _taken_apart(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
         """The leaves of the result, of what was written and of what the objects among the arguments hold, and how they make these."""
-        taken = Remade(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value))
+        taken = OutputTree(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value))
         refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in effects)]
         contents = list(map(contents_of, self.arguments.objects))
         for content in contents:

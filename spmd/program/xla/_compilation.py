@@ -19,11 +19,11 @@ from mesh import Mesh, topology_options
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax_executables import Written
 from spmd.base._program_files import cache_requests, programs_not_kept
+from spmd.base._progress import underway
 from spmd.base._settings import keep_programs_by_default
-from spmd.base._underway import underway
+from spmd.program.xla._cached_executables import KeptExecutable, keep_in_folder, kept_in_folder, read
 from spmd.program.xla._compile_threads import compile_threads
 from spmd.program.xla._executable import lowered
-from spmd.program.xla._kept_executables import KeptExecutable, keep_in_folder, kept_in_folder, read
 from spmd.program.xla._target import target_text
 
 Find = Callable[[str], KeptExecutable | None]

@@ -27,7 +27,7 @@ from spmd.program.find._static import attributes_of, slots_of
 from spmd.program.reads import Varying, code_of, is_library
 
 # what makes it empty, or None if it is made at once; (it or None, parts) -> it; the parts
-Apart = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
+ObjectParts = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
 
 _HEAP = 1 << 9  # a class made by Python code
 _COLLECTIONS = (collections.Counter, collections.UserDict, collections.UserList, collections.ChainMap)
@@ -41,16 +41,16 @@ _MAX_LOOKS = 10_000
 _LOCK, _RLOCK = type(_thread.allocate_lock()), type(threading.RLock())
 
 
-def apart(value: Any) -> Apart | None:
+def parts_of(value: Any) -> ObjectParts | None:
     """How a container is made from its parts; None if it is none."""
-    return _apart(value, type(value))
+    return _parts_of(value, type(value))
 
 
-def _apart(value: Any, cls: Any) -> Apart | None:
+def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
     if cls is list:
         return list, list.extend, list(value)
     if cls in _MAY_HAVE_ATTRIBUTES and attributes_of(value):  # `state_dict()` has some
-        return _object_apart(value, cls)
+        return _object_parts(value, cls)
     if cls is dict or cls is collections.OrderedDict:
         return cls, _fill_dict, _pairs(value)
     if cls is collections.deque:
@@ -62,21 +62,21 @@ def _apart(value: Any, cls: Any) -> Apart | None:
     if cls is frozenset:
         return None, lambda _, parts: frozenset(parts), list(value)
     if cls is collections.defaultdict:
-        return _object_apart(value, cls)
+        return _object_parts(value, cls)
     if cls is np.ndarray and (array := cast(Any, value)).dtype == object:
         return functools.partial(np.empty_like, array), _fill_array, list(map(array.__getitem__, np.ndindex(array.shape)))
     if cls is bytearray or cls is np.ndarray:
         return (lambda: copy.copy(value)), (lambda made, parts: made), ()
     if cls in (types.FunctionType, types.CellType, types.MethodType, functools.partial):
-        return _code_apart(value, cls)
-    if (found := _shown_apart(value, cls)) is not None:
+        return _code_parts(value, cls)
+    if (found := _shown_parts(value, cls)) is not None:
         return found
     if not pytree.tree_is_leaf(value):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         return None, lambda _, parts: pytree.tree_unflatten(parts, spec), parts
     is_of_library = isinstance(value, _COLLECTIONS) or (cls.__module__ in _OF_LIBRARIES and not isinstance(value, _NOT_APART))
     is_module = isinstance(value, torch.nn.Module)
-    return _object_apart(value, cls) if is_module or is_object(value) or is_of_library else None
+    return _object_parts(value, cls) if is_module or is_object(value) or is_of_library else None
 
 
 def is_proxy(value: Any) -> bool:
@@ -84,7 +84,7 @@ def is_proxy(value: Any) -> bool:
     return type(value) in _PROXIES
 
 
-def copy_apart(value: Any) -> Apart | None:
+def copied_parts(value: Any) -> ObjectParts | None:
     """A copy for every call, of what cannot be taken apart; None if a copy is the same object, or there is none."""
     cls: Any = type(value)
     if isinstance(value, (type, *RUNNING)) or str(cls.__module__).partition(".")[0] not in sys.stdlib_module_names | {"numpy"}:
@@ -125,7 +125,7 @@ def _pairs(value: dict[Any, Any]) -> list[Any]:
     return [part for pair in value.items() for part in pair]
 
 
-def _shown_apart(value: Any, cls: Any) -> Apart | None:
+def _shown_parts(value: Any, cls: Any) -> ObjectParts | None:
     """What shows another object or refers to it, and locks."""
     if cls is types.MappingProxyType:
         return None, lambda _, parts: types.MappingProxyType(parts[0]), gc.get_referents(value)
@@ -155,7 +155,7 @@ def _behind(proxy: Any) -> Any:
         return None
 
 
-def _code_apart(value: Any, cls: type) -> Apart | None:
+def _code_parts(value: Any, cls: type) -> ObjectParts | None:
     """Functions, what they close over, and what is bound to them."""
     if cls is types.MethodType:
         return None, lambda _, parts: types.MethodType(*parts), [value.__func__, value.__self__]
@@ -182,7 +182,7 @@ def _code_apart(value: Any, cls: type) -> Apart | None:
     return None, function, [value.__defaults__, value.__kwdefaults__, *vars(value).values(), *cells]
 
 
-def _object_apart(value: Any, cls: Any) -> Apart | None:
+def _object_parts(value: Any, cls: Any) -> ObjectParts | None:
     """An object: its attributes and slots, and what the class holds that it is made of."""
     own = next((c for c in cls.__mro__ if not c.__flags__ & _HEAP), object)
     kind = next((kind for kind in _KINDS if issubclass(own, kind)), None) if own is not object else None
@@ -262,4 +262,4 @@ _KINDS: dict[Any, Callable[[Any], _Kind]] = {
 }
 
 
-__all__ = ["RUNNING", "Apart", "apart", "copy_apart", "holds_varying", "is_proxy"]
+__all__ = ["RUNNING", "ObjectParts", "copied_parts", "holds_varying", "is_proxy", "parts_of"]

@@ -1,6 +1,6 @@
 """Executables that an earlier process made, by digest: in the folder of kept programs, or in a file that somebody saved.
 
-In the folder an entry names the file in which jax keeps the executable; see Note [Kept programs] in `spmd.base._program_files` and
+In the folder an entry names the file in which jax keeps the executable; see Note [Cached executables] in `spmd.base._program_files` and
 Note [Digests of programs] in `_digest`.
 """
 

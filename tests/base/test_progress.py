@@ -15,10 +15,10 @@ import torch
 
 import mesh
 import spmd
-from spmd.base import _progress_line, _underway
+from spmd.base import _progress, _progress_line
+from spmd.base._progress import underway
 from spmd.base._progress_line import clock
 from spmd.base._settings import in_force
-from spmd.base._underway import underway
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +101,13 @@ def test_in_a_job_process_0_writes_and_the_others_log(
 
 
 def test_it_is_said_again_ever_more_rarely() -> None:
-    assert [_underway._said_at(n, 2.0) for n in range(6)] == [2.0, 10.0, 30.0, 60.0, 120.0, 180.0]
-    assert [_underway._said_at(n, 45.0) for n in range(3)] == [45.0, 60.0, 120.0]
+    assert [_progress._said_at(n, 2.0) for n in range(6)] == [2.0, 10.0, 30.0, 60.0, 120.0, 180.0]
+    assert [_progress._said_at(n, 45.0) for n in range(3)] == [45.0, 60.0, 120.0]
     assert [clock(s) for s in (2.9, 41, 227, 3600)] == ["0:02", "0:41", "3:47", "1:00:00"]
 
 
 def test_its_thread_keeps_no_process_alive_and_ends_when_nothing_is_underway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_underway, "_REST_S", 0.05)
+    monkeypatch.setattr(_progress, "_REST_S", 0.05)
     in_force.progress_after_s = 0.1
     with underway("tracing f"):
         thread = next(t for t in threading.enumerate() if t.name == "progress")
@@ -120,7 +120,7 @@ def test_a_call_of_a_program_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     step = spmd.compile(lambda x: x * 2)
     x = torch.ones(3, device="jax")
     step(x)
-    monkeypatch.setattr(_underway, "Work", None)
+    monkeypatch.setattr(_progress, "Work", None)
     step(x)
     with pytest.raises(TypeError):  # a new program would have
         step(torch.ones(4, device="jax"))
@@ -166,17 +166,17 @@ def test_a_lazy_program_says_its_operations(caplog: pytest.LogCaptureFixture) ->
     with spmd.lazy():
         x = (x + 1).sin()
         spmd.sync()
-    assert "compiling 2 operations that waited up to test_underway.py:" in told(caplog)
+    assert "compiling 2 operations that waited up to test_progress.py:" in told(caplog)
 
 
 @pytest.mark.usefixtures("all_is_long")
 def test_eager_compilations_are_said_together(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_underway, "_GAP_S", 10.0)
+    monkeypatch.setattr(_progress, "_GAP_S", 10.0)
     for size in range(101, 107):
         torch.ones(size, device="jax").cos()
     with underway("something else"):  # which ends it
         pass
-    assert re.search(r"compiling operations, \d+ so far, at test_underway.py:\d+ in test_eager\w+ took", told(caplog))
+    assert re.search(r"compiling operations, \d+ so far, at test_progress.py:\d+ in test_eager\w+ took", told(caplog))
 
 
 def test_every_retrace_is_logged_with_its_reason_and_one_too_many_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +221,7 @@ def test_a_lazy_session_shows_what_it_compiled() -> None:
             assert x.shape[0] == size
     lines = str(lazy).splitlines()
     assert lines[0] == "spmd.lazy(): 3 programs kept"
-    assert lines[1].startswith("  the latest: 1 operation that waited up to test_underway.py:")
+    assert lines[1].startswith("  the latest: 1 operation that waited up to test_progress.py:")
     assert "of memory on each device, at the peak:" in lines[2]
     assert lines[-1] == f"  program 3: {lazy.retraces[0]}"
 

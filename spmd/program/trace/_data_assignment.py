@@ -18,7 +18,7 @@ from spmd.program.reuse._columns import Guards
 from spmd.program.trace._window import leaves_whole
 
 
-class Memory:
+class DataAssignments:
     """The memory of some tensors around a trace. A context: on leaving, each has its own again.
 
     Attributes:
@@ -30,7 +30,7 @@ class Memory:
         self._old: dict[int, torch.Tensor] = {}
         self.replaced: list[tuple[str, torch.Tensor]] = []
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> DataAssignments:
         with torch.no_grad():
             self._old = {id(t): t.data for _, t, _, _ in self._kept}
         return self

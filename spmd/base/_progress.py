@@ -45,7 +45,7 @@ class Work:
         self.num_said = 0
 
 
-class Underway:
+class Progress:
     """All works of this process, and the thread that says the long ones."""
 
     def __init__(self) -> None:
@@ -145,35 +145,35 @@ def _operations(count: int) -> str:
     return ("compiling an operation" if count == 1 else f"compiling operations, {count} so far") + (f", at {where}" if where else "")
 
 
-_underway = Underway()
+_progress = Progress()
 
 
 @contextmanager
 def underway(what: str) -> Generator[None]:
     """While active, `what` is done by this thread: said on stderr and through `logging` if it takes long."""
     work = Work(what)
-    _underway.begin(work)
+    _progress.begin(work)
     try:
         yield
     finally:
         with suppress(ValueError):  # the process ends, or this is a fork of the one that began
-            _underway.end(work)
+            _progress.end(work)
 
 
 def _note_begin(event: str, value: float | int, **about: str | int) -> None:
     if event == _COMPILATION:
-        _underway.begin_eager()
+        _progress.begin_eager()
 
 
 def _note_end(event: str, duration_secs: float, **about: str | int) -> None:
     if event == _COMPILATION:
-        _underway.end_eager()
+        _progress.end_eager()
 
 
 jax.monitoring.register_scalar_listener(_note_begin)
 jax.monitoring.register_event_duration_secs_listener(_note_end)
-atexit.register(_underway.stop)
+atexit.register(_progress.stop)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_underway.forget)
+    os.register_at_fork(after_in_child=_progress.forget)
 
 __all__ = ["underway"]

@@ -22,7 +22,7 @@ from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable
 from spmd.program.optim._traced_state import OptimizerAsObject
 from spmd.program.reads import RunModule
-from spmd.program.trace._way import Way
+from spmd.program.trace._trace_settings import TraceSettings
 
 if TYPE_CHECKING:
     from spmd.program.trace._buffer_use import TraceRecorder
@@ -35,8 +35,8 @@ class Undiscovered(TraceAgain):
         super().__init__()
         self.value = value
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, unreached=(*way.unreached, self.value))
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, unreached=(*settings.unreached, self.value))
 
 
 class StateBeforeStep(TraceAgain):
@@ -46,15 +46,15 @@ class StateBeforeStep(TraceAgain):
         super().__init__()
         self.optimizers = optimizers
 
-    def other_way(self, way: Way) -> Way:
-        return replace(way, unprepared=(*way.unprepared, *self.optimizers))
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, unprepared=(*settings.unprepared, *self.optimizers))
 
 
 def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
     """The function itself met the state of such optimizers alone as stepped, and none that was created for this trace.
 
     Raises:
-        OptimizerAsObject, StateBeforeStep: it must be traced in another way.
+        OptimizerAsObject, StateBeforeStep: it must be traced in another settings.
     """
     unstepped = [o for o in found.optimizers if all(o is not stepped for stepped in recorder.stepped) and recorder.has_met(o)]
     if unstepped:

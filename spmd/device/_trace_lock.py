@@ -1,12 +1,12 @@
-"""One trace at a time: compiled functions take turns, and an eager operation of another thread waits where it meets a trace.
+"""The lock that lets one thread trace at a time: an eager operation of another thread waits where it meets a trace.
 
 Note [Threads]
 While a function is traced, the buffers it writes hold tracers, which mean nothing outside of that trace. So every call of a compiled
 function holds `turn`, for as long as it is traced, compiled or dispatched (the devices go on after it); two calls that update the
 same state must not overlap in any case. An eager operation takes no lock: it reads what a buffer holds, which is an array, or a
 tracer of another thread's trace. Then it waits for the trace to end and finds the array again. An array may also be gone before
-the operation is dispatched: a compiled call of another thread that updates it has taken its memory. Then the operation takes a turn
-and reads again.
+the operation is dispatched: a compiled call of another thread that updates it has taken its memory. Then the operation waits for
+`trace_lock` and reads again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing
 
-turn = RLock()
+trace_lock = RLock()
 _LIMIT_S = 1800.0  # as long as a first step may take
 
 
@@ -38,7 +38,7 @@ def wait_for_trace(holder: Any = None) -> None:
         TraceError: it traces for too long, perhaps because it waits for this thread; or the buffer still holds the tracer afterwards.
     """
     before: Any = None if holder is None else holder.value
-    if not turn.acquire(timeout=_LIMIT_S):
+    if not trace_lock.acquire(timeout=_LIMIT_S):
         raise TraceError(
             message(
                 f"a tensor is part of a function that another thread has been tracing for {_LIMIT_S:g} s",
@@ -46,7 +46,7 @@ def wait_for_trace(holder: Any = None) -> None:
                 fix="start no threads inside a compiled function",
             )
         )
-    turn.release()
+    trace_lock.release()
     if holder is not None and holder.value is before:
         raise TraceError(
             message(
@@ -64,13 +64,13 @@ def was_taken(error: Exception) -> bool:
 
 
 @contextmanager
-def own_turn() -> Generator[None]:
+def with_trace_lock() -> Generator[None]:
     """Around an operation that is tried again: no compiled call of another thread runs meanwhile.
 
     Raises:
         SpmdError: memory of an operand is still gone.
     """
-    with turn:
+    with trace_lock:
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -85,7 +85,7 @@ def reread(holder: Any) -> Any:
     Raises:
         SpmdError: it still is.
     """
-    with turn:
+    with trace_lock:
         value = holder.get()
         if value.is_deleted():
             raise memory_is_gone()
@@ -104,4 +104,4 @@ def memory_is_gone() -> SpmdError:
     )
 
 
-__all__ = ["is_of_another_thread", "memory_is_gone", "own_turn", "reread", "turn", "wait_for_trace", "was_taken"]
+__all__ = ["is_of_another_thread", "memory_is_gone", "with_trace_lock", "reread", "trace_lock", "wait_for_trace", "was_taken"]

@@ -1,4 +1,4 @@
-"""How a function is traced, where a first trace cannot know: a trace that meets what another way needs is thrown away."""
+"""Settings of a trace that a first trace cannot know. A trace that meets something for which they must differ is thrown away."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to trace. `TraceAgain.other_way` gives another one.
+class TraceSettings:
+    """Settings of one trace. `TraceAgain.other_settings` gives those of the next.
 
     Attributes:
         attributes: names of attributes that the function reads or writes of tensors among its arguments: part of a call's signature.
@@ -37,6 +37,6 @@ class Way:
     as_objects: tuple[Any, ...] = ()
     unprepared: tuple[Any, ...] = ()
 
-    def of_step(self) -> Way:
+    def of_step(self) -> TraceSettings:
         """What of it holds for the step's later traces too."""
         return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=())

@@ -86,7 +86,7 @@ def test_a_module_made_inside_around_parameters_is_traced(is_named: bool) -> Non
     kept = [device, scale]
     held = sys.modules[__name__].__dict__
     held["_out_of_reach"] = lambda: kept
-    find: Any = (lambda: kept) if is_named else (lambda: sys.modules["tests.program.test_watch"].__dict__["_out_of_reach"]())
+    find: Any = (lambda: kept) if is_named else (lambda: sys.modules["tests.program.test_module_calls"].__dict__["_out_of_reach"]())
     step = spmd.compile(lambda x: Around(*find())(x))
     for seed in (1, 2):
         assert_same(step(batch(4, 8, seed=seed).to("jax")), host(batch(4, 8, seed=seed)) * 2)

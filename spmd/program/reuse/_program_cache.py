@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FORGET_EVERY = 8  # dropped programs: jax keeps half a megabyte of traces for each
 
 
-class Shelf:
+class ProgramCache:
     """Programs by signature, newest first.
 
     Attributes:
@@ -102,4 +102,4 @@ def _buffers_in(key: Any) -> Iterator[int]:
             yield place[1]
 
 
-__all__ = ["FORGET_EVERY", "Shelf"]
+__all__ = ["FORGET_EVERY", "ProgramCache"]

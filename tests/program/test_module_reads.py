@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.program.reads._at_once import STAND_INS
+from spmd.program.reads._module_reads import STAND_INS
 
 
 class Scaled(nn.Module):

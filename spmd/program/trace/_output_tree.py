@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.program.reads import ABSENT, PLAIN, NumbersNeeded, Varying
-from spmd.program.trace._apart import apart, copy_apart, holds_varying, is_proxy
+from spmd.program.trace._object_parts import copied_parts, holds_varying, is_proxy, parts_of
 
 
 class Node(NamedTuple):
@@ -29,7 +29,7 @@ class Node(NamedTuple):
     parts: tuple[int, ...]
 
 
-class Remade:
+class OutputTree:
     """Takes values apart.
 
     Attributes:
@@ -57,11 +57,11 @@ class Remade:
             return self._refs[id(value)]
         self._kept.append(value)
         is_before = not is_new and self._is_before(value)
-        found = None if is_before else apart(value)
+        found = None if is_before else parts_of(value)
         if found is None and not is_before:
             if holds_varying(value, self._is_before):
                 raise NumbersNeeded
-            found = copy_apart(value)
+            found = copied_parts(value)
         if found is None:
             ref = self._refs[id(value)] = self._leaf(value)
             return ref
@@ -88,7 +88,7 @@ class Remade:
         return len(self.leaves) - 1
 
 
-def remade(nodes: Sequence[Node], refs: Sequence[int], flat: list[Any]) -> list[Any]:
+def rebuilt(nodes: Sequence[Node], refs: Sequence[int], flat: list[Any]) -> list[Any]:
     """The values with these numbers. `nodes`: each after its parts; `flat`: this call's leaves."""
     if not nodes:
         return list(map(flat.__getitem__, refs))
@@ -108,4 +108,4 @@ def remade(nodes: Sequence[Node], refs: Sequence[int], flat: list[Any]) -> list[
     return list(map(value, refs))
 
 
-__all__ = ["Node", "Remade", "remade"]
+__all__ = ["Node", "OutputTree", "rebuilt"]

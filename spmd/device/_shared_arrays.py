@@ -1,6 +1,6 @@
 """Arrays that somebody else holds too: `to_jax` handed them out, or `from_jax` took them in. No program takes their memory.
 
-Note [Lent arrays]
+Note [Shared arrays]
 A compiled call donates the arrays of the state that it updates, and so would take the memory from under whoever holds one of them.
 A buffer whose array was lent gives the program a copy of it instead, once: the new value is the program's own. An array counts as
 lent for as long as it lives; no one can tell whether only the buffer still holds it.
@@ -13,24 +13,24 @@ from typing import Any
 
 from spmd.device._arrays import copied
 
-_lent: dict[int, weakref.ref[Any]] = {}  # by id of the array
+_shared: dict[int, weakref.ref[Any]] = {}  # by id of the array
 
 
-def note_lent(array: Any) -> None:
+def note_shared(array: Any) -> None:
     """The array is held outside too."""
     key = id(array)
-    _lent[key] = weakref.ref(array, lambda _: _lent.pop(key, None))
+    _shared[key] = weakref.ref(array, lambda _: _shared.pop(key, None))
 
 
-def is_lent(array: Any) -> bool:
+def is_shared(array: Any) -> bool:
     """Whether it was lent."""
-    found = _lent.get(id(array))
+    found = _shared.get(id(array))
     return found is not None and found() is array
 
 
 def donatable(values: list[Any]) -> list[Any]:
     """Arrays that a program may take: those that are lent are replaced by copies."""
-    return [copied(value) if is_lent(value) else value for value in values] if _lent else values
+    return [copied(value) if is_shared(value) else value for value in values] if _shared else values
 
 
-__all__ = ["is_lent", "note_lent", "donatable"]
+__all__ = ["is_shared", "note_shared", "donatable"]

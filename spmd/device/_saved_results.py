@@ -1,6 +1,6 @@
 """Results of operators that a recomputation takes over from the first computation instead of computing them again.
 
-    kept = Kept(lambda name: name == "linear")
+    kept = SavedResults(lambda name: name == "linear")
     with kept.first():
         y = f(x)
     with kept.again():
@@ -19,7 +19,7 @@ from typing import Any
 keeping: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("what happens to results of operators", default=None)
 
 
-class Kept:
+class SavedResults:
     """Results of the operators that `policy` chooses by name, in the order in which they were computed."""
 
     def __init__(self, policy: Callable[[str], bool]) -> None:
@@ -60,4 +60,4 @@ def reuse_or_save(name: str, result: Any) -> Any:
     return result if take is None else take(name, result)
 
 
-__all__ = ["Kept", "reuse_or_save"]
+__all__ = ["SavedResults", "reuse_or_save"]
