@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import to_numpy_dtype
+from spmd.base._errors import called_at, message
 from spmd.base._torch import OpOverload
 from spmd.device._storage import META, Buffer, buffer_of, contiguous_stride, strided_alias
 
@@ -47,7 +48,7 @@ def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
     """`tensor.set_(storage)`: all of the storage as one dim."""
-    buffer: Buffer = source.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    buffer = _buffer_under(source)
     count = math.prod(buffer.shape) * buffer.dtype.itemsize // self.itemsize
     return torch.ops.aten.set_.source_Storage_storage_offset(self, source, 0, (count,), (1,))
 
@@ -55,14 +56,27 @@ def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tenso
 def set_window(self: torch.Tensor, source: torch.UntypedStorage, offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
     """`tensor.set_(storage, offset, size, stride)`. Raw bytes still on the host (from `torch.load`) become a root of the
     tensor's own dtype and shape: windows of another dtype would be read by a bit cast each time."""
-    buffer: Buffer = source.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
-    size = tuple(size)
-    if buffer.host is not None and buffer.host.dtype == np.uint8 and buffer.host.ndim == 1 and self.dtype != torch.uint8:
-        buffer.host = buffer.host.view(to_numpy_dtype(self.dtype))
+    buffer = _buffer_under(source)
+    size, host = tuple(size), buffer.host
+    is_raw = host is not None and host.dtype == np.uint8 and host.ndim == 1 and host.size % self.itemsize == 0
+    if host is not None and is_raw and self.dtype != torch.uint8:
+        buffer.host = np.ascontiguousarray(host).view(to_numpy_dtype(self.dtype))
         if math.prod(size) == buffer.host.size and tuple(stride) in ((), contiguous_stride(size)):
             buffer.host = buffer.host.reshape(size)
         buffer.reshape(buffer.host.shape)
     return _set_window.redispatch(META, self, source, offset, size, stride)
+
+
+def _buffer_under(source: torch.UntypedStorage) -> Buffer:
+    if source.device.type != "jax":
+        raise RuntimeError(
+            message(
+                f"the storage of a tensor on device 'jax' cannot be one on device '{source.device}'",
+                *called_at(),
+                fix="tensor.set_(source.to('jax')), of a tensor over the storage",
+            )
+        )
+    return source.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _set_window = torch.ops.aten.set_.source_Storage_storage_offset

@@ -16,11 +16,12 @@ import torch
 from mesh import _devices
 from mesh.job import _join
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
+from spmd.base._fork import fork
 from spmd.base._torch import (
     get_privateuse1_backend_name,
     setup_privateuseone_for_python_backend,
 )
-from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _number_arithmetic, _serialize, _streams
+from spmd.device import _addresses, _dlpack, _engine, _memory_statistics, _number_arithmetic, _serialize, _storage_bytes, _streams
 from spmd.device._checks import raise_failed
 from spmd.device._deferred import end_step
 from spmd.device._generator import made
@@ -76,7 +77,7 @@ class DeviceModule:
         set_device_index(device)
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return fork.is_bad
 
     def manual_seed(self, seed: int) -> None:
         """Start the device's random stream anew from `seed`."""
@@ -200,6 +201,7 @@ def register() -> None:
     _number_arithmetic.install()
     _serialize.register()
     _addresses.register()
+    _storage_bytes.register()
     _dlpack.register()
     _embedding_bag.register()
     _refused_ways.register()

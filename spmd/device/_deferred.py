@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+from spmd.base._fork import fork
 from spmd.device._saved_results import keeping
 from spmd.device._storage import recording
 
@@ -74,6 +75,8 @@ class Deferrable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel, or hand it to the queue."""
+        if fork.is_bad:
+            raise fork.error()
         queue = deferring.get()
         if queue is None or recording.get() is not None or keeping.get() is not None:
             return self.kernel(*args, **kwargs)
@@ -81,7 +84,9 @@ class Deferrable:
 
 
 def end_step() -> None:
-    """Run what this thread's queue holds, if there is one."""
+    """Run what this thread's queue holds, if there is one; compiled calls begin with this."""
+    if fork.is_bad:
+        raise fork.error()
     queue = deferring.get()
     if queue is not None:
         queue.boundary()

@@ -53,6 +53,7 @@ class Patch:
 
 
 _ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_dlpack.py", "spmd/compat/torch_xla/_device_names.py"
+_STORAGE_BYTES = "spmd/device/_storage_bytes.py"
 _CONTROL_FLOW, _REMAT = "spmd/program/flow/_control_flow.py", "spmd/program/flow/_remat.py"
 _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.optim._preparation.traceable"
 _SIZE_READS, _SIZES_READ = "spmd/program/sizes/_size_reads.py", "spmd.program.sizes._size_reads.sizes_read"
@@ -187,6 +188,17 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.UntypedStorage.__len__", "the same", _ADDRESSES, parameters="self"),
     Patch("torch.UntypedStorage.cpu", "copies the bytes to the host", _ADDRESSES, parameters="self"),
     Patch("torch.UntypedStorage.is_shared", "is false: no other process can read it", _ADDRESSES),
+    Patch("torch.UntypedStorage.__new__", "makes an array", _STORAGE_BYTES),
+    *(
+        Patch(f"torch.UntypedStorage.{name}", f"{does}, where C++ would read memory", _STORAGE_BYTES, parameters=parameters)
+        for name, does, parameters in (
+            ("__getitem__", "reads the array", None),
+            ("__setitem__", "writes it", None),
+            ("fill_", "the same", None),
+            ("copy_", "the same", None),
+            ("_byteswap", "the same", None),
+        )
+    ),
     Patch("torch.UntypedStorage.share_memory_", "is refused", _ADDRESSES, parameters="self, args, kwargs"),
     Patch("torch.UntypedStorage._share_fd_cpu_", "is refused: this is how a queue shares", _ADDRESSES, parameters="self, args, kwargs"),
     Patch("torch.UntypedStorage._share_filename_cpu_", "is refused: so is this", _ADDRESSES, parameters="self, args, kwargs"),

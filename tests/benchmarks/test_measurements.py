@@ -75,7 +75,7 @@ def test_memory_is_that_of_the_program_by_hand() -> None:
 
 @pytest.mark.slow
 def test_memory_has_a_row_for_every_phase() -> None:
-    found = memory.phases(2, 128, 64)
+    found = memory.told("phases", memory.Options(layers=2, width=128, positions=64))  # in a process of its own: all arrays count
     assert len(found["phases"]) == 10
     for name, row in found["phases"].items():  # a device more or less keeps a batch, a loss, a random key
         assert 0 <= row["devices"] - row["stays"] < 32_768, name

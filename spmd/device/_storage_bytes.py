@@ -1,0 +1,102 @@
+"""The bytes of a storage through `torch.UntypedStorage`'s own constructor and methods, whose C++ reads memory that is not here.
+
+torch.UntypedStorage(16, device="jax")              # a DataLoader's worker makes one
+x.untyped_storage()[0], x.untyped_storage().fill_(0)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd.base._errors import SpmdError, called_at, message
+from spmd.patches._table import current, replace
+
+
+def register() -> None:
+    """Let storages of device 'jax' be made, read and written."""
+    replace("torch.UntypedStorage.__new__", new)
+    for name, own in (("__getitem__", get), ("__setitem__", put), ("fill_", fill_), ("copy_", copy_), ("_byteswap", byteswap)):
+        target = f"torch.UntypedStorage.{name}"
+        replace(target, _ours_on_device(current(target), own))
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A uint8 tensor over the whole storage; writing to it writes to the storage."""
+    return torch.empty(0, dtype=torch.uint8, device="jax").set_(storage)
+
+
+def new(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
+    """`torch.UntypedStorage(size)` or `(bytes)`; a size leaves the bytes zero."""
+    if device is None or torch.device(device).type != "jax":
+        return _torchs_new(cls, *args, **kwargs) if device is None else _torchs_new(cls, *args, device=device, **kwargs)
+    given = args[0] if args else 0
+    if isinstance(given, int):
+        return torch.zeros(given, dtype=torch.uint8, device="jax").untyped_storage()
+    return torch.tensor(list(given), dtype=torch.uint8, device="jax").untyped_storage()
+
+
+def get(self: torch.UntypedStorage, index: Any) -> int:
+    """One byte.
+
+    Raises:
+        SpmdError: the index is a slice, which would be a storage inside another one.
+    """
+    if isinstance(index, slice):
+        raise SpmdError(
+            message(
+                "a part of a storage on device 'jax' is no storage: all tensors over an array share one",
+                *called_at(),
+                fix="slice a tensor: torch.empty(0, dtype=torch.uint8, device='jax').set_(storage)[start:stop]",
+            )
+        )
+    return int(bytes_of(self)[_inside(self, index)])
+
+
+def put(self: torch.UntypedStorage, index: Any, value: int) -> None:
+    """Write one byte, or the bytes of a slice."""
+    bytes_of(self)[index if isinstance(index, slice) else _inside(self, index)] = value
+
+
+def fill_(self: torch.UntypedStorage, value: int) -> torch.UntypedStorage:
+    """Write every byte."""
+    bytes_of(self).fill_(value)
+    return self
+
+
+def copy_(self: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool | None = None) -> torch.UntypedStorage:
+    """Copy the bytes of a storage of the same size, on any device."""
+    if self.nbytes() != source.nbytes():
+        raise RuntimeError(f"size does not match, self was {self.nbytes()} bytes but src was {source.nbytes()} bytes")
+    theirs = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
+    torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).copy_(theirs)
+    return self
+
+
+def byteswap(self: torch.UntypedStorage, itemsize: int) -> None:
+    """Reverse the bytes of every element of `itemsize` bytes."""
+    whole = bytes_of(self)
+    whole.copy_(whole.view(-1, itemsize).flip(1).reshape(-1))
+
+
+def _ours_on_device(torchs_own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(torchs_own)
+    def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        is_ours = getattr(self, "spmd_buffer", None) is not None or any(getattr(a, "spmd_buffer", None) is not None for a in args)
+        return (ours if is_ours else torchs_own)(self, *args, **kwargs)
+
+    return method
+
+
+def _inside(self: torch.UntypedStorage, index: int) -> int:
+    if not -self.nbytes() <= index < self.nbytes():
+        raise IndexError(f"index {index} out of range for storage of size {self.nbytes()}")
+    return index
+
+
+_torchs_new: Any = torch.UntypedStorage.__new__
+
+__all__ = ["bytes_of", "register"]
