@@ -1,10 +1,12 @@
-"""Checkpoints: sharded, checked byte by byte, restored onto any mesh and number of processes. See `docs/checkpoints.md`.
+"""Sharded checkpoints. Every byte has a checksum, and a step can be restored onto any mesh and any number of processes.
+
+See `docs/checkpoints.md`.
 
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "batches": batches}
 if spmd.checkpoint.has_step("runs/a"):
     start = spmd.checkpoint.restore("runs/a", state).step
 ...
-spmd.checkpoint.save("runs/a", step, state, keep=3)     # in the background; errors come with the next save, or with join
+spmd.checkpoint.save("runs/a", step, state, keep=3)     # in the background; the next save or join raises its error
 spmd.checkpoint.join()
 """
 
@@ -32,14 +34,14 @@ __all__ = [
     "join",
     "restore",
     "save",
-    # looking and mending
+    # inspection and resharding
     "Step",
     "Verdict",
     "reshard",
     "steps",
     "verify",
     "verify_step",
-    # other people's files
+    # safetensors files
     "Loaded",
     "load_safetensors",
     "save_safetensors",

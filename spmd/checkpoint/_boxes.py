@@ -1,4 +1,4 @@
-"""Boxes: rectangular parts of an array, and the questions that saving and restoring ask of them. Knows integers only.
+"""Rectangular parts (boxes) of an array: overlaps, cuts and coverage. Pure integer arithmetic.
 
 Box((0, 4), (2, 8)).overlap(Box((1, 0), (3, 6)))      # Box((1, 4), (2, 6))
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_MAX_PAIRWISE = 2048  # boxes that no straight cut separates and that are still compared one by one
+_MAX_PAIRWISE = 2048  # up to this many boxes that no straight cut separates are compared pair by pair
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,17 +30,17 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both hold, or None."""
+        """The intersection, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """This box as slices of an array that holds `outer`."""
+        """This box as slices into an array of the values of `outer`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
     def pieces(self, max_elements: int) -> Iterator[Box]:
-        """The box cut into parts of at most `max_elements`, each contiguous in the row-major memory of the whole, in order."""
+        """Cut the box into parts of at most `max_elements` elements, each contiguous in the box's row-major memory, in memory order."""
         if not self.size:
             return
         if self.size <= max_elements:
@@ -55,18 +55,21 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of an array."""
+    """The box that covers an entire array of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of an index as jax gives it: one slice per dim, without steps."""
+    """Convert an index of a jax shard (one slice of step 1 per dim) to a box."""
     bounds = [part.indices(extent) for part, extent in zip(index, shape, strict=True)]
     return Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
 
 
 def grid(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
-    """The shards of an array whose dim `i` is cut into `parts[i]` parts, row-major; of uneven dims the last are smaller or missing."""
+    """The shards, in row-major order, of an array whose dim `i` is cut into `parts[i]` parts.
+
+    If `parts[i]` does not divide dim `i`, the last shards along it are smaller or missing.
+    """
     boxes = [whole(shape)] if math.prod(shape) else []
     for dim, count in enumerate(parts):
         step = -(-shape[dim] // count)
@@ -79,14 +82,18 @@ def grid(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
 
 
 def tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """True if the boxes cover every element of an array of this shape exactly once."""
+    """Whether the boxes cover every element of an array of this shape exactly once."""
     if any(b.overlap(whole(shape)) != b for b in boxes):
         return False
     return sum(b.size for b in boxes) == math.prod(shape) and _are_disjoint(list(boxes), 0, 0)
 
 
 def _are_disjoint(boxes: list[Box], dim: int, uncut: int) -> bool:
-    """Cut along `dim` where no box is in the way; go on with the next dim inside of each part."""
+    """Whether no two boxes overlap. Cuts along `dim` where no box crosses the cut, then continues with the next dim in each part.
+
+    Args:
+        uncut: number of preceding dims along which no cut was possible. When it equals the rank, boxes are compared pair by pair.
+    """
     if len(boxes) < 2:
         return True
     ndim = len(boxes[0].start)

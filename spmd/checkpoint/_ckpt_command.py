@@ -1,4 +1,4 @@
-"""The words of `spmd ckpt`: what each asks for. The command line renders the answers."""
+"""Arguments of the subcommands of `spmd ckpt`. `spmd.cli` runs them and prints the results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Ls:
-    """List the steps: size, arrays, and whether the manifest can be read. Exit code 1 if one cannot."""
+    """List the steps: size, number of arrays, and whether the manifest is readable. Exit code 1 if one is not."""
 
     path: Positional[Path]
     """Folder of the checkpoints."""
@@ -23,21 +23,21 @@ class Verify:
     path: Positional[Path]
     """Folder of the checkpoints."""
     step: int | None = None
-    """Only this step; all by default."""
+    """Verify only this step; by default all steps."""
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """Write a step anew, its arrays cut as another mesh would hold them."""
+    """Rewrite a step with its arrays sharded for another mesh."""
 
     source: Positional[Path]
     """Folder of the checkpoints."""
     target: Positional[Path]
-    """Folder for the new one."""
+    """Folder to write the new step to."""
     mesh: str
     """Axes and sizes, as in data=4,model=2."""
     step: int | None = None
-    """This step; the latest that is whole by default."""
+    """The step to rewrite; by default the latest valid one."""
 
 
 __all__ = ["Ls", "Reshard", "Verify"]

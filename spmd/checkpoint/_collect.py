@@ -1,7 +1,7 @@
-"""What a state consists of when it is saved: its tree as plain data, and its arrays with where their pieces lie.
+"""Splits a state to be saved into a tree of plain data and a list of arrays with their shards.
 
-A module, an optimizer, a scheduler or a loader is what its `state_dict()` says. Tensors that share a value (tied weights)
-are one array. What differs between processes, and says so by `per_process = True`, is kept apart for each.
+A module, optimizer, scheduler or loader is represented by its `state_dict()`. Tensors that share a value (tied weights) are one
+array. An object with `per_process = True` has a different state on each process, which is stored once per process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmd.checkpoint._manifest import MAX_NAME
 from spmd.checkpoint._rng_state import RandomState
 from spmd.device._storage import buffer_of, is_whole, load
 
-RANDOM = ".random"  # the path of the random streams, beside the state's own
+RANDOM = ".random"  # path of the random streams in `Collected.local`
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Leaf:
     """One array of the state.
 
     Attributes:
-        value: a jax.Array, or a numpy array that nobody else writes to; padded where dims are uneven.
-        spec: for each dim the mesh axes that split it, or None without a mesh.
-        shape: without padding.
+        name: path in the state.
+        value: a jax.Array, padded where dims are uneven; or a numpy array that nothing else writes to.
+        spec: for each dim, the mesh axes that split it; None if the array is not on a mesh.
+        shape: shape without padding.
     """
 
     name: str
@@ -43,59 +44,60 @@ class Leaf:
     shape: tuple[int, ...]
 
     def shards(self, index: int, size: int) -> Iterator[tuple[Box, Any]]:
-        """The parts that process `index` of `size` writes: the first copy of each, so that every part has one writer."""
+        """The shards that process `index` of `size` writes, without padding. Only replica 0 of a shard is written."""
         if isinstance(self.value, np.ndarray) or (size > 1 and self.value.is_fully_addressable):
-            if index == 0:  # every process has all of it
+            if index == 0:  # every process has the whole array
                 yield whole(self.shape), self.value
             return
         for shard in self.value.addressable_shards:
             box = box_of(shard.index, self.value.shape)
-            held = box.overlap(whole(self.shape))
-            if shard.replica_id == 0 and held is not None:
-                yield held, shard.data if held == box else np.array(np.asarray(shard.data)[held.within(box)])
+            unpadded = box.overlap(whole(self.shape))
+            if shard.replica_id == 0 and unpadded is not None:
+                yield unpadded, shard.data if unpadded == box else np.array(np.asarray(shard.data)[unpadded.within(box)])
 
 
 @dataclass
 class Collected:
-    """A state, taken apart.
+    """A state split into plain data and arrays.
 
     Attributes:
-        tree: see `_tree`.
-        local: this process's own nodes, by path.
+        tree: the state as plain data, with arrays as numbers (see `_tree`).
+        leaves: the arrays, by number.
+        local: nodes of per-process objects on this process, by path.
     """
 
     tree: _tree.Node = None
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     local: dict[str, _tree.Node] = field(default_factory=dict[str, _tree.Node])
     _numbers: dict[Any, int] = field(default_factory=dict[Any, int])
-    _held: list[Any] = field(default_factory=list[Any])  # ids in `_numbers` stay those of living objects
+    _alive: list[Any] = field(default_factory=list[Any])  # keeps the objects whose ids are in `_numbers` alive
 
     def add(self, path: str, value: Any) -> _tree.Node:
-        """The node of an array; one that is already there is the same number."""
+        """Add an array and return its node. An array that was added before keeps its number."""
         key = _identity(value)
         if key not in self._numbers:
             self._numbers[key] = len(self.leaves)
-            self._held.append(value)
+            self._alive.append(value)
             array = array_of(value)
             self.leaves.append(Leaf(path[-MAX_NAME:], array, spec_of(array), tuple(value.shape)))
         return {"array": self._numbers[key], "kind": _tree.kind_of(value)}
 
 
 def collect(state: Any) -> Collected:
-    """Take a state apart. Reads no values from devices.
+    """Split a state into plain data and arrays. Reads no values from devices.
 
     Raises:
-        CheckpointError: something in it has no form in a checkpoint.
+        CheckpointError: the state contains a value that a checkpoint cannot store.
     """
     found = Collected()
     names = parameter_names(state)
-    found.tree = _tree.encode(_described(state, found, names, ""), found.add)
+    found.tree = _tree.encode(_with_state_dicts(state, found, names, ""), found.add)
     found.local[RANDOM] = _tree.encode(RandomState().state_dict(), _tree.inline)
     return found
 
 
-def _described(value: Any, found: Collected, names: Mapping[int, str], path: str) -> Any:
-    """The state with its objects replaced by what their `state_dict()` says."""
+def _with_state_dicts(value: Any, found: Collected, names: Mapping[int, str], path: str) -> Any:
+    """Replace the objects in a state by their `state_dict()`."""
     if isinstance(value, torch.nn.Module):
         return dict(value.state_dict(keep_vars=True))
     if is_plain_optimizer(value):
@@ -107,30 +109,32 @@ def _described(value: Any, found: Collected, names: Mapping[int, str], path: str
             return {}
         return state
     if isinstance(value, dict):
-        return type(value)((k, _described(v, found, names, join(path, k))) for k, v in value.items()) if _is_known(value) else value
+        if not _is_plain_dict(value):
+            return value
+        return type(value)((k, _with_state_dicts(v, found, names, join(path, k))) for k, v in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_described(v, found, names, join(path, i)) for i, v in enumerate(value))
+        return type(value)(_with_state_dicts(v, found, names, join(path, i)) for i, v in enumerate(value))
     return value
 
 
-def _is_known(value: Any) -> bool:
+def _is_plain_dict(value: Any) -> bool:
     return type(value).__name__ in ("dict", "OrderedDict")
 
 
 def join(path: str, key: object) -> str:
-    """The path of an entry."""
+    """The path of entry `key` of the container at `path`."""
     return f"{path}/{key}" if path else str(key)
 
 
 def is_state_object(value: Any) -> bool:
-    """True for what says its own state: schedulers, loaders, optimizers, modules."""
+    """Whether a value has `state_dict` and `load_state_dict`: schedulers, loaders, optimizers, modules."""
     return (
         not isinstance(value, type) and callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
     )
 
 
 def is_plain_optimizer(value: Any) -> bool:
-    """True for an optimizer that keeps its state as torch's do: by parameter."""
+    """Whether a value is an optimizer with torch's own `state_dict` and `load_state_dict`, whose state is keyed by parameter."""
     torchs = torch.optim.Optimizer
     return (
         isinstance(value, torchs) and type(value).state_dict is torchs.state_dict and type(value).load_state_dict is torchs.load_state_dict
@@ -138,7 +142,7 @@ def is_plain_optimizer(value: Any) -> bool:
 
 
 def parameter_names(state: Any) -> dict[int, str]:
-    """Names of all parameters of the modules in a state, by id."""
+    """Names of all parameters of the modules in a state, by `id` of the parameter."""
     names: dict[int, str] = {}
     for module in _modules(state):
         names.update((id(parameter), name) for name, parameter in module.named_parameters())
@@ -154,12 +158,15 @@ def _modules(state: Any) -> Iterator[torch.nn.Module]:
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters in the order that numbers them."""
+    """The parameters, in the order of their numbers in `state_dict()`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """State by number of the parameter, settings by group, and what each parameter is: its name if a module has it, its shape."""
+    """The optimizer's state by parameter number, its settings by group, and each parameter's shape and name.
+
+    The name is None for a parameter that belongs to no module of the state.
+    """
     parameters = optimizer_parameters(optimizer)
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
     groups = [
@@ -172,7 +179,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 
 def array_of(value: Any) -> Any:
-    """The values of an array: a jax.Array, which may be padded, or a numpy array of its own."""
+    """The values of an array, as a jax.Array (possibly padded) or as a numpy array that shares no memory with `value`."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "jax":
             buffer = buffer_of(value)
@@ -180,13 +187,15 @@ def array_of(value: Any) -> Any:
                 return buffer.host.copy()
             return buffer.raw() if is_whole(value, buffer) else load(value.detach())
         if value.device.type == "meta":
-            raise CheckpointError(message("a tensor on device 'meta' has no values to save", fix="save the model that has them"))
+            raise CheckpointError(
+                message("a tensor on device 'meta' has no values to save", fix="model.to_empty(device='jax'), then fill it")
+            )
         return host_array(value.cpu())
     return value if isinstance(value, jax.Array) else np.array(value, order="C", copy=True)
 
 
 def spec_of(value: Any) -> tuple[tuple[str, ...], ...] | None:
-    """For each dim the mesh axes that split the array; None if it lies on no mesh."""
+    """For each dim, the mesh axes that split the array; None if it is not on a mesh."""
     if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
         return None
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in value.sharding.spec]
@@ -194,7 +203,7 @@ def spec_of(value: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _identity(value: Any) -> Any:
-    """Equal for tensors that are the same value: tied weights, a parameter and its detached alias."""
+    """A key that is equal for tensors with the same values by construction: tied weights, a parameter and its detached alias."""
     if not isinstance(value, torch.Tensor):
         return id(value)
     window = (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg())

@@ -1,8 +1,9 @@
-"""What the processes of a job tell each other while they save or restore: only through jax's coordination service, whose
-waits end and name who did not arrive. A job of one process needs none of it.
+"""Messages between the processes of a job while they save or restore, through jax's coordination service alone.
+
+Every wait has a timeout, and its error names the process that did not arrive. A job of one process needs no service.
 
     gang = current_gang()
-    answers = gang.exchange("saved", "ok")        # one text per process, the same list everywhere
+    answers = gang.exchange("saved", "ok")        # one text per process, the same list on every process
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from mesh.job._service import Service
 from mesh.job._timeouts import SAVE_S
 from spmd.base._errors import CheckpointError, message
 
-_GRACE_S = 5.0  # so that process 0 can still say who is missing
+_GRACE_S = 5.0  # the others wait this much longer, so that process 0 can still publish which process is missing
 
 
 class Gang(Protocol):
-    """The processes of a job: which one this is, how many there are, and a way to hear from all."""
+    """The processes of a job: the index of this one, their number, and an all-gather of texts."""
 
     @property
     def index(self) -> int: ...
@@ -32,7 +33,15 @@ class Gang(Protocol):
     def size(self) -> int: ...
 
     def exchange(self, name: str, text: str) -> list[str]:
-        """Every process's text, in order of their numbers, once all have called it; a barrier."""
+        """All-gather of one text per process, ordered by process index. Also a barrier.
+
+        Args:
+            name: name of the barrier, for the error of a process that does not arrive.
+            text: this process's text.
+
+        Raises:
+            CheckpointError: a process did not arrive within the timeout.
+        """
         ...
 
 
@@ -48,7 +57,10 @@ class Alone:
 
 
 class Coordinated:
-    """A job of several processes. Each kind of exchange counts its own rounds, so all must make the same calls in order."""
+    """A job of several processes.
+
+    Exchanges are matched by counting, so all processes must create the same objects and make the same calls in the same order.
+    """
 
     _rounds: itertools.count[int] = itertools.count()
 
@@ -59,7 +71,7 @@ class Coordinated:
         self._number = 0
 
     def exchange(self, name: str, text: str) -> list[str]:
-        """Process 0 collects the texts and publishes them together, so that the service answers 2n questions, not n squared."""
+        """Gather on process 0, which publishes the whole list: the service answers 2n requests instead of n squared."""
         folder, done = f"{self._scope}/{self._number}", f"{self._scope}/{self._number - 2}/"
         self._number += 1
         deadline = time.monotonic() + self._timeout_s
@@ -70,7 +82,7 @@ class Coordinated:
             else:
                 answer = self._collected(folder, text, name, deadline)
                 self._service.set(f"{folder}/all", json.dumps(answer))
-                self._service.delete(done)  # everybody is past it: they took part in the round after it
+                self._service.delete(done)  # all processes have read it, since all took part in the round after it
         except mesh.JobError as error:
             raise CheckpointError(str(error)) from error
         if isinstance(answer, str):
@@ -78,7 +90,7 @@ class Coordinated:
         return answer
 
     def _collected(self, folder: str, text: str, name: str, deadline: float) -> list[str] | str:
-        """All texts; or, if one does not come in time, the error that everybody gets."""
+        """All texts; or, if a process does not arrive in time, the error message for all processes."""
         texts = [text]
         try:
             for other in range(1, self.size):
@@ -100,7 +112,7 @@ class Coordinated:
 
 
 def current_gang() -> Gang:
-    """The processes of this job. Call it on the main thread, in the same order on every process."""
+    """The processes of this job. Must be called on the main thread, and in the same order on every process."""
     return Alone() if jax.process_count() == 1 else Coordinated()
 
 

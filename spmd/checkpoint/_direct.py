@@ -1,8 +1,8 @@
-"""Bytes between memory and a disk, past the system's cache where the file system allows it.
+"""Direct I/O (`O_DIRECT`): bytes between memory and disk without the page cache, where the file system supports it.
 
-The cache takes fresh memory for every byte, which on a virtual machine costs more than the disk does; and what is read back
-after a write would come out of it, not off the disk. Bytes pass through one aligned block for each thread, where their
-checksum is computed while the processor still holds them.
+The page cache allocates fresh memory for every byte, which on a virtual machine costs more than the disk does. A read after a
+write would also come from the cache and not from the disk. Bytes pass through one aligned block per thread, and their checksum
+is computed while they are in the processor's cache.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 2**20  # bytes moved at a time
-_ALIGNMENT = 4096  # of memory, offsets and sizes; no disk asks for more
-_own = threading.local()
+BLOCK = 2**20  # bytes per read or write
+_ALIGNMENT = 4096  # of memory, offsets and sizes; no disk requires more
+_thread = threading.local()
 
 
 def write(descriptor: int, parts: Sequence[memoryview]) -> list[int]:
-    """Append all bytes of all parts, in order; the CRC-32 of each part. OSError if not all could be written."""
+    """Append all parts to a file, in order.
+
+    Returns:
+        The CRC-32 of each part.
+
+    Raises:
+        OSError: not all bytes could be written.
+    """
     block, checksums, filled = _block(), list[int](), 0
     _set_direct(descriptor, True)
     for part in parts:
@@ -46,7 +53,14 @@ def write(descriptor: int, parts: Sequence[memoryview]) -> list[int]:
 
 
 def read_checksums(descriptor: int, sizes: Sequence[int]) -> list[int]:
-    """The CRC-32 of each of the parts, of these sizes, that a file begins with. OSError if it is shorter."""
+    """Read consecutive parts from the beginning of a file, and return the CRC-32 of each.
+
+    Args:
+        sizes: bytes of each part.
+
+    Raises:
+        OSError: the file is shorter than the sum of `sizes`.
+    """
     block, checksums, offset = _block(), list[int](), 0
     got = block[:0]
     _set_direct(descriptor, True)
@@ -73,7 +87,7 @@ def _write_all(descriptor: int, data: np.ndarray[Any, Any]) -> None:
 
 
 def _retried(action: Callable[..., int], descriptor: int, *args: Any) -> int:
-    """What `action` returns, through the cache where the file system does not go past it, or not from where the file stands."""
+    """Call `action`; if the file system rejects direct I/O, at all or at this offset, call it again with the page cache."""
     try:
         return action(descriptor, *args)
     except OSError as error:
@@ -89,15 +103,15 @@ def _set_direct(descriptor: int, direct: bool) -> None:
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that knows no other way than its cache
+        if error.errno != errno.EINVAL:  # EINVAL: the file system has no direct I/O
             raise
 
 
 def _block() -> np.ndarray[Any, Any]:
-    """This thread's block of memory, aligned to pages."""
-    if not hasattr(_own, "block"):
-        _own.block = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
-    return _own.block
+    """This thread's page-aligned block of `BLOCK` bytes."""
+    if not hasattr(_thread, "block"):
+        _thread.block = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
+    return _thread.block
 
 
 __all__ = ["BLOCK", "read_checksums", "write"]

@@ -1,15 +1,15 @@
-"""Files of a checkpoint: how bytes reach a disk and come back, and which names under a root mean what.
+"""Files and folders of a checkpoint: their names, and reading and writing their bytes. Knows neither manifests nor arrays.
 
     root/step_00000100/manifest.json, data-00000-000000.bin      a committed step
-    root/step_00000100.1/...                                     the same step saved again: the higher number counts
-    root/.writing_step_00000200/...                              a save in progress, or what was left of one
+    root/step_00000100.1/...                                     the same step saved again: the highest number is used
+    root/.writing_step_00000200/...                              a save that is in progress or was interrupted
 
-A step appears under its name by one rename, when everything in it is on disk; nothing under such a name is written again.
-A folder or file that is a symbolic link is not one of ours. This module knows no manifest and no array.
+A step gets its name by one rename, after everything in it is on disk. Nothing under such a name is written again. Symbolic links
+are never followed or taken for a step.
 
-Note [Plain files]. Bytes go from an array's memory to the file by way of one block (`_direct`). Through tensorstore's key-value store
-they were copied two or three times into fresh memory, which made a save of 1 GB six times as long; as zarr arrays there was
-a file, or two, for each shard of each tensor.
+Note [Plain files]. Bytes go from an array's memory to the file through one block (`_direct`). Tensorstore's key-value store
+copied them two or three times into fresh memory, so that a save of 1 GB took six times as long. With zarr arrays there were
+one or two files for each shard of each tensor.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ DELETING = ".deleting_"
 
 
 class StepName(NamedTuple):
-    """A step and how often it had been saved before; ordered as they are to be tried, last first."""
+    """A step, and how many times it had been saved before. Restoring tries the greatest name first."""
 
     step: int
     attempt: int
 
     @property
     def folder(self) -> str:
-        """The folder's name."""
+        """Name of the step's folder."""
         return f"step_{self.step:08d}" + (f".{self.attempt}" if self.attempt else "")
 
 
 def parse_name(name: str) -> StepName | None:
-    """The step of a folder's name, or None if no step has this name."""
+    """Parse a folder's name; None if it is not the name of a step."""
     match = _STEP.fullmatch(name)
     if match is None:
         return None
     found = StepName(int(match[1]), int(match[2] or 0))
-    return found if found.folder == name else None  # 'step_000000001' is not how step 1 is written
+    return found if found.folder == name else None  # 'step_000000001' is not the canonical name of step 1
 
 
 def is_real_folder(path: Path) -> bool:
-    """True for a folder that is no symbolic link."""
+    """Whether `path` is a folder and not a symbolic link."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -62,7 +62,7 @@ def is_real_folder(path: Path) -> bool:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a regular file that is no symbolic link; None if it is anything else, or nothing."""
+    """Bytes of a regular file; None if `path` is missing, a symbolic link or anything else."""
     try:
         found = path.lstat()
     except OSError:
@@ -71,10 +71,14 @@ def size_of(path: Path) -> int | None:
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
-    """A whole file; CheckpointError if it is missing, a link, a device, larger than `max_bytes`, or cannot be read."""
+    """Read a whole file.
+
+    Raises:
+        CheckpointError: the file is missing, a link, a device, larger than `max_bytes`, or unreadable.
+    """
     size = size_of(path)
     if size is None or size > max_bytes:
-        what = "is missing or not a regular file" if size is None else f"has {size} bytes, at most {max_bytes} are read"
+        what = "is missing or not a regular file" if size is None else f"has {size} bytes, but at most {max_bytes} are read"
         raise CheckpointError(message(f"{path} {what}", fix=f"restore another step: `spmd ckpt ls {path.parent.parent}` shows them"))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -85,7 +89,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """A whole new file, synced."""
+    """Write a new file, and fsync it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
@@ -94,7 +98,7 @@ def write_small(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names and renames in a folder survive a loss of power."""
+    """Fsync a folder, so that new names and renames in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -103,14 +107,18 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A new empty folder; what had the name before (a save that was interrupted) is removed."""
+    """Create an empty folder. Anything of the same name (left by an interrupted save) is removed first."""
     remove(path)
     path.mkdir(parents=True)
     sync_folder(path.parent)
 
 
 def commit(writing: Path, final: Path) -> None:
-    """Give a complete folder its name, in one step, never over another."""
+    """Rename a complete folder to its final name, atomically.
+
+    Raises:
+        FileExistsError: `final` exists.
+    """
     sync_folder(writing)
     if final.exists() or final.is_symlink():  # an empty folder would be replaced by a rename
         raise FileExistsError(f"{final} exists")
@@ -119,7 +127,7 @@ def commit(writing: Path, final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a folder with all that is in it; nothing happens if it is not there. Follows no link."""
+    """Delete a file, a link, or a folder with its contents. Does nothing if `path` does not exist, and follows no link."""
     try:
         is_folder = stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:
@@ -131,7 +139,7 @@ def remove(path: Path) -> None:
 
 
 def retire(folder: Path) -> None:
-    """Delete a step: first its name, so that an interrupted deletion leaves no half of a step behind."""
+    """Delete a step. It is renamed first, so that an interrupted deletion does not leave half a step under its name."""
     hidden = folder.with_name(DELETING + folder.name)
     remove(hidden)
     os.rename(folder, hidden)
@@ -140,19 +148,19 @@ def retire(folder: Path) -> None:
 
 
 class Store:
-    """The data files of one folder, by name."""
+    """Reads and writes the data files of one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, name: str, parts: Sequence[memoryview]) -> list[int]:
-        """A new file of these bytes, one after the other; on disk, and read back from there, when this returns.
+        """Write the parts, in order, to a new file; fsync it, read it back from disk and compare the checksums.
 
         Returns:
             The CRC-32 of each part.
 
         Raises:
-            CheckpointError: the disk is full, read-only, gone, ..., or does not give back what was written.
+            CheckpointError: the file cannot be written (disk full, read-only, gone), or reads back differently.
         """
         try:
             descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -169,15 +177,15 @@ class Store:
         return checksums
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
-        """Fill `target` with a file's bytes from `offset`; their CRC-32.
+        """Fill `target` with a file's bytes from `offset` on, and return their CRC-32.
 
         Raises:
-            CheckpointError: the file is missing, a link, too short, or cannot be read.
+            CheckpointError: the file is missing, a link, too short, or unreadable.
         """
         return self._read(name, offset, (target[at : at + _direct.BLOCK] for at in range(0, len(target), _direct.BLOCK)))
 
     def checksum(self, name: str, offset: int, nbytes: int) -> int:
-        """The CRC-32 of a part of a file; errors as of `read`."""
+        """The CRC-32 of `nbytes` bytes of a file from `offset` on. Raises the errors of `read`."""
         block = memoryview(bytearray(min(nbytes, _direct.BLOCK)))
         return self._read(name, offset, (block[: min(_direct.BLOCK, nbytes - at)] for at in range(0, nbytes, _direct.BLOCK)))
 
@@ -186,12 +194,12 @@ class Store:
         with self._opened(name) as descriptor:
             for target in targets:
                 offset += _read_all(descriptor, target, offset)
-                crc32 = zlib.crc32(target, crc32)  # while the block is in the processor's cache
+                crc32 = zlib.crc32(target, crc32)  # now, while the block is in the processor's cache
         return crc32
 
     @contextmanager
     def _opened(self, name: str) -> Generator[int]:
-        """A file to read from; what the system refuses meanwhile is a CheckpointError."""
+        """Open a file for reading. An OSError, also in the body, becomes a CheckpointError."""
         try:
             descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -213,7 +221,7 @@ def _read_all(descriptor: int, target: memoryview, offset: int) -> int:
 
 
 def failed(what: str, error: Exception) -> CheckpointError:
-    """The error for something that the system refused."""
+    """The CheckpointError for an error of the operating system."""
     return CheckpointError(
         message(what, " ".join(str(error).split())[:300], fix="free space or repair the disk, then save or restore again")
     )

@@ -1,8 +1,8 @@
-"""Which steps a folder holds, and whether they are whole: read from the manifests and the bytes, never from names alone.
+"""Lists the steps in a folder and verifies them, from their manifests and bytes and never from names alone.
 
 for found in spmd.checkpoint.steps("runs/a"):
     print(found.step, found.nbytes)
-spmd.checkpoint.verify("runs/a").problems       # () if every byte of the latest step is as it was written
+spmd.checkpoint.verify("runs/a").problems       # () if every byte of the latest step matches its checksum
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Step:
     """One committed step.
 
     Attributes:
-        step: its number.
-        folder: where it is.
-        problem: why its manifest cannot be read; None if it can.
-        manifest: its contents; None if it cannot be read.
+        step: number of the step.
+        folder: the step's folder.
+        problem: why the manifest is unreadable or a data file has the wrong size; None if there is no such problem.
+        manifest: the parsed manifest; None if there is a problem.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Bytes of the step's arrays; 0 if the manifest is unreadable."""
         return 0 if self.manifest is None else self.manifest.nbytes
 
 
@@ -50,10 +50,10 @@ class Verdict:
     """The result of `verify`.
 
     Attributes:
-        step: its number.
-        folder: where it is.
+        step: number of the step.
+        folder: the step's folder.
         problems: one line per damaged file or piece; empty if the step is valid.
-        nbytes: how many bytes were read.
+        nbytes: number of bytes of arrays that were read.
     """
 
     step: int
@@ -63,7 +63,7 @@ class Verdict:
 
 
 def committed(root: Path) -> list[_files.StepName]:
-    """Steps by their folders' names, the newest first. Links and unfinished saves are not among them."""
+    """Committed steps under `root`, newest first, by the names of their folders. Excludes symbolic links and unfinished saves."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -75,10 +75,10 @@ def committed(root: Path) -> list[_files.StepName]:
 
 
 def steps(path: str | os.PathLike[str]) -> list[Step]:
-    """All committed steps under a folder, newest first; reads their manifests, not their data.
+    """All committed steps under a folder, newest first. Reads their manifests and the sizes of their files, not their data.
 
     Raises:
-        CheckpointError: the folder is another library's checkpoint, or cannot be read.
+        CheckpointError: the folder is a checkpoint of another library, or is unreadable.
     """
     root = Path(path)
     _refuse_foreign(root)
@@ -93,31 +93,33 @@ def _step(root: Path, name: _files.StepName) -> Step:
 
 
 def problem_of(root: Path, name: _files.StepName) -> str | None:
-    """Why a step's manifest, or the sizes of its files, are not as they were written; None if they are."""
+    """Why a step's manifest is unreadable or a data file has the wrong size; None if there is no such problem."""
     return _step(root, name).problem
 
 
 def _in_one_line(error: CheckpointError) -> str:
-    """What is wrong and the values, without the fix."""
+    """The message of an error without its fix, in one line."""
     return ": ".join(line.strip() for line in str(error).splitlines() if not line.strip().startswith("fix:"))
 
 
 def read_manifest(root: Path, name: _files.StepName) -> Manifest:
-    """A step's manifest, checked; and its files are there, each with its size.
+    """Read and check a step's manifest, and the presence and sizes of its data files.
 
     Raises:
-        CheckpointError: anything is not as it was written.
+        CheckpointError: the manifest is unreadable or of another step, or a data file is missing or has another size.
     """
     folder = root / name.folder
     manifest = _manifest.parse(_files.read_small(folder / _manifest.NAME, MAX_MANIFEST_BYTES))
     if manifest.step != name.step:
         raise CheckpointError(
-            message(f"{folder} holds step {manifest.step}", "a folder was renamed or copied", fix=f"rename it to step_{manifest.step:08d}")
+            message(
+                f"{folder} contains step {manifest.step}", "the folder was renamed or copied", fix=f"rename it to step_{manifest.step:08d}"
+            )
         )
     for file in manifest.files:
         size = _files.size_of(folder / file.name)
         if size != file.nbytes:
-            what = "is missing or not a regular file" if size is None else f"has {size} bytes, {file.nbytes} were written"
+            what = "is missing or not a regular file" if size is None else f"has {size} bytes, but {file.nbytes} were written"
             raise CheckpointError(message(f"{folder / file.name} {what}", fix=f"restore another step: `spmd ckpt ls {root}` shows them"))
     return manifest
 
@@ -135,10 +137,10 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def candidates(root: Path, step: int | None) -> list[_files.StepName]:
-    """Steps in the order in which they are to be tried.
+    """The folders to try, in this order: all committed steps, newest first, or the attempts at `step`.
 
     Raises:
-        CheckpointError: there is none, or not the one that was asked for.
+        CheckpointError: `root` contains no step, or not `step`, or is a checkpoint of another library.
     """
     _refuse_foreign(root)
     names = committed(root)
@@ -146,8 +148,8 @@ def candidates(root: Path, step: int | None) -> list[_files.StepName]:
     if not chosen:
         there = ", ".join(str(number) for number in sorted({name.step for name in names})[-5:]) or "none"
         wanted = "a step" if step is None else f"step {step}"
-        fix = f"leave step out, for step {names[0].step}" if names else "pass the folder that spmd.checkpoint.save was given"
-        raise CheckpointError(message(f"{root} holds no checkpoint of {wanted}", f"committed steps: {there}", fix=fix))
+        fix = f"leave step= out to use step {names[0].step}" if names else "pass the folder that was passed to spmd.checkpoint.save"
+        raise CheckpointError(message(f"{root} contains no checkpoint of {wanted}", f"committed steps: {there}", fix=fix))
     return chosen
 
 
@@ -155,7 +157,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verdict:
     """Read every byte of a step (the latest by default) and compare it with the checksums.
 
     Raises:
-        CheckpointError: there is no such step.
+        CheckpointError: the folder does not contain this step, or any step.
     """
     root = Path(path)
     return verify_folder(root, candidates(root, step)[0])
@@ -192,7 +194,7 @@ def verify_folder(root: Path, name: _files.StepName) -> Verdict:
 
 
 def damaged(name: str, piece: _manifest.Piece, manifest: Manifest) -> str:
-    """The line that says which bytes are not what was written."""
+    """One line that names the damaged part of array `name` and its bytes in the data file."""
     where = f"{manifest.files[piece.file].name}, bytes {piece.offset} to {piece.offset + piece.nbytes}"
     return f"{name!r}[{', '.join(f'{a}:{b}' for a, b in zip(piece.box.start, piece.box.stop, strict=True))}] is damaged ({where})"
 

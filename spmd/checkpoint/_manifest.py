@@ -1,13 +1,13 @@
-"""The manifest of one step: which arrays it holds, where the bytes of every piece lie, and the checksum of each.
+"""The manifest of one step: its arrays, and for each piece of an array the location of its bytes and their checksum.
 
-A manifest's first line carries the SHA-256 and the length of what follows, so a change of any byte of it is seen. What
-follows is JSON. Every piece has a CRC-32 of its bytes, taken from memory before they were written.
+The first line contains the SHA-256 and the length of the JSON after it, so that a change of any byte is detected. The CRC-32 of
+a piece is computed from memory, before the bytes are written.
 
     manifest = parse((folder / "manifest.json").read_bytes())
     manifest.arrays[0].pieces[0].crc32
 
-Reading trusts nothing: names are never paths, numbers are checked against each other, and an array's bytes are at most
-those of the files. It knows no file system.
+A manifest is untrusted input. Names are never used as paths, numbers are checked against each other, and the bytes of all arrays
+together are exactly those of the files. This module does not access the file system.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_NAME = 4096
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Row-major bytes of one box of an array: `nbytes` of file number `file`, from `offset`."""
+    """Row-major bytes of one box of an array: `nbytes` bytes from `offset` in file number `file` of the manifest."""
 
     box: Box
     file: int
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of pieces, end to end."""
+    """A file that consists of pieces without gaps."""
 
     name: str
     nbytes: int
@@ -56,10 +56,10 @@ class ArrayEntry:
     """One array.
 
     Attributes:
-        name: its path in the state, for people and error messages.
-        dtype: torch's name, e.g. 'bfloat16'.
-        spec: for each dim the mesh axes that split it when it was saved, or None where it lay on no mesh.
-        pieces: cover every element once.
+        name: path in the state, for people and error messages.
+        dtype: torch's name of the dtype, e.g. 'bfloat16'.
+        spec: for each dim, the mesh axes that split it when it was saved; None if the array was not on a mesh.
+        pieces: together they cover every element exactly once.
     """
 
     name: str
@@ -79,9 +79,11 @@ class Manifest:
     """One step.
 
     Attributes:
-        tree: the state with arrays as numbers (see `_tree`).
-        local: per process, what differs between processes (host random state, a loader's place), by path.
-        about: versions, mesh and time of the saving program; for people only.
+        files: the data files; a piece refers to one by its number.
+        arrays: the arrays; a node of `tree` refers to one by its number.
+        tree: the state as plain data, with arrays as numbers (see `_tree`).
+        local: for each process, the nodes that differ between processes (random state of the host, position of a loader), by path.
+        about: versions, number of processes and time of the save; for people only.
     """
 
     step: int
@@ -97,12 +99,12 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """What goes into the file."""
+        """The contents of `manifest.json`."""
         body = json.dumps(self.to_json(), separators=(",", ":"), ensure_ascii=True).encode("ascii")
         return b"spmd-checkpoint %d sha256 %s %d\n" % (VERSION, hashlib.sha256(body).hexdigest().encode(), len(body)) + body
 
     def to_json(self) -> dict[str, Any]:
-        """Nested lists and dicts."""
+        """The manifest as nested lists and dicts."""
         return {
             "step": self.step,
             "files": [[file.name, file.nbytes] for file in self.files],
@@ -121,30 +123,34 @@ def array_to_json(entry: ArrayEntry) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> Manifest:
-    """The manifest in a file's bytes.
+    """Parse and check the contents of `manifest.json`.
 
     Raises:
-        CheckpointError: a byte is not what was written, the version is another, or the numbers do not fit each other.
+        CheckpointError: the checksum does not match, the format version is not supported, or the numbers contradict each other.
     """
     first = _FIRST_LINE.match(data[:200])
     if first is None:
         raise malformed("its first line is not 'spmd-checkpoint <version> sha256 <digest> <length>'")
     body = memoryview(data)[first.end() :]
     if len(body) != int(first[3]):
-        raise malformed(f"{len(body)} bytes follow the first line, {int(first[3])} were written")
+        raise malformed(f"{len(body)} bytes follow the first line, but {int(first[3])} were written")
     if (found := hashlib.sha256(body).hexdigest().encode()) != first[2]:
-        raise malformed(f"its SHA-256 is {found.decode()[:16]}..., {first[2].decode()[:16]}... was written")
+        raise malformed(f"its SHA-256 is {found.decode()[:16]}..., but its first line says {first[2].decode()[:16]}...")
     if int(first[1]) != VERSION:
-        raise malformed(f"it is of version {int(first[1])}, this package reads version {VERSION}")
+        raise malformed(f"its format version is {int(first[1])}, but this package reads version {VERSION}")
     return from_json(load_json(bytes(body)))
 
 
 def load_json(data: bytes) -> Any:
-    """JSON without repeated keys; CheckpointError if it is none, however deep or large."""
+    """Parse JSON without repeated keys.
+
+    Raises:
+        CheckpointError: `data` is not such JSON, or is nested too deeply.
+    """
     try:
         return json.loads(data, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise malformed(f"it is no JSON: {str(error)[:80]}") from error
+        raise malformed(f"it is not valid JSON: {str(error)[:80]}") from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -155,10 +161,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Manifest:
-    """The manifest that `to_json` wrote.
+    """The inverse of `Manifest.to_json`.
 
     Raises:
-        CheckpointError: something is missing, of another type, or contradicts the rest.
+        CheckpointError: an entry is missing, has the wrong type, or contradicts another entry.
     """
     try:
         files = tuple(_file(*row) for row in data["files"])
@@ -170,7 +176,7 @@ def from_json(data: Any) -> Manifest:
             raise
         raise malformed(f"{type(error).__name__}: {str(error)[:80]}") from error
     if len({file.name for file in files}) != len(files):
-        raise malformed("a file is listed twice")
+        raise malformed("a data file is listed twice")
     _require_bytes_used_once(manifest)
     for entry in arrays:
         if not _is_covered(entry):
@@ -181,27 +187,31 @@ def from_json(data: Any) -> Manifest:
 def _is_covered(entry: ArrayEntry) -> bool:
     try:
         return tile([piece.box for piece in entry.pieces], entry.shape)
-    except RecursionError:  # boxes nested so deep that no layout made them
+    except RecursionError:  # nested more deeply than the boxes of any sharding
         return False
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise malformed("an entry is no object")
+        raise malformed("an entry is not a JSON object")
     return value
 
 
 def _file(name: Any, nbytes: Any) -> DataFile:
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise malformed(f"{str(name)[:80]!r} is no name of a data file")
+        raise malformed(f"{str(name)[:80]!r} is not the name of a data file")
     return DataFile(name, integer(nbytes))
 
 
 def array_from_json(row: Any, num_files: int) -> ArrayEntry:
-    """One array; its pieces agree with its shape and dtype in size, and lie in files that exist."""
+    """The inverse of `array_to_json`. Checks pieces against the array's shape and dtype and against the number of files.
+
+    Raises:
+        CheckpointError: the row is malformed.
+    """
     name, shape = row["name"], tuple(map(integer, row["shape"]))
     if not isinstance(name, str) or len(name) > MAX_NAME or len(shape) > _MAX_RANK:
-        raise malformed("an array has no name, or too many dims")
+        raise malformed("an array has no valid name, or too many dims")
     itemsize = numpy_dtype(row["dtype"]).itemsize
     pieces = tuple(_piece(piece, shape, itemsize, num_files) for piece in row["pieces"])
     return ArrayEntry(name, row["dtype"], shape, _spec(row["spec"], len(shape)), pieces)
@@ -222,22 +232,23 @@ def _spec(value: Any, rank: int) -> tuple[tuple[str, ...], ...] | None:
         return None
     spec = tuple(tuple(str(axis) for axis in axes) for axes in value)
     if len(spec) != rank:
-        raise malformed("a spec has not one entry per dim")
+        raise malformed(f"a spec has {len(spec)} entries for {rank} dims")
     return spec
 
 
 def _require_bytes_used_once(manifest: Manifest) -> None:
-    """Every byte of every file belongs to exactly one piece: none escapes its checksum, none stands for two arrays."""
+    """Check that every byte of every file belongs to exactly one piece: none is without a checksum, none is used by two arrays."""
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for entry in manifest.arrays:
         for piece in entry.pieces:
             spans[piece.file].append((piece.offset, piece.nbytes))
     for file, used in zip(manifest.files, spans, strict=True):
-        if not _follow_each_other(used, file.nbytes):
+        if not _are_contiguous(used, file.nbytes):
             raise malformed(f"the pieces in {file.name} do not fill it exactly once")
 
 
-def _follow_each_other(spans: Sequence[tuple[int, int]], end: int) -> bool:
+def _are_contiguous(spans: Sequence[tuple[int, int]], end: int) -> bool:
+    """Whether spans (offset, bytes) cover 0 to `end` without gaps or overlaps."""
     at = 0
     for offset, nbytes in sorted(spans):
         if offset != at:

@@ -1,8 +1,8 @@
-"""A saved optimizer on its way into one of the program: settings by group, state by parameter.
+"""Plans restoring an optimizer of the program: settings by group, state by parameter.
 
-Parameters are matched by name where both sides know all names (the module is part of the state), else by number. State
-takes its parameter's layout; nothing is converted: torch's own `load_state_dict` would cast float32 moments to a bfloat16
-parameter's dtype.
+Parameters are matched by name if both sides have names for all of them (their module is part of the state), else by number. New
+state tensors get the sharding of their parameter. Their dtype stays as saved: torch's own `load_state_dict` would cast float32
+moments to the dtype of a bfloat16 parameter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 import mesh
 from spmd.checkpoint._collect import optimizer_parameters
-from spmd.checkpoint._plan_entries import Finish, Ref, layout_of, unfit
+from spmd.checkpoint._plan_entries import Finish, Ref, layout_of, mismatch
 from spmd.device._storage import buffer_of
 
 
 class Tensors(Protocol):
-    """The part of a plan that fills and makes tensors."""
+    """The part of a plan that fills and creates tensors. `Plan` in `_restore_plan` implements it."""
 
     @property
     def names(self) -> Mapping[int, str]: ...
@@ -35,20 +35,20 @@ class Tensors(Protocol):
 
 
 def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, path: str) -> Finish:
-    """What is to be done for an optimizer.
+    """Plan restoring `optimizer` from the decoded node `saved`.
 
     Raises:
-        CheckpointError: an optimizer of another class, other groups, or parameters of other shapes.
+        CheckpointError: the saved optimizer has another class, other groups, or parameters of other shapes.
     """
     parameters = optimizer_parameters(optimizer)
     groups, states = _parts(saved, path)
     was, now = saved.get("class", type(optimizer).__name__), type(optimizer).__name__
     if was != now:
-        fix = f"restore into a {was}, or leave the optimizer out of the state: its state is not compatible"
-        raise unfit(path, f"the program's optimizer is a {now}", f"the checkpoint's is a {was}", fix=fix)
+        fix = f"restore into a {was}, or leave the optimizer out of the state, since its state is not compatible"
+        raise mismatch(path, f"the program's optimizer is a {now}", f"the checkpoint's is a {was}", fix=fix)
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes[0] != sizes[1]:
-        raise unfit(path, f"the program's groups have {sizes[1]} parameters", f"the checkpoint's have {sizes[0]}")
+        raise mismatch(path, f"the program's groups have {sizes[1]} parameters", f"the checkpoint's have {sizes[0]}")
     number_of = _matched(parameters, saved["parameters"], plan.names, path)
     finishes: list[tuple[torch.Tensor, dict[str, Finish]]] = []
     for parameter, number in zip(parameters, number_of, strict=True):
@@ -66,9 +66,9 @@ def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, 
         for parameter in [p for p in optimizer.state if p not in states]:
             del optimizer.state[parameter]
         for parameter, state in states.items():
-            held = optimizer.state.setdefault(parameter, {})
-            held.clear()  # the same dict as before, which a program knows: another one would be a reason to trace again
-            held.update(state)
+            entries = optimizer.state.setdefault(parameter, {})
+            entries.clear()  # keep the dict object: programs have guards on it, and a new one would cause a retrace
+            entries.update(state)
         return optimizer
 
     return finish
@@ -76,14 +76,14 @@ def plan_optimizer(plan: Tensors, optimizer: torch.optim.Optimizer, saved: Any, 
 
 def _parts(saved: Any, path: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
     if not isinstance(saved, dict) or not {"state", "param_groups", "parameters"} <= saved.keys():
-        raise unfit(path, "the program has an optimizer", "the checkpoint has something else there")
+        raise mismatch(path, "the program has an optimizer", "the checkpoint has a value of another type")
     return saved["param_groups"], saved["state"]
 
 
 def _matched(parameters: list[torch.Tensor], saved: list[Any], names: Mapping[int, str], path: str) -> list[int]:
-    """For each parameter its number in the checkpoint."""
+    """The number in the checkpoint of each parameter."""
     if len(saved) != len(parameters):
-        raise unfit(path, f"the program's optimizer has {len(parameters)} parameters", f"the checkpoint's has {len(saved)}")
+        raise mismatch(path, f"the program's optimizer has {len(parameters)} parameters", f"the checkpoint's has {len(saved)}")
     ours = [names.get(id(parameter)) for parameter in parameters]
     theirs = [name for name, _ in saved]
     by_name = None not in ours and None not in theirs and set(ours) == set(theirs)
@@ -91,12 +91,12 @@ def _matched(parameters: list[torch.Tensor], saved: list[Any], names: Mapping[in
     for parameter, name, number in zip(parameters, ours, numbers, strict=True):
         if tuple(saved[number][1]) != tuple(parameter.shape):
             known = repr(name) if name else f"number {number}"
-            raise unfit(path, f"parameter {known} has shape {tuple(parameter.shape)}", f"the checkpoint's has {tuple(saved[number][1])}")
+            raise mismatch(path, f"parameter {known} has shape {tuple(parameter.shape)}", f"the checkpoint's has {tuple(saved[number][1])}")
     return numbers
 
 
 def _state(plan: Tensors, parameter: torch.Tensor, now: Any, saved: Any, path: str) -> Finish:
-    """One entry of a parameter's state: in place where the program has the same tensor already, so that no step traces anew."""
+    """Plan one entry of a parameter's state. An existing tensor is filled in place, so that no step is retraced."""
     if not isinstance(saved, Ref):
         return _setting(plan, saved)
     where = "jax" if saved.kind == "device" else "cpu"
@@ -111,7 +111,7 @@ def _state(plan: Tensors, parameter: torch.Tensor, now: Any, saved: Any, path: s
 
 
 def _setting(plan: Tensors, value: Any) -> Finish:
-    """A setting of a group, or a number in a state."""
+    """Plan a setting of a group, or an entry of a state that is not a tensor."""
     if isinstance(value, Ref):
         return plan.fresh(value)
     return lambda: value

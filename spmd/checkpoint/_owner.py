@@ -1,8 +1,8 @@
-"""One job saves into a folder: its first process holds a lock from a save to `join`, and looks for steps that are not its own.
+"""Ensures that only one job saves into a folder, by a lock and by a check for steps of another job.
 
-Two jobs in one folder would remove each other's saves in progress and old steps, and a restart would go on from either's.
-The lock is one of POSIX (`lockf`): it is the process's, not its children's, and gone when the process is. Where a file system
-has none, the look at the steps remains.
+Two jobs in one folder would delete each other's unfinished saves and old steps, and a restart would continue from either job's
+step. Process 0 holds a POSIX lock (`lockf`) from a save until `join`. Child processes do not inherit the lock, and it is released
+when the process ends. On a file system without locks only the check for foreign steps remains.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from spmd.base._errors import CheckpointError, message
 
 NAME = ".saving_job"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_locks: dict[Path, int] = {}  # by root: the descriptor of the file that this process has locked
-_known: dict[Path, set[str]] = {}  # by root: the steps that were there when this job came, and its own
+_locks: dict[Path, int] = {}  # by root: descriptor of the lock file, locked by this process
+_known: dict[Path, set[str]] = {}  # by root: steps that existed at this job's first save, and steps that it saved
 
 
 def claim(root: Path, steps: Iterable[str]) -> None:
-    """This job is about to save under `root`, where these steps are.
+    """Lock `root` for this job before a save.
+
+    Args:
+        steps: names of the steps now under `root`.
 
     Raises:
-        CheckpointError: another job saves there, or has since this one's first save.
+        CheckpointError: another job has the lock, or has saved a step since this job's first save.
     """
     steps = set(steps)
     foreign = steps - _known.setdefault(root, steps)
@@ -42,37 +45,37 @@ def claim(root: Path, steps: Iterable[str]) -> None:
             if error.errno in _NO_LOCKS:
                 return
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise _refusal(root, f"that job's first process is {holder or 'not known'}") from None
+                raise _refusal(root, f"process 0 of that job is {holder or 'unknown'}") from None
             raise
-        if _is_there(root, descriptor):
+        if _is_lock_file(root, descriptor):
             os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
             _locks[root] = descriptor
-        else:  # its holder removed it before it let go
+        else:  # its owner unlinked the file before releasing the lock: lock the new file
             os.close(descriptor)
 
 
 def note_saved(root: Path, step: str) -> None:
-    """A step is there that this job saved."""
+    """Record that this job saved folder `step`."""
     _known[root].add(step)
 
 
 def release(root: Path | None) -> None:
-    """This job has no save in progress under `root`, or under any (None)."""
-    for held in list(_locks) if root is None else [root]:
-        descriptor = _locks.pop(held, None)
+    """Release the lock on `root`, or all locks if it is None. Does nothing without a lock."""
+    for locked in list(_locks) if root is None else [root]:
+        descriptor = _locks.pop(locked, None)
         if descriptor is not None:
-            if _is_there(held, descriptor):
-                (held / NAME).unlink()
+            if _is_lock_file(locked, descriptor):
+                (locked / NAME).unlink()
             os.close(descriptor)
 
 
 def forget(root: Path) -> None:
-    """This job goes on from what it restored: whatever is there is its own."""
+    """Accept all steps under `root` as this job's own. Called after a restore, from which the job continues."""
     _known.pop(root, None)
 
 
-def _is_there(root: Path, descriptor: int) -> bool:
-    """Whether an open file is the one that has the name."""
+def _is_lock_file(root: Path, descriptor: int) -> bool:
+    """Whether an open file is the present lock file of `root`, and not one that was unlinked."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(root / NAME))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where the parts of an array go on this process's devices. Dims that do not divide evenly are padded in the last parts."""
+"""Places the parts of an array on this process's devices. Uneven dims are padded in their last shards."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from spmd.device._arrays import stored_shape
 
 
 def boxes_on(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:
-    """The parts that this process's devices hold, each once, without padding."""
-    return list(dict.fromkeys(held for _, held in _parts(sharding, shape).values() if held is not None))
+    """The distinct shards on this process's devices, without padding."""
+    return list(dict.fromkeys(unpadded for _, unpadded in _parts(sharding, shape).values() if unpadded is not None))
 
 
 def assembled(sharding: jax.sharding.Sharding, shape: tuple[int, ...], values: Mapping[Box, Any], dtype: np.dtype[Any]) -> jax.Array:
-    """The array on the devices, padded as its tensor stores it.
+    """Build an array on the devices, padded as its tensor stores it.
 
     Args:
-        shape: without padding.
-        values: by the boxes of `boxes_on`; converted to `dtype`.
+        shape: shape without padding.
+        values: host arrays for the boxes of `boxes_on`.
+        dtype: the values are converted to this dtype.
     """
     converted = {box: value.astype(dtype, copy=False) for box, value in values.items()}
     pieces: list[jax.Array] = []
     with exact_dtypes():
-        for device, (box, held) in _parts(sharding, shape).items():
-            if held == box:
+        for device, (box, unpadded) in _parts(sharding, shape).items():
+            if unpadded == box:
                 piece = converted[box]
             else:
                 piece = np.zeros(box.shape, dtype)
-                if held is not None:
-                    piece[held.within(box)] = converted[held]
+                if unpadded is not None:
+                    piece[unpadded.within(box)] = converted[unpadded]
             pieces.append(jax.device_put(piece, device))
         return jax.make_array_from_single_device_arrays(stored_shape(shape, sharding), sharding, pieces)
 
 
 def _parts(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Any, tuple[Box, Box | None]]:
-    """For each device its part of the padded array, and what of it is no padding."""
+    """The shard of the padded array on each device, and the part of it that is not padding (None if all of it is)."""
     stored = stored_shape(shape, sharding)
     found: dict[Any, tuple[Box, Box | None]] = {}
     for device, index in sharding.addressable_devices_indices_map(stored).items():

@@ -1,7 +1,7 @@
-"""Reads the parts of arrays that a process needs, each byte checked, and lays them out over devices.
+"""Reads the parts of arrays that a process needs, compares their checksums, and places them on devices.
 
-reader.want(number, boxes)          # while it is being found out what is needed
-reader.read()                       # then everything at once; an error before anything was changed
+reader.want(number, sharding)       # while the state is compared
+reader.read()                       # then all at once; raises before anything has changed
 reader.sharded(number, sharding)    # a jax.Array
 """
 
@@ -28,7 +28,13 @@ _READERS = 4
 
 @dataclass
 class Reader:
-    """What is wanted of one step, and then its values."""
+    """Collects requests for arrays of one step, reads them, and returns their values.
+
+    Attributes:
+        manifest: of the step.
+        store: of the step's folder.
+        bytes_read: bytes of arrays read so far.
+    """
 
     manifest: Manifest
     store: _files.Store
@@ -36,22 +42,26 @@ class Reader:
     bytes_read: int = 0
 
     def entry(self, number: int) -> ArrayEntry:
-        """What the manifest says of an array."""
+        """The entry of an array in the manifest.
+
+        Raises:
+            CheckpointError: the manifest has no array of this number.
+        """
         if number >= len(self.manifest.arrays):
-            raise malformed(f"its state names array {number} of {len(self.manifest.arrays)}")
+            raise malformed(f"its state refers to array {number}, but there are {len(self.manifest.arrays)}")
         return self.manifest.arrays[number]
 
     def want(self, number: int, sharding: jax.sharding.Sharding | None) -> None:
-        """Ask for an array: the parts that this process's devices hold, or all of it on the host without a sharding."""
+        """Request an array: its shards on this process's devices, or with None the whole array on the host."""
         shape = self.entry(number).shape
         boxes = [whole(shape)] if sharding is None else boxes_on(sharding, shape)
         self._wanted.setdefault(number, {}).update(dict.fromkeys(boxes))
 
     def read(self) -> None:
-        """Read what was asked for.
+        """Read everything that was requested.
 
         Raises:
-            CheckpointError: a byte is not what was written.
+            CheckpointError: a piece is unreadable, or its checksum does not match.
         """
         with ThreadPoolExecutor(_READERS, "checkpoint reader") as pool:
             jobs = [pool.submit(self._read_piece, *job) for number in sorted(self._wanted) for job in self._jobs(number)]
@@ -73,7 +83,7 @@ class Reader:
         return found
 
     def _read_piece(self, entry: ArrayEntry, piece: Piece, boxes: Sequence[tuple[dict[Box, Any], Box]]) -> None:
-        """Check one piece and copy it to where it is wanted; one that is wanted as it is stays where it was read."""
+        """Read and check one piece, and copy it to the boxes that overlap it. A box equal to the piece's is not copied."""
         boxed = [(wanted, box) for wanted, box in boxes if box != piece.box]
         exact = [(wanted, box) for wanted, box in boxes if box == piece.box]
         values = np.empty(piece.box.shape, numpy_dtype(entry.dtype))
@@ -93,18 +103,18 @@ class Reader:
             wanted[box] = values
 
     def whole(self, number: int) -> np.ndarray[Any, Any]:
-        """One array, read now."""
+        """Read one array now, without `want` and `read`. The result is not kept."""
         self.want(number, None)
         for job in self._jobs(number):
             self._read_piece(*job)
         return self._wanted.pop(number)[whole(self.entry(number).shape)]
 
     def host(self, number: int) -> np.ndarray[Any, Any]:
-        """The whole array."""
+        """A whole array that was read, on the host."""
         return self._wanted[number][whole(self.entry(number).shape)]
 
     def sharded(self, number: int, sharding: jax.sharding.Sharding, dtype: np.dtype[Any] | None = None) -> jax.Array:
-        """The array on this process's devices; values converted to `dtype` if one is given."""
+        """An array that was read, on this process's devices; converted to `dtype` unless it is None."""
         entry, parts = self.entry(number), self._wanted[number]
         values = {box: parts[box] for box in boxes_on(sharding, entry.shape)}
         return assembled(sharding, entry.shape, values, numpy_dtype(entry.dtype) if dtype is None else dtype)

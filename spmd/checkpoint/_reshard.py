@@ -1,7 +1,7 @@
-"""`reshard`: a step written anew with its arrays cut as another mesh would hold them. Runs on one host, without devices.
+"""`reshard`: rewrites a step with its arrays cut into the shards of another mesh. Runs on one host, without devices.
 
-Restoring needs no reshard: every process reads what it needs of any layout. But pieces that are cut as they will be read make
-the reading of a step that is restored often, or by many hosts, cheaper.
+Restoring does not require it, since every process reads the parts it needs of any sharding. For a step that is restored often or
+by many hosts it makes reading cheaper, since the pieces are then the shards that the processes read.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh
     """Write a step of `source` under `target` with the shards of another mesh.
 
     Args:
-        mesh: axes and sizes, as in "data=4,model=2"; arrays are not sharded by axes that it does not have.
-        step: this step; by default the latest valid one.
+        source: folder of the checkpoints.
+        target: folder for the new step; it may not contain a step of the same number.
+        mesh: axes and sizes, as in "data=4,model=2". Axes of an array's spec that are not among them do not split it.
+        step: number of the step; by default the latest valid one.
 
     Returns:
         The new step's folder.
 
     Raises:
-        CheckpointError: no step is valid, or the target cannot be written.
+        CheckpointError: `mesh` is malformed, no step is valid, or the target exists or cannot be written.
     """
     sizes = _sizes(mesh)
     root = Path(source)
-    name = _whole_step(root, step)
+    name = _valid_step(root, step)
     manifest = _inventory.read_manifest(root, name)
     to = Path(os.path.abspath(target))
     final = to / _files.StepName(manifest.step, 0).folder
@@ -62,7 +64,7 @@ def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh
     return final
 
 
-def _whole_step(root: Path, step: int | None) -> _files.StepName:
+def _valid_step(root: Path, step: int | None) -> _files.StepName:
     names = _inventory.candidates(root, step)
     problems: list[str] = []
     for name in names:
@@ -75,15 +77,15 @@ def _whole_step(root: Path, step: int | None) -> _files.StepName:
 
 def _sizes(mesh: str) -> dict[str, int]:
     if not _MESH.fullmatch(mesh):
-        raise CheckpointError(message(f"{mesh!r} is not a mesh", fix="write axes and sizes, as in data=4,model=2"))
+        raise CheckpointError(message(f"mesh={mesh!r} is malformed", fix='write axes and sizes, as in "data=4,model=2"'))
     sizes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
     if 0 in sizes.values():
-        raise CheckpointError(message(f"{mesh!r} has an axis of size 0", fix="write sizes of 1 or more"))
+        raise CheckpointError(message(f"mesh={mesh!r} has an axis of size 0", fix="write sizes of 1 or more"))
     return sizes
 
 
 def _rewritten(manifest: Manifest, source: _files.Store, target: _files.Store, sizes: Mapping[str, int]) -> Manifest:
-    """Array after array: read, check, cut, write."""
+    """Rewrite one array after the other: read, check, cut and write it. Returns the new manifest."""
     pack = _Pack(target)
     arrays: list[ArrayEntry] = []
     for number, entry in enumerate(manifest.arrays):
@@ -104,7 +106,7 @@ def _boxes(entry: ArrayEntry, sizes: Mapping[str, int]) -> list[Box]:
 
 
 class _Pack:
-    """Pieces on their way into files of about `PACK_BYTES`."""
+    """Packs pieces into files of at most `PACK_BYTES`."""
 
     def __init__(self, store: _files.Store) -> None:
         self.files: list[DataFile] = []

@@ -1,10 +1,10 @@
-"""`restore`: the latest step that is whole, into the program's own objects, on whatever mesh they lie.
+"""`restore`: restores the latest valid step into the program's own objects, on any mesh.
 
     restored = spmd.checkpoint.restore("runs/a", {"model": model, "optimizer": optimizer, "batches": batches})
     print(restored.step)
 
-Each process reads only the pieces that its devices hold, and checks each of them. A step that is damaged or does not fit is
-passed over with a warning, on all processes together; a program's values change only after everything was read.
+Each process reads only the pieces that overlap the shards on its devices, and checks their checksums. A step that is damaged or
+does not match is skipped with a warning, by all processes together. A program's values change only after everything was read.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Restored:
     """The result of `restore`.
 
     Attributes:
-        step: the step.
-        state: the state; modules, optimizers and tensors in it are the objects that were passed in, numbers and strings are new.
+        step: number of the step that was restored.
+        state: the restored state. Its modules, optimizers and tensors are the objects that were passed in; numbers and strings are new.
         skipped: why newer steps were skipped; empty if the latest was restored.
         bytes_read: bytes of arrays that this process read.
     """
@@ -57,19 +57,19 @@ def restore(
     """Restore the latest valid step under `path` into `state`.
 
     Args:
-        path: the folder given to `save`.
-        state: as passed to `save`, on the same or another mesh and number of processes; entries that were saved but are not
-            in it are not read. None: everything, as CPU tensors and plain values, for inspection.
-        step: restore this step, and raise an error if it is damaged.
+        path: the folder that was passed to `save`.
+        state: a state like the one passed to `save`, on the same or another mesh and number of processes. Saved entries that are
+            missing in it are not read. None returns everything, as CPU tensors and plain values, for inspection.
+        step: restore this step only, and raise an error if it is damaged.
         cast: convert arrays to the dtypes of `state`; by default a different dtype is an error.
-        random: restore the random streams too (not done without a state).
-        gang: the processes of the job; by default those that jax knows.
+        random: restore the random streams too. Has no effect if `state` is None.
+        gang: the processes of the job; by default all processes of `jax.distributed`.
 
     Raises:
         CheckpointError: no step is valid and matches `state`; the message gives the reason for each.
 
     Warns:
-        UserWarning: the latest step was skipped.
+        UserWarning: newer steps were skipped.
     """
     root = Path(os.path.abspath(path))
     _save.join(root)
@@ -104,7 +104,7 @@ def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool
 
 
 def _agreed_candidates(root: Path, step: int | None, gang: Gang) -> list[str]:
-    """Process 0's list, so that all try the same steps in the same order."""
+    """Process 0's list of candidates, so that all processes try the same steps in the same order."""
     names: list[str] = []
     problem = ""
     if gang.index == 0:
@@ -119,10 +119,10 @@ def _agreed_candidates(root: Path, step: int | None, gang: Gang) -> list[str]:
 
 
 def _prepared(root: Path, name: _files.StepName, state: Any, cast: bool, random: bool, gang: Gang) -> tuple[Finish, Reader]:
-    """Everything read and compared; what is left to do cannot find the checkpoint damaged."""
+    """Compare the state with a step and read the step. The returned action changes the state, and finds no more damage."""
     manifest = _inventory.read_manifest(root, name)
     reader = Reader(manifest, _files.Store(root / name.folder))
-    # Of another number of processes, all take what process 0 had: positions are the job's, streams are seeded alike.
+    # With a different number of processes, all use process 0's nodes: positions belong to the job, and streams have equal seeds.
     local = manifest.local[gang.index if gang.size == len(manifest.local) else 0] if manifest.local else {}
     plan = Plan(reader, local, cast, parameter_names(state))
     finish = plan.value(manifest.tree) if state is None else plan.walk(state, manifest.tree, "")
@@ -151,7 +151,7 @@ def _warn(skipped: list[str], step: int) -> None:
 
 
 def has_step(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a committed step under `path`. If so, a program should restore it, and treat an error of `restore` as fatal."""
+    """Whether `path` contains a committed step. If so, a program should restore it, and treat an error of `restore` as fatal."""
     return bool(_inventory.committed(Path(os.path.abspath(path))))
 
 

@@ -1,7 +1,7 @@
-"""How one step's state goes into the objects of a program: first compared and asked for, changed only when all was read.
+"""Plans restoring a step into the objects of a program: compares all of it first, and changes objects only after all was read.
 
-`walk` goes through the program's state and the saved one together. It returns what is to be done at the end; whatever does
-not fit (a name, a shape, a dtype) is an error before the first value changes.
+`Plan.walk` traverses the program's state and the saved state together, requests arrays from the reader, and returns an action
+that changes the objects. A mismatch (a name, a shape, a dtype) is an error before the first value changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _tree
 from spmd.checkpoint._collect import is_plain_optimizer, is_state_object, join
 from spmd.checkpoint._optimizer import plan_optimizer
-from spmd.checkpoint._plan_entries import Finish, Ref, layout_of, some, unfit
+from spmd.checkpoint._plan_entries import Finish, Ref, first_names, layout_of, mismatch
 from spmd.checkpoint._read import Reader
 from spmd.checkpoint._tree import Node
 from spmd.device._storage import Buffer, buffer_of, is_whole, store, wrap_host
@@ -29,13 +29,13 @@ from spmd.device._storage import Buffer, buffer_of, is_whole, store, wrap_host
 
 @dataclass
 class Plan:
-    """One step on its way into a program.
+    """A plan to restore one step.
 
     Attributes:
-        reader: where the values come from.
-        local: this process's own nodes, by path.
+        reader: reads the step's arrays.
+        local: nodes of per-process objects on this process, by path.
         cast: whether arrays may be converted to the program's dtypes.
-        names: the parameters' names in the program's modules, by id.
+        names: names of the parameters of the program's modules, by `id`.
     """
 
     reader: Reader
@@ -45,10 +45,13 @@ class Plan:
     _filled: dict[Buffer, int] = field(default_factory=dict[Buffer, int])
 
     def walk(self, target: Any, node: Node, path: str) -> Finish:
-        """What is to be done for `target`; it returns the restored value.
+        """Plan restoring `target` from `node`.
+
+        Returns:
+            An action that changes `target` and returns the restored value.
 
         Raises:
-            CheckpointError: the saved state does not fit the program's.
+            CheckpointError: the saved state does not match the program's.
         """
         if isinstance(target, torch.nn.Module):
             return self._module(target, _entries(node, path), path)
@@ -66,20 +69,20 @@ class Plan:
         return self.value(node)
 
     def value(self, node: Node) -> Finish:
-        """The saved value as it was, tensors of the device still on the host."""
+        """Plan returning the saved value of a node, as new objects. Values of device tensors stay on the host until they are used."""
 
-        def ask(number: int, kind: str) -> None:
+        def want(number: int, kind: str) -> None:
             self.reader.want(number, None)
 
-        _tree.decode(node, ask)
+        _tree.decode(node, want)
         return lambda: _tree.decode(node, self._fresh)
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
-        """The array's shape."""
+        """The global shape of a saved array."""
         return self.reader.entry(ref.number).shape
 
     def fresh(self, ref: Ref) -> Finish:
-        """A new array of what it was."""
+        """Plan a new array of the kind that was saved."""
         self.reader.want(ref.number, None)
         return lambda: self._fresh(*ref)
 
@@ -95,7 +98,7 @@ class Plan:
         return host[()] if kind == "scalar" else host
 
     def placed(self, ref: Ref, annotation: mesh.ShardingSpec | None, sharding: jax.sharding.Sharding) -> Finish:
-        """A new tensor of the device, laid out."""
+        """Plan a new device tensor with this annotation and sharding."""
         self.reader.want(ref.number, sharding)
         entry = self.reader.entry(ref.number)
 
@@ -108,10 +111,10 @@ class Plan:
         return finish
 
     def _dict(self, target: dict[Any, Any], saved: dict[Any, Node], path: str) -> Finish:
-        """An entry that the program does not ask for is not read; one that is not there is an error."""
+        """Plan a dict. Saved entries that `target` does not have are not read. A missing entry is an error."""
         missing = [key for key in target if key not in saved]
         if missing:
-            raise unfit(path, f"the checkpoint has no {some(missing)}", f"it has {some(list(saved))}")
+            raise mismatch(path, f"the checkpoint has no {first_names(missing)}", f"it has {first_names(list(saved))}")
         parts = {key: self.walk(value, saved[key], join(path, key)) for key, value in target.items()}
         kind: Any = type(target)
         return lambda: kind((key, finish()) for key, finish in parts.items())
@@ -120,7 +123,7 @@ class Plan:
         items = next(iter(node.values()), None) if isinstance(node, dict) and node.keys() & {"list", "tuple"} else None
         if not isinstance(items, list) or len(items) != len(target):
             found = "not a list" if not isinstance(items, list) else f"a list of {len(items)}"
-            raise unfit(path, f"the program has a list of {len(target)}", f"the checkpoint has {found}")
+            raise mismatch(path, f"the program has a list of {len(target)}", f"the checkpoint has {found}")
         parts = [self.walk(value, item, join(path, number)) for number, (value, item) in enumerate(zip(target, items, strict=True))]
         kind: Any = type(target)
         if hasattr(target, "_fields"):
@@ -131,8 +134,10 @@ class Plan:
         own = module.state_dict(keep_vars=True)
         missing, extra = [name for name in own if name not in saved], [name for name in saved if name not in own]
         if missing or extra:
-            details = [f"not in the checkpoint: {some(missing)}"] * bool(missing) + [f"not in the module: {some(extra)}"] * bool(extra)
-            raise unfit(path, *details)
+            details = [f"not in the checkpoint: {first_names(missing)}"] * bool(missing) + [
+                f"not in the module: {first_names(extra)}"
+            ] * bool(extra)
+            raise mismatch(path, *details)
         parts: list[Finish] = []
         for name, value in own.items():
             if isinstance(value, torch.Tensor):
@@ -143,15 +148,15 @@ class Plan:
         return lambda: ([finish() for finish in parts], module)[1]
 
     def array(self, target: Any, ref: Ref, path: str) -> Finish:
-        """Values for an array of the program: tensors are filled in place, other arrays are made anew."""
+        """Plan restoring an array: a tensor is filled in place, any other array is replaced by a new one."""
         entry = self.reader.entry(ref.number)
         dtype = _dtype_of(target)
         saved = _tree.numpy_dtype(entry.dtype)
         if tuple(target.shape) != entry.shape:
-            raise unfit(path, f"the program's shape is {tuple(target.shape)}", f"the checkpoint's is {entry.shape}")
+            raise mismatch(path, f"the program's shape is {tuple(target.shape)}", f"the checkpoint's is {entry.shape}")
         if dtype != saved and not self.cast:
             text = f"the program's dtype is {_tree.dtype_name(dtype)}", f"the checkpoint's is {entry.dtype}"
-            raise unfit(path, *text, fix="convert the program's tensor, or allow it: restore(..., cast=True)")
+            raise mismatch(path, *text, fix="convert the program's tensor, or allow it: restore(..., cast=True)")
         if isinstance(target, torch.Tensor):
             return self._tensor(target, ref.number, None if dtype == saved else dtype)
         if isinstance(target, jax.Array):
@@ -165,7 +170,7 @@ class Plan:
     def _tensor(self, target: torch.Tensor, number: int, dtype: np.dtype[Any] | None) -> Finish:
         if target.device.type == "meta":
             raise CheckpointError(
-                message("a tensor on device 'meta' cannot hold a checkpoint's values", fix="model.to_empty(device='jax') first")
+                message("a tensor on device 'meta' cannot hold values of a checkpoint", fix="model.to_empty(device='jax') first")
             )
         if target.device.type != "jax":
             self.reader.want(number, None)
@@ -180,19 +185,19 @@ class Plan:
             if sharding is not None:
                 buffer.set(self.reader.sharded(number, sharding, dtype))
             else:
-                _put(target, self.reader.host(number).astype(_dtype_of(target), copy=False))
+                _fill_from_host(target, self.reader.host(number).astype(_dtype_of(target), copy=False))
             return target
 
         return finish
 
     def _is_filled(self, buffer: Buffer, number: int) -> bool:
-        """True if another name of a tied tensor brings the same values already; an error if it brings others."""
+        """Whether another name of a tied tensor already restores it. Raises a CheckpointError if the saved values of the two differ."""
         if buffer not in self._filled:
             self._filled[buffer] = number
             return False
         one, other = self.reader.entry(self._filled[buffer]), self.reader.entry(number)
         if one is not other and [(p.box, p.crc32) for p in one.pieces] != [(p.box, p.crc32) for p in other.pieces]:
-            raise unfit(
+            raise mismatch(
                 other.name,
                 f"the program ties it to {one.name!r}",
                 "the checkpoint has different values for the two",
@@ -201,8 +206,8 @@ class Plan:
         return True
 
 
-def _put(target: torch.Tensor, host: np.ndarray[Any, Any]) -> None:
-    """Fill a tensor that lies on no mesh: it stays on the host until it is used or marked. A view is written through."""
+def _fill_from_host(target: torch.Tensor, host: np.ndarray[Any, Any]) -> None:
+    """Fill a tensor that is not on a mesh. Its values stay on the host until it is used or marked. A view writes to its base."""
     buffer = buffer_of(target)
     if not is_whole(target, buffer):
         with exact_dtypes():
@@ -227,19 +232,19 @@ def _dtype_of(target: Any) -> np.dtype[Any]:
 
 def _ref(node: Node, path: str) -> Ref:
     if not isinstance(node, dict) or "array" not in node:
-        raise unfit(path, "the program has an array", "the checkpoint has none there")
+        raise mismatch(path, "the program has an array", "the checkpoint has a value of another type")
     return _tree.decode(node, Ref)
 
 
 def _entries(node: Node, path: str) -> dict[Any, Node]:
-    """The entries of a saved dict, not decoded."""
+    """The entries of the node of a dict, with decoded keys and undecoded values."""
     pairs = node.get("dict", node.get("odict")) if isinstance(node, dict) else None
     if not isinstance(pairs, list):
-        raise unfit(path, "the program has a dict or a module", "the checkpoint has something else there")
+        raise mismatch(path, "the program has a dict or a module", "the checkpoint has a value of another type")
     found: dict[Any, Node] = {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise _tree.malformed("an entry of its state is no pair")
+            raise _tree.malformed("an entry of a dict in its state is not a pair")
         found[pair[0] if isinstance(pair[0], str) else _tree.decode(pair[0], Ref)] = pair[1]
     return found
 

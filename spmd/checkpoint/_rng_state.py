@@ -1,6 +1,6 @@
-"""The random streams of a process as one array: torch's on the CPU, Python's, numpy's; the device's own is beside it.
+"""The random streams of a process as plain state: torch's CPU stream, Python's and numpy's, and the stream of the device.
 
-The device's stream (a seed and a count of draws) is the job's; the host's streams are each process's own.
+The device's stream (a seed and a count of draws) is the same on all processes of a job. Each process has its own host streams.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from spmd.base._errors import CheckpointError, message
 from spmd.device._random_stream import default_stream
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # words of a Mersenne twister's state
 
 
 class RandomState:
-    """State object for the random streams: saved and restored with every checkpoint."""
+    """State object for the random streams. It is saved and restored with every checkpoint."""
 
     per_process = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The streams now."""
+        """The present state of the streams."""
         return {"host": host_streams(), "device": default_stream.words()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class RandomState:
 
 
 def host_streams() -> dict[str, Any]:
-    """torch's, Python's and numpy's global streams on the host."""
+    """The state of the global host streams of torch, Python and numpy."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -44,10 +44,10 @@ def host_streams() -> dict[str, Any]:
 
 
 def set_host_streams(state: dict[str, Any]) -> None:
-    """Continue the host's streams from what `host_streams` returned.
+    """Continue the host streams from a state that `host_streams` returned.
 
     Raises:
-        CheckpointError: it is no such state.
+        CheckpointError: `state` is malformed, or is not accepted by these versions of Python, torch and numpy.
     """
     try:
         version, words, gauss = state["python"]

@@ -1,14 +1,14 @@
-"""The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes end to end. Validated before use.
+"""The safetensors format: the header's length in eight bytes, a JSON header, then the bytes of the tensors without gaps.
 
     file = SafetensorsFile(path)
     file.entries["lm_head.weight"].shape
-    file.read("lm_head.weight", box)       # only the bytes of that box
+    file.read("lm_head.weight", box)       # reads only the bytes of that box
 
-Names in a header are keys and never paths. A file whose numbers do not fit each other or its size is refused, as is anything
-that is not a regular file.
+A file is validated when it is opened. Names in a header are keys and never paths. A file whose numbers contradict each other or
+the file's size is refused, and so is anything that is not a regular file.
 
-The safetensors package is the peer in the tests. It is not used here because it writes a whole file from one process's memory, where
-`save_safetensors` has every process write its shards into place; and reading would then need the format's rules all the same.
+The safetensors package is the reference in the tests. It is not used here because it writes a whole file from one process's
+memory, whereas in `save_safetensors` every process writes its own shards. Reading needs the same knowledge of the format.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MAX_INDEX_BYTES = 100_000_000
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: torch's name of its dtype, its shape, and where its bytes begin in the file."""
+    """A tensor of a file: torch's name of its dtype, its shape, and the offset of its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,14 +68,15 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """An open file; closed with `close`.
+    """An open file. `close` closes it.
 
     Attributes:
-        entries: its tensors by name.
-        bytes_read: of tensors, so far.
+        path: path of the file.
+        entries: the file's tensors, by name.
+        bytes_read: bytes of tensors read so far.
 
     Raises:
-        CheckpointError: the file is not what the format says.
+        CheckpointError: the file cannot be opened, or is not valid safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,16 +93,16 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        """Close the file; reading ends."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def _parsed(self) -> dict[str, Entry]:
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise _bad(self.path, "it is no regular file")
+            raise _bad(self.path, "it is not a regular file")
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if found.st_size < 8 or length > min(MAX_HEADER_BYTES, found.st_size - 8):
-            raise _bad(self.path, f"its header says {length} bytes, the file has {found.st_size}")
+            raise _bad(self.path, f"its header has {length} bytes, but the whole file has {found.st_size}")
         header = load_json(os.pread(self._descriptor, length, 8), self.path)
         try:
             entries = {name: _entry(row, 8 + length) for name, row in header.items() if name != "__metadata__"}
@@ -112,14 +113,18 @@ class SafetensorsFile:
         end = 8 + length
         for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
             if entry.offset != end:
-                raise _bad(self.path, "its tensors do not lie end to end")
+                raise _bad(self.path, "there are gaps or overlaps between its tensors")
             end += entry.nbytes
         if end != found.st_size:
-            raise _bad(self.path, f"its tensors end at byte {end}, the file at {found.st_size}")
+            raise _bad(self.path, f"its tensors end at byte {end}, but the file ends at byte {found.st_size}")
         return entries
 
     def read(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """One box of a tensor, row-major; only its bytes are read."""
+        """Read one box of a tensor, as a row-major array. Reads only the bytes of the box.
+
+        Raises:
+            CheckpointError: the file is unreadable, or became shorter.
+        """
         entry = self.entries[name]
         dtype = numpy_dtype(entry.dtype)
         out = np.empty(box.shape, dtype)
@@ -138,12 +143,12 @@ class SafetensorsFile:
             except OSError as error:
                 raise _bad(self.path, f"it cannot be read: {error}") from error
             if not count:
-                raise _bad(self.path, "it became shorter while it was read")
+                raise _bad(self.path, "it was truncated while it was read")
             target, offset = target[count:], offset + count
 
 
 def runs(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Where a box of a row-major array lies in it: (first byte, number of bytes) of each run without a gap, in order."""
+    """The contiguous runs of bytes of a box in a row-major array of this shape, as (offset, bytes), in order."""
     if not box.size:
         return
     inner = len(shape)
@@ -162,25 +167,25 @@ def _entry(row: Any, base: int) -> Entry:
     begin, end = row["data_offsets"]
     numbers = (*shape, begin, end)
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers) or len(shape) > 64:
-        raise ValueError("a size is no count")
+        raise ValueError("a size or offset is not a non-negative integer of 63 bits, or there are more than 64 dims")
     entry = Entry(_DTYPES[row["dtype"]], shape, base + begin)
     if end - begin != entry.nbytes:
-        raise ValueError("a tensor's bytes do not fit its shape")
+        raise ValueError("the bytes of a tensor do not match its shape and dtype")
     return entry
 
 
 def load_json(data: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object without repeated keys.
+    """Parse a JSON object without repeated keys.
 
     Raises:
-        CheckpointError: it is none, however deep or large.
+        CheckpointError: `data` is not such an object, or is nested too deeply.
     """
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise _bad(path, f"its JSON cannot be read: {str(error)[:80]}") from error
+        raise _bad(path, f"its JSON is invalid: {str(error)[:80]}") from error
     if not isinstance(found, dict):
-        raise _bad(path, "its JSON is no object")
+        raise _bad(path, "its JSON is not an object")
     return found
 
 
@@ -192,13 +197,13 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def files_of(path: Path) -> Mapping[str, Path] | list[Path]:
-    """The files of a model: a single one, or each tensor's file by an index.
+    """The files of a model: a list with the only file, or with an index the file of each tensor by name.
 
     Args:
-        path: a file, an index, or a folder that holds either.
+        path: a file, an index, or a folder that contains one file or one index.
 
     Raises:
-        CheckpointError: there is none; or the index names a file outside of its folder.
+        CheckpointError: a folder contains no model or several, or the index is invalid or names a file outside of its folder.
     """
     if path.is_dir():
         indices = sorted(path.glob("*" + _INDEX_SUFFIX))
@@ -206,8 +211,8 @@ def files_of(path: Path) -> Mapping[str, Path] | list[Path]:
             return _indexed(indices[0])
         files = sorted(path.glob("*" + _FILE_SUFFIX))
         if len(indices) > 1 or len(files) != 1:
-            what = f"{len(indices)} indices and {len(files)} files end in {_FILE_SUFFIX}"
-            raise CheckpointError(message(f"{path} does not contain exactly one model", what, fix="name the file or the index to read"))
+            what = f"it contains {len(indices)} files *{_INDEX_SUFFIX} and {len(files)} files *{_FILE_SUFFIX}"
+            raise CheckpointError(message(f"{path} does not contain exactly one model", what, fix="pass the file or the index to read"))
         return files
     return _indexed(path) if path.name.endswith(".json") else [path]
 
@@ -215,7 +220,7 @@ def files_of(path: Path) -> Mapping[str, Path] | list[Path]:
 def _indexed(path: Path) -> dict[str, Path]:
     try:
         if not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
-            raise _bad(path, "the index is no regular file, or too large")
+            raise _bad(path, f"the index is not a regular file, or has more than {_MAX_INDEX_BYTES} bytes")
         index = load_json(path.read_bytes(), path)
     except OSError as error:
         raise _bad(path, f"the index cannot be read: {error}") from error
@@ -224,12 +229,12 @@ def _indexed(path: Path) -> dict[str, Path]:
         raise _bad(path, "the index has no weight_map")
     for name in files.values():
         if not isinstance(name, str) or name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(_FILE_SUFFIX):
-            raise _bad(path, f"the index names {str(name)[:80]!r}: a file beside it was expected, ending in {_FILE_SUFFIX}")
+            raise _bad(path, f"the index names {str(name)[:80]!r}, which is not a *{_FILE_SUFFIX} file in the same folder")
     return {tensor: path.with_name(name) for tensor, name in files.items()}
 
 
 def _bad(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(message(f"{path} is not a valid safetensors file", what, fix="download or write it again"))
+    return CheckpointError(message(f"{path} is not a valid safetensors file", what, fix="download it or write it again"))
 
 
 __all__ = ["MAX_HEADER_BYTES", "NAMES", "Entry", "SafetensorsFile", "files_of", "load_json", "runs"]

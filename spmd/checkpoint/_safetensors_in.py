@@ -1,6 +1,6 @@
-"""`load_safetensors`: weights as Hugging Face keeps them into a module, each process reading only the bytes of its shards.
+"""`load_safetensors`: fills a module with weights in Hugging Face's format. Each process reads only the bytes of its shards.
 
-model = GPT().to("jax")                       # mark_sharding first: then no device and no host ever holds the whole
+model = GPT().to("jax")                       # call mark_sharding first: then no device and no host stores the whole model
 spmd.checkpoint.load_safetensors("models/gpt2", model, dtype=torch.bfloat16)
 """
 
@@ -20,19 +20,19 @@ from spmd.base._convert import host_tensor, to_numpy_dtype
 from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint._boxes import Box, whole
 from spmd.checkpoint._placement import assembled, boxes_on
-from spmd.checkpoint._plan_entries import layout_of, some, unfit
+from spmd.checkpoint._plan_entries import first_names, layout_of, mismatch
 from spmd.checkpoint._safetensors import Entry, SafetensorsFile, files_of
 from spmd.device._storage import buffer_of, is_whole
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read.
+    """The result of `load_safetensors`.
 
     Attributes:
-        bytes_read: of tensors, by this process.
-        unused: names that are only in the files; only with `strict=False`.
-        missing: names that are only in the module; only with `strict=False`.
+        bytes_read: bytes of tensors that this process read.
+        unused: names that only the files have. Always empty with `strict=True`.
+        missing: names that only the module has. Always empty with `strict=True`.
     """
 
     bytes_read: int
@@ -42,7 +42,11 @@ class Loaded:
 
 @dataclass
 class _Source:
-    """The tensors of all files of a model, by the module's names."""
+    """The tensors in all files of a model.
+
+    Attributes:
+        names: a tensor's file and its name there, by its name in the module.
+    """
 
     names: dict[str, tuple[SafetensorsFile, str]] = field(default_factory=dict[str, tuple[SafetensorsFile, str]])
 
@@ -63,11 +67,11 @@ def load_safetensors(
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
 ) -> Loaded:
-    """Fill a module's parameters and buffers from safetensors.
+    """Fill a module's parameters and buffers from safetensors files.
 
     Args:
-        path: a file, an index (`*.safetensors.index.json`), or a folder with either.
-        module: its tensors are filled in place, in their layouts. Tied weights need only one of their names in the files.
+        path: a file, an index (`*.safetensors.index.json`), or a folder that contains one of either.
+        module: its tensors are filled in place and keep their shardings. Of tied weights the files need only one name.
         dtype: the new dtype of the module's floating-point tensors; values are converted to it. None: the files' dtypes
             must equal the module's.
         strict: raise an error for names that only one side has.
@@ -85,8 +89,10 @@ def load_safetensors(
         targets = module.state_dict(keep_vars=True)
         names, missing, unused = _matched(targets, source)
         if strict and (missing or unused):
-            details = [f"not in the files: {some(missing)}"] * bool(missing) + [f"not in the module: {some(unused)}"] * bool(unused)
-            raise unfit(type(module).__name__, *details, fix="pass rename= for other names, or strict=False")
+            details = [f"not in the files: {first_names(missing)}"] * bool(missing) + [f"not in the module: {first_names(unused)}"] * bool(
+                unused
+            )
+            raise mismatch(type(module).__name__, *details, fix="pass rename= for other names, or strict=False")
         for name in names:
             _require_fit(name, targets[name], source.entry(name), dtype)
         for group in _tied(names, targets):
@@ -96,7 +102,7 @@ def load_safetensors(
 
 
 def _opened(path: Path, rename: Callable[[str], str], stack: ExitStack, files: list[SafetensorsFile]) -> _Source:
-    """All files open; with an index, a name counts only in the file that the index says."""
+    """Open all files. With an index, a tensor is read only from the file that the index lists."""
     found = files_of(path)
     opened: dict[Path, SafetensorsFile] = {}
     for file in dict.fromkeys(found.values() if isinstance(found, Mapping) else found):
@@ -108,7 +114,7 @@ def _opened(path: Path, rename: Callable[[str], str], stack: ExitStack, files: l
     for name, file in listed.items():
         if name not in opened[file].entries:
             raise CheckpointError(
-                message(f"{file} has no tensor {name[:80]!r}", "the index lists it there", fix="download or write it again")
+                message(f"{file} has no tensor {name[:80]!r}", "the index lists it there", fix="download it or write it again")
             )
         ours = rename(name)
         if ours in source.names:
@@ -120,7 +126,12 @@ def _opened(path: Path, rename: Callable[[str], str], stack: ExitStack, files: l
 
 
 def _matched(targets: Mapping[str, Any], source: _Source) -> tuple[list[str], list[str], list[str]]:
-    """Names that both have; the module's whose tensor has no name in the files; the files' that the module has not."""
+    """Compare names.
+
+    Returns:
+        The names that module and files both have; the names in the module none of whose tied names is in the files; the names that
+        only the files have.
+    """
     names = [name for name, value in targets.items() if name in source.names and isinstance(value, torch.Tensor)]
     filled = {_key(targets[name]) for name in names}
     missing = [name for name, value in targets.items() if isinstance(value, torch.Tensor) and _key(value) not in filled]
@@ -128,14 +139,14 @@ def _matched(targets: Mapping[str, Any], source: _Source) -> tuple[list[str], li
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """The same for tied tensors."""
+    """A key that is equal for tied tensors."""
     if tensor.device.type == "jax":
         return id(buffer_of(tensor)), tuple(tensor.shape)
     return tensor.untyped_storage().data_ptr() or id(tensor), tuple(tensor.shape), tensor.storage_offset()
 
 
 def _tied(names: list[str], targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names, those of one tensor together."""
+    """The names, grouped by tensor."""
     groups: dict[Any, list[str]] = {}
     for name in names:
         groups.setdefault(_key(targets[name]), []).append(name)
@@ -144,25 +155,25 @@ def _tied(names: list[str], targets: Mapping[str, torch.Tensor]) -> list[list[st
 
 def _require_fit(name: str, target: torch.Tensor, entry: Entry, dtype: torch.dtype | None) -> None:
     if tuple(target.shape) != entry.shape:
-        raise unfit(
-            name, f"the module's shape is {tuple(target.shape)}", f"the file's is {entry.shape}", fix="build the module it was saved from"
+        raise mismatch(
+            name, f"the module's shape is {tuple(target.shape)}", f"the file's is {entry.shape}", fix="build the module that was saved"
         )
     ours = str(target.dtype).removeprefix("torch.")
     is_converted = dtype is not None and target.is_floating_point() and "float" in entry.dtype
     if ours != entry.dtype and not is_converted:
-        fix = f"ask for one: load_safetensors(..., dtype=torch.{entry.dtype})"
-        raise unfit(name, f"the module's dtype is {ours}", f"the file's is {entry.dtype}", fix=fix)
+        fix = f"choose one: load_safetensors(..., dtype=torch.{entry.dtype})"
+        raise mismatch(name, f"the module's dtype is {ours}", f"the file's is {entry.dtype}", fix=fix)
     if target.device.type == "meta":
-        raise unfit(name, "it is on device 'meta', where no values are", fix="model.to_empty(device='jax') first")
+        raise mismatch(name, "it is on device 'meta', which stores no values", fix="model.to_empty(device='jax') first")
 
 
 def _require_equal(group: list[str], source: _Source) -> None:
-    """Names of one tensor that are all in the files must bring the same values."""
+    """Check that all names of one tied tensor have equal values in the files."""
     for other in group[1:]:
         for box in whole(source.entry(group[0]).shape).pieces(2**22):
             if source.read(group[0], box).tobytes() != source.read(other, box).tobytes():
                 fix = "untie them in the module, or remove one from the files"
-                raise unfit(other, f"the module ties it to {group[0]!r}", "the files have different values for the two", fix=fix)
+                raise mismatch(other, f"the module ties it to {group[0]!r}", "the files have different values for the two", fix=fix)
 
 
 def _fill(target: torch.Tensor, source: _Source, name: str) -> None:

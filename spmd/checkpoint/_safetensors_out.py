@@ -1,8 +1,8 @@
-"""`save_safetensors`: a module's weights as Hugging Face keeps them, written by all processes, gathered by none.
+"""`save_safetensors`: writes a module's weights in Hugging Face's format. Every process writes its shards; none gathers a tensor.
 
-Names, shapes and dtypes decide where each tensor's bytes lie, so every process writes its own shards into files of the right
-size, and process 0 names the finished folder. It needs a file system on which several hosts may write to one file (Lustre,
-GPFS, a local disk); over NFS, save on one host.
+Names, shapes and dtypes determine the offset of each tensor, so every process writes its own shards into files of the final
+size. Process 0 renames the folder when it is complete. Several hosts write to one file, which needs a suitable file system
+(Lustre, GPFS, a local disk). On NFS, save on one host.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from spmd.checkpoint._safetensors import NAMES, runs
 from spmd.checkpoint._tree import dtype_name
 from spmd.device._storage import buffer_of
 
-_ALIGNMENT = 64  # of the first tensor's bytes; headers are padded with blanks
+_ALIGNMENT = 64  # of the first tensor's offset; headers are padded with spaces
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes begin."""
+    """The file of a tensor, and the offset of its first byte there."""
 
     file: str
     offset: int
@@ -43,16 +43,16 @@ def save_safetensors(
     """Write a module's parameters and buffers as `model.safetensors`, or as several files and an index.
 
     Args:
-        folder: a new folder that all processes see; it appears when everything is written.
-        module: tied weights are written under their first name.
-        max_file_bytes: the size limit of a file, unless it contains a single tensor.
-        gang: the processes of the job; by default those that jax knows.
+        folder: a new folder on a file system of all processes. It appears under this name when everything is written.
+        module: the module to save. Tied weights are written once, under their first name.
+        max_file_bytes: maximum bytes of tensors in a file. A larger tensor gets a file of its own.
+        gang: the processes of the job; by default all processes of `jax.distributed`.
 
     Returns:
-        The names of the files.
+        The names of the tensor files.
 
     Raises:
-        CheckpointError: the folder exists, a tensor's dtype is not supported by the format, or writing failed.
+        CheckpointError: the folder exists, the format does not support the dtype of a tensor, or writing failed.
     """
     final = Path(os.path.abspath(folder))
     gang = current_gang() if gang is None else gang
@@ -60,10 +60,10 @@ def save_safetensors(
     files = _divided(leaves, max_file_bytes)
     writing = final.with_name(_files.WRITING + final.name)
     try:
-        _together(gang, "opened", lambda: _open(final, writing, files) if gang.index == 0 else None)
+        _on_all_processes(gang, "opened", lambda: _open(final, writing, files) if gang.index == 0 else None)
         places = {leaf.name: place for name, group in files.items() for leaf, place in _layout(name, group)}
-        _together(gang, "written", lambda: _write(writing, leaves, places, gang))
-        _together(gang, "named", lambda: _files.commit(writing, final) if gang.index == 0 else None)
+        _on_all_processes(gang, "written", lambda: _write(writing, leaves, places, gang))
+        _on_all_processes(gang, "named", lambda: _files.commit(writing, final) if gang.index == 0 else None)
     except CheckpointError:
         if gang.index == 0 and writing.exists():
             _files.remove(writing)
@@ -83,7 +83,9 @@ def _leaves(module: torch.nn.Module) -> list[Leaf]:
         seen.add(key)
         array = array_of(value)
         if dtype_name(array.dtype) not in NAMES:
-            raise CheckpointError(message(f"{name!r} of {value.dtype} has no safetensors dtype", fix="convert it first"))
+            raise CheckpointError(
+                message(f"{name!r} cannot be saved: safetensors does not support {value.dtype}", fix="convert it to another dtype first")
+            )
         found.append(Leaf(name, array, None, tuple(value.shape)))
     return found
 
@@ -93,7 +95,7 @@ def _nbytes(leaf: Leaf) -> int:
 
 
 def _divided(leaves: list[Leaf], max_file_bytes: int) -> dict[str, list[Leaf]]:
-    """The tensors by file, in order."""
+    """Distribute the tensors over files, in order."""
     groups: list[list[Leaf]] = [[]]
     for leaf in leaves:
         if groups[-1] and sum(map(_nbytes, groups[-1])) + _nbytes(leaf) > max_file_bytes:
@@ -126,7 +128,7 @@ def _layout(name: str, group: list[Leaf]) -> list[tuple[Leaf, _Place]]:
 
 
 def _open(final: Path, writing: Path, files: dict[str, list[Leaf]]) -> None:
-    """Files of their full size with their headers, and the index."""
+    """Create the files with their headers and their full size, and the index."""
     if final.exists() or final.is_symlink():
         raise CheckpointError(message(f"{final} exists", "nothing is overwritten", fix="choose another folder, or move it away"))
     _files.make_folder(writing)
@@ -141,7 +143,7 @@ def _open(final: Path, writing: Path, files: dict[str, list[Leaf]]) -> None:
 
 
 def _write(writing: Path, leaves: list[Leaf], places: dict[str, _Place], gang: Gang) -> None:
-    """This process's shards into their places."""
+    """Write this process's shards."""
     descriptors: dict[str, int] = {}
     try:
         for leaf in leaves:
@@ -168,8 +170,8 @@ def _write_box(descriptor: int, offset: int, leaf: Leaf, box: Box, data: np.ndar
             part, to = part[count:], to + count
 
 
-def _together(gang: Gang, name: str, action: Any) -> None:
-    """Do it on every process; the first error is everybody's."""
+def _on_all_processes(gang: Gang, name: str, action: Any) -> None:
+    """Run `action` on every process and wait for all of them; raise the first error on every process."""
     problem = ""
     try:
         action()

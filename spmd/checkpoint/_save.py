@@ -1,12 +1,12 @@
-"""`save`: one step of a state to disk, in the background, so that it is there whole or not at all.
+"""`save`: saves one step of a state, in the background and atomically.
 
     spmd.checkpoint.save("runs/a", step, {"model": model, "optimizer": optimizer, "batches": batches})
     ...
-    spmd.checkpoint.join()          # at the end: waits, and raises what went wrong
+    spmd.checkpoint.join()          # at the end: waits, and raises the error of a failed save
 
-Each process writes the first copy of the shards that it holds; process 0 adds the manifest and gives the folder its name
-when all have written. Every file is read back and compared before that, and only then are old steps deleted. A step that is
-saved again becomes a new folder; nothing that has a step's name is ever written to.
+Each process writes those of its shards that are replica 0, and reads every file back and compares it. When all processes have
+finished, process 0 adds the manifest, renames the folder to the step's name, and only then deletes old steps. Saving a step again
+creates a new folder. Nothing is ever written to a folder with a step's name.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
 from spmd.checkpoint._snapshot import HostPiece, Staging, packed, pieces_of
 from spmd.device._checks import raise_failed
 
-_WRITERS = 8  # threads: one waits for the disk while another computes checksums
+_WRITERS = 8  # threads, so that some compute checksums while others wait for the disk
 _log = logging.getLogger("spmd.checkpoint")
-# Saves in progress, by root: a later save must find the error of an earlier one. Only this module writes it.
+# Saves in progress, by root, so that a later save raises the error of an earlier one. Only this module writes to it.
 _pending: dict[Path, Saving] = {}
-_staging: dict[Path, Staging] = {}
+_staging: dict[Path, Staging] = {}  # by root
 
 
 class Saving:
-    """A save in progress."""
+    """A save in progress.
+
+    Attributes:
+        root: the folder that was passed to `save`, as an absolute path.
+        step: number of the step.
+    """
 
     def __init__(self, root: Path, step: int, outcome: Future[None]) -> None:
         self.root, self.step = root, step
@@ -50,11 +55,11 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """True when the save has finished."""
+        """Whether the save has finished or failed."""
         return self._outcome.done()
 
     def join(self) -> None:
-        """Wait until the step is on disk.
+        """Wait until the step is on disk, and release the folder's lock.
 
         Raises:
             CheckpointError: the step was not saved.
@@ -65,7 +70,7 @@ class Saving:
             _owner.release(self.root)
 
     def wait(self) -> None:
-        """Like `join`, but leaves the job ready for further saves."""
+        """Like `join`, but keep the folder locked for further saves of this job."""
         try:
             with mesh.extended_timeout("saving"):
                 self._outcome.result()
@@ -77,33 +82,38 @@ class Saving:
 def save(
     path: str | os.PathLike[str], step: int, state: Any, *, keep: int | None = None, wait: bool = False, gang: Gang | None = None
 ) -> Saving:
-    """Save `state` as step `step` under `path`; returns as soon as the state may be changed again.
+    """Save `state` as step `step` under `path`. Returns as soon as the state may be changed again.
 
     Args:
-        path: a folder that all processes see; created if it does not exist.
+        path: a folder on a file system of all processes; created if it does not exist.
+        step: number of the step, at least 0.
         state: containers of modules, optimizers, schedulers, loaders (anything with state_dict and load_state_dict), tensors,
             arrays, numbers and text. The random streams of host and device are saved with it.
-        keep: how many steps to keep; older ones are deleted after this one was read back. None: all.
-        wait: return when the step is on disk.
-        gang: the processes of the job; by default those that jax knows.
+        keep: number of steps to keep, at least 1; older ones are deleted after this one was read back. None keeps all.
+        wait: return only when the step is on disk.
+        gang: the processes of the job; by default all processes of `jax.distributed`.
+
+    Returns:
+        The save in progress; with `wait`, finished.
 
     Raises:
-        CheckpointError: the state contains something that a checkpoint cannot store; or, for this save with `wait` and for the
-            previous save otherwise, another job saves there, or writing failed. The message says which step was not saved.
+        CheckpointError: the state contains a value that a checkpoint cannot store, or `step` or `keep` is out of range. Also if
+            writing failed or another job saves there: in this save with `wait`, else in the previous save. The message names the
+            step that was not saved.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(message(f"save(step={step}, keep={keep}) is invalid", fix="step must be at least 0, keep at least 1"))
     root = Path(os.path.abspath(path))
     if root in _pending:
         _pending[root].wait()
-    raise_failed()  # what follows from a check that failed is no state to keep
+    raise_failed()  # a state computed after a failed check must not be saved
     gang = current_gang() if gang is None else gang
     collected = collect(state)
     staging = None
     if not wait:
         staging = _staging.setdefault(root, Staging([]))
         staging.rewind()
-    with mesh.extended_timeout("copying what is to be saved"):
+    with mesh.extended_timeout("copying the state to be saved"):
         pieces = pieces_of(collected.leaves, gang.index, gang.size, staging)
     writer = _Writer(root, step, keep, gang, collected, list(packed(pieces)))
     outcome: Future[None] = Future()
@@ -122,7 +132,7 @@ def save(
 
 
 def join(path: str | os.PathLike[str] | None = None) -> None:
-    """Wait for the saves under `path`, or for all saves; raise the error of the first that failed.
+    """Wait for the save in progress under `path`, or for all saves, and release the locks. Raises the first error.
 
     Raises:
         CheckpointError: a step was not saved.
@@ -140,10 +150,10 @@ def join(path: str | os.PathLike[str] | None = None) -> None:
 
 
 def _pooled(num_threads: int, jobs: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
-    """Start jobs on threads of their own.
+    """Start jobs on a new thread pool.
 
-    Note [Threads before the end]. All jobs of a save are handed over while `save` runs: once Python shuts down no pool takes
-    more, but what it has taken is finished, so a program may end right after its last save.
+    Note [Threads at shutdown]. All jobs of a save are submitted while `save` runs. Once Python shuts down, a pool accepts no more
+    jobs, but it finishes those it has. So a program may end right after its last save.
     """
     pool = ThreadPoolExecutor(num_threads, "checkpoint")
     futures = [pool.submit(job) for job in jobs]
@@ -152,34 +162,34 @@ def _pooled(num_threads: int, jobs: Sequence[Callable[[], Any]]) -> list[Future[
 
 
 class _Writer:
-    """One save on one process."""
+    """One save, on one process."""
 
     def __init__(self, root: Path, step: int, keep: int | None, gang: Gang, collected: Collected, groups: list[list[HostPiece]]) -> None:
         self.root, self.step, self.keep, self.gang, self.collected, self.groups = root, step, keep, gang, collected, groups
         self.files = [DataFile(f"data-{gang.index:05d}-{n:06d}.bin", sum(len(p.data) for p in group)) for n, group in enumerate(groups)]
         self._store: Future[_files.Store] = Future()
-        # See Note [Threads before the end]: the writers start now and wait for the folder.
+        # See Note [Threads at shutdown]: the writers start now and wait for the folder.
         self._jobs = _pooled(_WRITERS, [partial(self._write_file, *job) for job in zip(self.files, groups, strict=True)])
 
     def run(self) -> None:
-        """Write, and return when the step is committed everywhere."""
+        """Write this process's files. Returns when the step is committed."""
         is_first = self.gang.index == 0
         try:
-            name = str(self._together("opened", self._open if is_first else _nothing)[0])
+            name = str(self._on_all_processes("opened", self._open if is_first else _nothing)[0])
             writing = self.root / (_files.WRITING + name)
         except BaseException as error:
             self._store.set_exception(error)
             raise
         try:
-            self._together("written", lambda: self._write(writing))
-            self._together("committed", (lambda: self._commit(writing, self.root / name)) if is_first else _nothing)
+            self._on_all_processes("written", lambda: self._write(writing))
+            self._on_all_processes("committed", (lambda: self._commit(writing, self.root / name)) if is_first else _nothing)
         except CheckpointError:
             if is_first:
                 _discard(writing)
             raise
 
     def report(self, outcome: Future[None]) -> None:
-        """Log a failure when it happens: nobody may ask for it for a long time."""
+        """Log a failure at once, since the next save or `join`, which raises it, may be far away."""
         error = outcome.exception()
         if error is not None:
             _log.error("%s", error)
@@ -187,8 +197,8 @@ class _Writer:
     def _write_file(self, file: DataFile, group: Sequence[HostPiece]) -> list[int]:
         return self._store.result().write(file.name, [piece.data for piece in group])
 
-    def _together(self, name: str, action: Callable[[], Any]) -> list[Any]:
-        """Do it on every process; the results of all, or the error of the first that failed, everywhere."""
+    def _on_all_processes(self, name: str, action: Callable[[], Any]) -> list[Any]:
+        """Run `action` on every process, and return the results of all. The first error is raised on every process."""
         result, problem = None, ""
         try:
             result = action()
@@ -202,11 +212,11 @@ class _Writer:
         return [result for result, _ in answers]
 
     def _open(self) -> str:
-        """Make the folder to write in; returns the name that the step will have."""
+        """Create the folder to write to, and return the final name of the step's folder."""
         self.root.mkdir(parents=True, exist_ok=True)
         _owner.claim(self.root, [name.folder for name in committed(self.root)])
         for entry in os.scandir(self.root):
-            if entry.name.startswith((_files.WRITING, _files.DELETING)):  # of a run that was killed
+            if entry.name.startswith((_files.WRITING, _files.DELETING)):  # left by a run that was killed
                 _files.remove(Path(entry.path))
         taken = {name.attempt for name in map(_files.parse_name, os.listdir(self.root)) if name is not None and name.step == self.step}
         name = _files.StepName(self.step, max(taken, default=-1) + 1)
@@ -214,9 +224,9 @@ class _Writer:
         return name.folder
 
     def _write(self, writing: Path) -> None:
-        """This process's data files; and, for process 0 to read, what is in them."""
+        """Write this process's data files, and a list of their contents for process 0."""
         self._store.set_result(_files.Store(writing))
-        wait_for(self._jobs)  # all of them: none may still write when another's error has the folder removed
+        wait_for(self._jobs)  # all of them: none may still write when the error of another causes the folder's removal
         checksums = [job.result() for job in self._jobs]
         arrays = self._arrays(checksums)
         if self.gang.index == 0:
@@ -227,7 +237,11 @@ class _Writer:
             _files.write_small(writing / _part(self.gang.index), text.encode())
 
     def _arrays(self, checksums: Sequence[Sequence[int]]) -> list[ArrayEntry]:
-        """All arrays, each with the pieces that this process wrote."""
+        """The entries of all arrays, each with only the pieces that this process wrote.
+
+        Args:
+            checksums: the CRC-32 of each piece, by file.
+        """
         found: list[list[Piece]] = [[] for _ in self.collected.leaves]
         for number, (group, sums) in enumerate(zip(self.groups, checksums, strict=True)):
             at = 0
@@ -240,7 +254,7 @@ class _Writer:
         ]
 
     def _commit(self, writing: Path, final: Path) -> None:
-        """The manifest of all processes' files, and the step's name; then old steps go."""
+        """Write the manifest of the files of all processes, rename the folder to the step's name, and delete old steps."""
         manifest = self._manifest(writing)
         data = manifest.to_bytes()
         _files.write_small(writing / _manifest.NAME, data)
@@ -274,7 +288,7 @@ class _Writer:
         return {"saved": saved, "processes": self.gang.size, "versions": versions}
 
     def _delete_old(self, final: Path) -> None:
-        """Earlier attempts at this step, and all but the newest `keep` steps; what cannot be deleted is reported, no more."""
+        """Delete earlier attempts at this step, and all but the newest `keep` valid steps. A failed deletion is only logged."""
         names = [name for name in committed(self.root) if name.step <= self.step and name.folder != final.name]
         older = [name for name in names if name.step < self.step]
         if self.keep is not None:

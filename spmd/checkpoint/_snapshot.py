@@ -1,7 +1,7 @@
-"""The bytes of a state at one moment, in memory that no later step touches, cut into pieces and packed into files.
+"""A snapshot of a state's bytes, cut into pieces and packed into files, in memory that no later step overwrites.
 
-A compiled step gives its state's memory to the next step's, so an asynchronous save copies first. The copies' memory is kept
-for the next save: to get a gigabyte of fresh memory from the system takes longer than to copy it.
+A compiled step donates the memory of the state to the next one, so an asynchronous save copies the state first. The memory of
+the copies is reused by the next save, because allocating a gigabyte from the system takes longer than copying it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmd.checkpoint._boxes import Box
 from spmd.checkpoint._collect import Leaf
 
 _COPIERS = 4
-PACK_BYTES = 32 * 2**20  # of a data file, about; a larger shard becomes several pieces
+PACK_BYTES = 32 * 2**20  # maximum bytes of a data file; a larger shard becomes several pieces
 
 
 class HostPiece(NamedTuple):
@@ -31,7 +31,11 @@ class HostPiece(NamedTuple):
 
 @dataclass
 class Staging:
-    """Host memory that is used again by every asynchronous save."""
+    """Host memory that all asynchronous saves into one folder reuse.
+
+    Attributes:
+        blocks: the allocated memory, as arrays of bytes.
+    """
 
     blocks: list[np.ndarray[Any, Any]]
     _at: int = 0
@@ -39,7 +43,7 @@ class Staging:
     _waiting: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(default_factory=list[Any])
 
     def place_for(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Memory of ours that will hold the same bytes after `copy`."""
+        """Reserve memory for a copy of `data`, which `copy` makes."""
         while self._at < len(self.blocks) and len(self.blocks[self._at]) - self._used < len(data):
             self._at, self._used = self._at + 1, 0
         if self._at == len(self.blocks):
@@ -50,23 +54,23 @@ class Staging:
         return place
 
     def copy(self) -> None:
-        """Copy all for which there is a place, on several threads: one does not fill the memory bus."""
+        """Make all reserved copies, on several threads, since one does not saturate the memory bus."""
         with ThreadPoolExecutor(_COPIERS, "checkpoint-copy") as pool:
             for done in [pool.submit(np.copyto, *pair) for pair in self._waiting]:
                 done.result()
         self._waiting.clear()
 
     def rewind(self) -> None:
-        """Forget the copies; blocks that the last save did not need are given back."""
+        """Make the memory free for new copies. Blocks that the last save did not use are deallocated."""
         del self.blocks[self._at + 1 :]
         self._at = self._used = 0
 
 
 def pieces_of(leaves: Sequence[Leaf], index: int, size: int, staging: Staging | None) -> list[HostPiece]:
-    """What process `index` of `size` writes, in an order that only the leaves decide.
+    """The pieces that process `index` of `size` writes, in the order of the leaves.
 
     Args:
-        staging: where the bytes are copied to; None to refer to memory of the arrays where that is possible.
+        staging: memory to copy the bytes to. None refers to the arrays' own memory where possible.
     """
     shards = [(number, box, data) for number, leaf in enumerate(leaves) for box, data in leaf.shards(index, size)]
     for _, _, data in shards:
@@ -91,12 +95,12 @@ def _cut(number: int, box: Box, data: Any, staging: Staging | None) -> Iterator[
 
 
 def _is_shared(array: jax.Array) -> bool:
-    """True where numpy looks at the device's own memory."""
+    """Whether `np.asarray` returns the device's own memory instead of a copy."""
     return next(iter(array.devices())).platform == "cpu"
 
 
 def packed(pieces: Sequence[HostPiece]) -> Iterator[list[HostPiece]]:
-    """The pieces in groups of about `PACK_BYTES`, in order."""
+    """Group the pieces, in order, into files of at most `PACK_BYTES`."""
     group: list[HostPiece] = []
     total = 0
     for piece in pieces:

@@ -1,7 +1,8 @@
-"""State as plain data: nested containers and Python values to JSON and back, with arrays left out by number.
+"""Converts nested containers and Python values to JSON and back. Arrays are replaced by numbers.
 
-Nothing is pickled: what has no form here is refused with its path in the state. Floats travel as hexadecimal, so they come
-back bit for bit; arrays go to `add`, which answers with their number in the manifest, or inline where there are few bytes.
+Nothing is pickled: a value of an unsupported type is refused with its path in the state. Floats are stored in hexadecimal, so they
+are restored bit for bit. Arrays are passed to `add`, which returns a node: their number in the manifest, or for a small array
+its bytes.
 
     node = encode({"lr": 1e-3, "weight": array}, add)      # {"dict": [["lr", {"float": "0x1.06..."}], ["weight", {"array": 0}]]}
     decode(node, lambda number, kind: arrays[number])
@@ -21,7 +22,7 @@ import torch
 from spmd.base._convert import host_array, host_tensor, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import CheckpointError, SpmdError, message
 
-Node = Any  # what json can write
+Node = Any  # a JSON value
 _MAX_DEPTH = 200
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _KEYS = (str, int, float, bool, type(None), tuple)
@@ -39,15 +40,19 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def is_array(value: object) -> bool:
-    """True for what is stored as an array: of torch, jax or numpy."""
+    """Whether a value is stored as an array: one of torch, jax or numpy."""
     return isinstance(value, torch.Tensor | jax.Array | np.ndarray | np.generic)
 
 
 def encode(value: Any, add: Callable[[str, Any], Node], path: str = "") -> Node:
-    """The JSON form of `value`; `add(path, array)` gives the node of an array.
+    """Convert `value` to a node.
+
+    Args:
+        add: called with the path and value of an array; returns its node.
+        path: path of `value` in the state, for errors.
 
     Raises:
-        CheckpointError: something in it is neither a container, a number, text, bytes nor an array.
+        CheckpointError: `value` contains something other than containers, numbers, text, bytes, dtypes, devices and arrays.
     """
     if is_array(value):
         return add(path, value)
@@ -72,7 +77,7 @@ def encode(value: Any, add: Callable[[str, Any], Node], path: str = "") -> Node:
     raise CheckpointError(
         message(
             f"{path or 'the state'} cannot be saved: it is of type {type(value).__module__}.{type(value).__qualname__}",
-            "a checkpoint holds arrays, containers, numbers, text and bytes; nothing is pickled, because a pickle executes code",
+            "a checkpoint contains arrays, containers, numbers, text and bytes; nothing is pickled, because a pickle executes code",
             fix="save plain values, or give the object state_dict() and load_state_dict()",
         )
     )
@@ -92,27 +97,31 @@ def _refuse_array(path: str, value: Any) -> Node:
 
 
 def inline(path: str, value: Any) -> Node:
-    """An `add` that puts the array's bytes into the node itself: for small state that every process has for itself."""
+    """An `add` for `encode` that puts the array's bytes into the node: for small per-process state."""
     array = host_array(value.cpu()) if isinstance(value, torch.Tensor) else np.asarray(value)
     kind = kind_of(value)
     return {"inline": [array.dtype.name, list(array.shape), base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii"), kind]}
 
 
 def kind_of(value: Any) -> str:
-    """What an array is, besides its values: where it comes back when nobody says where."""
+    """The kind of an array: "device", "torch", "jax", "numpy" or "scalar". It determines the type that it is restored as."""
     if isinstance(value, torch.Tensor):
         return "device" if value.device.type == "jax" else "torch"
     return "jax" if isinstance(value, jax.Array) else "scalar" if isinstance(value, np.generic) else "numpy"
 
 
 def decode(node: Node, array: Callable[[int, str], Any], depth: int = 0) -> Any:
-    """The value of a node; `array(number, kind)` gives that of an array.
+    """Convert a node to its value.
+
+    Args:
+        array: called with the number and kind of an array; returns its value.
+        depth: nesting depth of the node.
 
     Raises:
-        CheckpointError: the node is not one that `encode` makes.
+        CheckpointError: the node is malformed.
     """
     if depth > _MAX_DEPTH or not isinstance(node, dict) or not node:
-        raise malformed("a node of its state is no node")
+        raise malformed(f"a node of its state is not an object, is empty, or is nested more than {_MAX_DEPTH} levels deep")
     kind, content = next(iter(node.items()))
     try:
         if kind in _MAPPINGS.values():
@@ -123,7 +132,7 @@ def decode(node: Node, array: Callable[[int, str], Any], depth: int = 0) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError, SpmdError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise malformed(f"a node of kind {kind!r} has no such content") from error
+        raise malformed(f"a node of kind {kind!r} has invalid content") from error
 
 
 def _decode_key(key: Node, depth: int) -> Any:
@@ -131,7 +140,7 @@ def _decode_key(key: Node, depth: int) -> Any:
 
 
 def _no_array(number: int, kind: str) -> Any:
-    raise malformed("an array is a key")
+    raise malformed("a dict of its state has an array as a key")
 
 
 def _decode_leaf(kind: str, content: Any, node: dict[str, Any], array: Callable[[int, str], Any]) -> Any:
@@ -151,7 +160,7 @@ def _decode_leaf(kind: str, content: Any, node: dict[str, Any], array: Callable[
         return torch.device(content)
     if kind == "inline":
         return _decode_inline(*content)
-    raise malformed(f"a node is of kind {str(kind)[:40]!r}")
+    raise malformed(f"a node of its state is of unknown kind {str(kind)[:40]!r}")
 
 
 def _decode_inline(name: str, shape: list[int], text: str, kind: str) -> Any:
@@ -161,29 +170,33 @@ def _decode_inline(name: str, shape: list[int], text: str, kind: str) -> Any:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a name in a manifest, e.g. 'bfloat16'; CheckpointError if it is none of torch's that the device has."""
+    """The numpy dtype for torch's name in a manifest, e.g. 'bfloat16'.
+
+    Raises:
+        CheckpointError: torch has no dtype of this name, or the device does not support it.
+    """
     if not isinstance(name, str) or name not in _DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise malformed(f"dtype {str(name)[:40]!r} is unknown")
     try:
         return to_numpy_dtype(_DTYPES[name])
     except SpmdError as error:
-        raise malformed(f"dtype {name!r} is not one of the device's") from error
+        raise malformed(f"the device does not support dtype {name!r}") from error
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a numpy dtype in a manifest."""
+    """Torch's name, as used in a manifest, for a numpy dtype."""
     return str(to_torch_dtype(dtype)).removeprefix("torch.")
 
 
 def integer(value: Any) -> int:
-    """`value` if it is a non-negative integer of 63 bits; CheckpointError otherwise."""
+    """Return `value` if it is a non-negative integer of 63 bits; else raise a CheckpointError."""
     if type(value) is not int or not 0 <= value < 2**63:
-        raise malformed(f"{str(value)[:40]!r} is no count")
+        raise malformed(f"{str(value)[:40]!r} is not a non-negative integer of 63 bits")
     return value
 
 
 def malformed(what: str) -> CheckpointError:
-    """The error for a manifest that this package did not write."""
+    """The error for a manifest with invalid contents."""
     return CheckpointError(message("the manifest is malformed", what, fix="restore another step: `spmd ckpt ls PATH` shows them"))
 
 

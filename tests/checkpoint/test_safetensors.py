@@ -140,5 +140,5 @@ def test_an_existing_folder_is_not_overwritten_and_a_pipe_is_not_read(tmp_path: 
     with pytest.raises(spmd.CheckpointError, match="nothing is overwritten"):
         checkpoint.save_safetensors(tmp_path, torch.nn.Linear(2, 2))
     os.mkfifo(tmp_path / "m.safetensors")
-    with pytest.raises(spmd.CheckpointError, match="no regular file"):
+    with pytest.raises(spmd.CheckpointError, match="not a regular file"):
         checkpoint.load_safetensors(tmp_path, torch.nn.Linear(2, 2))
