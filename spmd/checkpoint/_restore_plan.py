@@ -134,9 +134,8 @@ class Plan:
         own = module.state_dict(keep_vars=True)
         missing, extra = [name for name in own if name not in saved], [name for name in saved if name not in own]
         if missing or extra:
-            details = [f"not in the checkpoint: {first_names(missing)}"] * bool(missing) + [
-                f"not in the module: {first_names(extra)}"
-            ] * bool(extra)
+            details = [f"not in the checkpoint: {first_names(missing)}"] if missing else []
+            details += [f"not in the module: {first_names(extra)}"] if extra else []
             raise mismatch(path, *details)
         parts: list[Finish] = []
         for name, value in own.items():

@@ -89,9 +89,8 @@ def load_safetensors(
         targets = module.state_dict(keep_vars=True)
         names, missing, unused = _matched(targets, source)
         if strict and (missing or unused):
-            details = [f"not in the files: {first_names(missing)}"] * bool(missing) + [f"not in the module: {first_names(unused)}"] * bool(
-                unused
-            )
+            details = [f"not in the files: {first_names(missing)}"] if missing else []
+            details += [f"not in the module: {first_names(unused)}"] if unused else []
             raise mismatch(type(module).__name__, *details, fix="pass rename= for other names, or strict=False")
         for name in names:
             _require_fit(name, targets[name], source.entry(name), dtype)
