@@ -84,8 +84,6 @@ def load_safetensors(
     with ExitStack() as stack:
         files: list[SafetensorsFile] = []
         source = _opened(Path(path), rename or str, stack, files)
-        if dtype is not None:
-            module.to(dtype)
         targets = module.state_dict(keep_vars=True)
         names, missing, unused = _matched(targets, source)
         if strict and (missing or unused):
@@ -94,9 +92,18 @@ def load_safetensors(
             raise mismatch(type(module).__name__, *details, fix="pass rename= for other names, or strict=False")
         for name in names:
             _require_fit(name, targets[name], source.entry(name), dtype)
-        for group in _tied(names, targets):
+        groups = _tied(names, targets)
+        for group in groups.values():
             _require_equal(group, source)
-            _fill(targets[group[0]], source, group[0])
+        origins = {name: groups[_key(value)][0] for name, value in targets.items() if _is_filled(value, groups)}
+        if dtype is not None:
+            module.to(dtype)
+            targets = module.state_dict(keep_vars=True)
+        filled: set[Any] = set()
+        for name, origin in origins.items():  # all names: `module.to` makes two tensors of a tied buffer
+            if _key(targets[name]) not in filled:
+                filled.add(_key(targets[name]))
+                _fill(targets[name], source, origin)
         return Loaded(sum(file.bytes_read for file in files), tuple(unused), tuple(missing))
 
 
@@ -144,12 +151,16 @@ def _key(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage().data_ptr() or id(tensor), tuple(tensor.shape), tensor.storage_offset()
 
 
-def _tied(names: list[str], targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def _is_filled(value: Any, groups: Mapping[Any, list[str]]) -> bool:
+    return isinstance(value, torch.Tensor) and _key(value) in groups
+
+
+def _tied(names: list[str], targets: Mapping[str, torch.Tensor]) -> dict[Any, list[str]]:
     """The names, grouped by tensor."""
     groups: dict[Any, list[str]] = {}
     for name in names:
         groups.setdefault(_key(targets[name]), []).append(name)
-    return list(groups.values())
+    return groups
 
 
 def _require_fit(name: str, target: torch.Tensor, entry: Entry, dtype: torch.dtype | None) -> None:

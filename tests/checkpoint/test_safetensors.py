@@ -112,8 +112,12 @@ def test_values_are_rounded_as_torch_rounds_them_only_when_asked(tmp_path: Path,
 def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     tensors = {k: v.clone() for k, v in Tied().state_dict().items() if k != "head.weight"} | changes
     safetensors.torch.save_file({k: v for k, v in tensors.items() if v is not None}, str(tmp_path / "model.safetensors"))
-    with pytest.raises(spmd.CheckpointError, match=text):
-        checkpoint.load_safetensors(tmp_path, Tied().to("jax"))
+    module = Tied().to("jax")
+    before = {name: (value.dtype, value.tolist()) for name, value in module.state_dict().items()}
+    for dtype in (None, torch.bfloat16):
+        with pytest.raises(spmd.CheckpointError, match=text):
+            checkpoint.load_safetensors(tmp_path, module, dtype=dtype)
+        assert {name: (value.dtype, value.tolist()) for name, value in module.state_dict().items()} == before
 
 
 def test_other_names_are_renamed_or_left_out(tmp_path: Path) -> None:
