@@ -1,1 +1,1 @@
-"""What every other room stands on: errors, dtypes and buffers, counters, and the private names of jax."""
+"""The lowest floor of `spmd`: errors, settings, dtypes, counters, progress, and the private names of torch and jax."""

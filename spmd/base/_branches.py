@@ -1,9 +1,9 @@
-"""Branches of which one side does nothing but raise, found in the code of the function that is about to take one.
+"""Finds branches with one side that only raises, in the bytecode of the function that is about to take the branch.
 
-    if not valid.all():                    # `side_that_raises(frame)`: it raises if the value is false
+    if not valid.all():                    # `side_that_raises(frame)`: raises if the value is false
         raise ValueError(f"invalid: {x}")
 
-An `assert` is one too. A side that the function itself catches is none. Python 3.11 to 3.13.
+An `assert` is such a branch. A branch whose exception the same function catches is not. Python 3.11 to 3.13.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Raising:
     """The side of a branch that raises.
 
     Attributes:
-        truth: of the value for which the branch goes there.
-        kind: the class that it raises.
-        text: file, line and source of the branch, on one line.
+        truth: truth value of the condition for which this side runs.
+        kind: class of the exception that it raises.
+        text: file, line and source of the branch, in one line.
     """
 
     truth: bool
@@ -34,7 +34,7 @@ class Raising:
 
 
 def side_that_raises(frame: types.FrameType) -> Raising | None:
-    """The side that raises of the branch whose condition `frame` is just asking for; None if there is no such branch or side."""
+    """The raising side of the branch whose condition `frame` is evaluating now; None if it is not at a branch with such a side."""
     code = frame.f_code
     found = _side_that_raises(code, frame.f_lasti)
     if found is None:
@@ -48,7 +48,11 @@ def side_that_raises(frame: types.FrameType) -> Raising | None:
 
 @functools.cache
 def _side_that_raises(code: types.CodeType, offset: int) -> tuple[bool, tuple[str, ...], int, int] | None:
-    """(truth that raises, names that the side loads, first and last line) of the conditional jump that the instruction leads to."""
+    """Analyze the conditional jump that follows the instruction at `offset`.
+
+    Returns:
+        (truth value that raises, names that the raising side loads, first line, last line); None if not exactly one side only raises.
+    """
     instructions = list(dis.get_instructions(code))
     index = next((i for i, instruction in enumerate(instructions) if instruction.offset == offset), None)
     if index is None:
@@ -69,7 +73,8 @@ def _side_that_raises(code: types.CodeType, offset: int) -> tuple[bool, tuple[st
     return truth, names, _line(jump) or last, last
 
 
-_GOES_ON = (
+# Parts of the names of instructions that a raising side may not have: they leave it without raising, or have effects.
+_NOT_ONLY_RAISING = (
     "RETURN",
     "YIELD",
     "JUMP",
@@ -86,7 +91,7 @@ _GOES_ON = (
 
 
 def _only_raises(code: types.CodeType, instructions: Sequence[dis.Instruction]) -> tuple[tuple[str, ...], int] | None:
-    """Names that are loaded and the last line, if these instructions make an exception and raise it out of the function."""
+    """The names that are loaded and the last line, if these instructions only build an exception and raise it; else None."""
     names: list[str] = []
     for instruction in instructions[:400]:
         name = instruction.opname
@@ -98,13 +103,13 @@ def _only_raises(code: types.CodeType, instructions: Sequence[dis.Instruction]) 
             if instruction.arg == 0 or _is_caught(code, instruction.offset):
                 return None
             return tuple(names), _line(instruction, last=True)
-        elif any(part in name for part in _GOES_ON):
+        elif any(part in name for part in _NOT_ONLY_RAISING):
             return None
     return None
 
 
 def _is_caught(code: types.CodeType, offset: int) -> bool:
-    """Whether the function itself catches what an instruction raises; a `with` around it does not."""
+    """Whether an `except` in the same function handles an exception raised at `offset`. A `with` block does not count."""
     instructions = list(dis.get_instructions(code))
     for entry in dis.Bytecode(code).exception_entries:  # pyright: ignore[reportAttributeAccessIssue]
         if entry.start <= offset < entry.end:

@@ -1,8 +1,8 @@
-"""What the chips that programs run on can do, from their makers' data sheets."""
+"""Peak FLOPs per second of accelerator chips, from the vendors' data sheets."""
 
 from __future__ import annotations
 
-# Dense bfloat16 FLOPs per second of one chip; jax's `device_kind` contains the name.
+# Dense bfloat16 FLOPs per second of one chip, by a part of jax's `device_kind`. The first match counts.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -16,7 +16,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Of one chip; None for a kind that the table lacks."""
+    """Dense bfloat16 FLOPs per second of one chip of this `jax.Device.device_kind`; None if the kind is not in the table."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_kind), None)
 
 

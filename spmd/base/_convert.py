@@ -1,7 +1,7 @@
-"""dtypes and buffers between torch and numpy/jax: the only file that maps one library's element types to the other's.
+"""Conversion of dtypes and host arrays between torch and numpy or jax. No other file maps the dtypes of one library to the other.
 
-A dtype is the truth that torch states: int64 is int64 and float64 is float64 here, so everything of ours that runs or
-traces does so inside `exact_dtypes()`, jax's thread-local 64-bit context; the process-wide flag stays as the user set it.
+Torch's dtypes are kept exactly: int64 stays int64, and float64 stays float64. So this package runs and traces everything inside
+`exact_dtypes()`, jax's thread-local 64-bit context. The process-wide flag stays as the user set it.
 """
 
 from __future__ import annotations
@@ -40,29 +40,35 @@ _TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 _TO_TORCH: dict[np.dtype[Any], torch.dtype] = {v: k for k, v in _TO_NUMPY.items()}
 _LARGEST_E4M3 = 448.0
-# of what is too large some versions of torch make the largest number, others NaN, as jax does
+# Some versions of torch convert numbers that are too large to the largest finite number, others to NaN as jax does.
 _E4M3_SATURATES = bool((torch.tensor(1e4).to(torch.float8_e4m3fn).float() == _LARGEST_E4M3).item())
-# numpy has no such element type in torch's own conversion: travel as bits of the same width
+# Torch cannot convert bfloat16 and float8 to numpy, so they are converted as integers of the same width. By element size in bytes.
 _AS_BITS = {2: torch.int16, 1: torch.uint8}
 
 
 def exact_dtypes() -> AbstractContextManager[None]:
-    """The context in which jax keeps 64-bit types, for this thread only."""
+    """A context in which jax keeps 64-bit types, on this thread only."""
     return jax.enable_x64(True)
 
 
 def to_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The numpy dtype that holds `dtype`'s values bit for bit; SpmdError if jax has none (quantized, bits types)."""
+    """The numpy dtype with the same representation as a torch dtype.
+
+    Raises:
+        SpmdError: jax has no such dtype (quantized dtypes, `torch.bits8`).
+    """
     try:
         return _TO_NUMPY[dtype]
     except KeyError:
-        raise SpmdError(
-            message(f"device 'jax' has no element type for {dtype}", fix="convert the tensor to a dtype that jax supports")
-        ) from None
+        raise SpmdError(message(f"device 'jax' does not support {dtype}", fix="convert the tensor to a dtype that jax supports")) from None
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype of a numpy or jax dtype; SpmdError if torch has none (int4, float0)."""
+    """The torch dtype with the same representation as a numpy or jax dtype.
+
+    Raises:
+        SpmdError: torch has no such dtype (int4, float0).
+    """
     try:
         return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]
     except KeyError:
@@ -70,9 +76,10 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def cast(array: Any, dtype: Any) -> Any:
-    """A jax array in another dtype, as torch's CPU converts it.
+    """Convert a jax array to another dtype, with the results of torch on the CPU.
 
-    Bools become floats by way of integers: XLA takes a product with a converted bool for a choice, and `inf * False` for 0.
+    Bools are converted to floats through integers. XLA replaces a product with a directly converted bool by a select, so that
+    `inf * False` would be 0 instead of NaN.
     """
     if array.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         array = array.astype(np.int8)
@@ -84,8 +91,10 @@ def cast(array: Any, dtype: Any) -> Any:
 
 
 def _truncated(array: Any, dtype: np.dtype[Any]) -> Any:
-    """Floats as integers. C++ leaves open what becomes of numbers that do not fit, and XLA takes the nearest that does; torch's CPU has
-    the lowest int32 (int64) for what that cannot hold, NaN too, and a narrower dtype has the low bits of it: 300.0 is 44 as uint8.
+    """Convert floats to integers, with torch's results for numbers out of range, for which C++ leaves the result undefined.
+
+    XLA clamps to the nearest integer of the dtype. Torch on the CPU gives the lowest int32 (int64) for numbers out of the range of
+    int32 (int64), and for NaN. A narrower dtype gets the low bits of the int32: 300.0 becomes 44 as uint8.
     """
     if array.dtype.itemsize < 4:
         array = array.astype(np.float32)
@@ -100,7 +109,7 @@ def _truncated(array: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """A private numpy copy of a CPU tensor's values, same shape and dtype, row-major."""
+    """Copy a CPU tensor to a row-major numpy array of the same shape and dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     dtype = to_numpy_dtype(plain.dtype)
     if dtype.type.__module__ == "ml_dtypes" or plain.dtype in (torch.bfloat16,):
@@ -109,7 +118,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def host_tensor(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """A CPU tensor that owns a copy of `array`, same shape and dtype."""
+    """Copy a numpy array to a CPU tensor of the same shape and dtype."""
     dtype = to_torch_dtype(array.dtype)
     if array.dtype.type.__module__ == "ml_dtypes":
         bits = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]

@@ -1,6 +1,7 @@
-"""Counts of what crosses between host and devices. Lowest floor, because the copies below every API keep them.
+"""Counters of transfers between host and devices. `spmd.metrics` shows them.
 
-It knows nothing of tensors: a counter is a name and a number that only grows until `reset`. `spmd.metrics` shows them.
+They are on the lowest floor because the lowest-level copy functions increment them. A counter is a name and an integer, which only
+grows until `reset`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ _lock = threading.Lock()
 
 
 def count(name: str, amount: int = 1) -> None:
-    """Add `amount` to counter `name` (bytes, calls; the name says which)."""
+    """Add `amount` to counter `name`, in the counter's unit (bytes or calls)."""
     with _lock:
         _counts[name] += amount
 
 
 def snapshot() -> dict[str, int]:
-    """All counters by name, as a copy."""
+    """A copy of all counters, by name."""
     with _lock:
         return dict(_counts)
 

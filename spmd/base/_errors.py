@@ -1,31 +1,31 @@
 """The exceptions of `spmd`, the tree of all exceptions, and the user's line for their messages.
 
-    Noted                                              heard of even when a traced function catches it
-    +-- SpmdError                                      base of every error that users meet
+    Noted                                              recorded, even if a traced function catches it
+    +-- SpmdError                                      base of all errors for users
     |   +-- MeshError (ValueError)                     mesh: a mesh, spec or device request is invalid
     |   |   +-- SpecError                              mesh: a PartitionSpec does not fit its mesh or its tensor
-    |   |   |   +-- RulesError                         mesh: rules for a model leave something suspicious
-    |   |   |   +-- PlacementError                     DTensor placements that lay out no such tensor
+    |   |   |   +-- RulesError                         mesh: rules that probably do not do what was meant for a model
+    |   |   |   +-- PlacementError                     DTensor placements do not fit their mesh or tensor
     |   |   |       +-- NoSuchDimError (IndexError)
     |   |   |       +-- UnreducedError (NotImplementedError)
-    |   |   +-- DeviceError (RuntimeError)             mesh: too few devices, or asked for too late
-    |   +-- JobError (RuntimeError)                    mesh: the processes of a job do not come together, or do not agree
-    |   |   +-- ServiceLost                            process 0, or the way to it, is gone
+    |   |   +-- DeviceError (RuntimeError)             mesh: too few devices, or requested too late
+    |   +-- JobError (RuntimeError)                    mesh: the processes of a job cannot connect, or do not agree
+    |   |   +-- ServiceLost                            process 0, or the connection to it, is lost
     |   +-- UnsupportedOpError (NotImplementedError)   an ATen op without a lowering
-    |   +-- TraceError (RuntimeError)                  Python needed a value that only the compiled program has
-    |   |   +-- Untraceable                            a graph of Dynamo's that is no program
-    |   +-- DroppedValueError (RuntimeError)           a tensor whose value the compiled program did not keep
-    |   |   +-- StaleGradients                         a gradient of an earlier call was added to: the step is traced again
+    |   +-- TraceError (RuntimeError)                  Python needed a value that is known only when the program runs
+    |   |   +-- Untraceable                            a Dynamo graph cannot be compiled to one program
+    |   +-- DroppedValueError (RuntimeError)           a tensor was read whose value the compiled program dropped
+    |   |   +-- StaleGradients                         a gradient of an earlier call was accumulated into: retrace
     |   +-- NonFiniteError (FloatingPointError)        a module's output was not finite (compile(debug_nans=True))
-    |   +-- CheckFailed                                a check that a compiled function makes of values; also of the class it raises
-    |   +-- ShardError (RuntimeError)                  pieces of a tensor do not make one up
+    |   +-- CheckFailed                                a check on the device failed; also an instance of the class it raises
+    |   +-- ShardError (RuntimeError)                  the shards passed for a tensor do not form one
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
-    |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not fit
-    |   +-- UsageError                                 a command line makes no sense; one line
-    |   +-- GroupError (RuntimeError)                  a process group that one program does not have
-    |   +-- RecipeError (ValueError)                   a recipe that no run can follow
+    |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not match
+    |   +-- UsageError                                 an invalid command line; reported in one line
+    |   +-- GroupError (RuntimeError)                  a process group that does not exist in a single-process program
+    |   +-- RecipeError (ValueError)                   a recipe is invalid
     |   +-- PeerError                                  a contender of a benchmark failed
-    |   +-- AnnotationError (RuntimeError)             torch_xla's errors, where programs rely on them
+    |   +-- AnnotationError (RuntimeError)             this and the following: errors that programs for torch_xla expect
     |   +-- CollectiveError (NotImplementedError)
     |   +-- NoShardingError (ValueError)
     |   +-- ProfileError (RuntimeError)                a profile would end the process
@@ -40,34 +40,34 @@
     |   +-- KernelError (AssertionError)
     |   +-- BackendError (AssertionError)
     |   +-- WrapError (RuntimeError)
-    +-- TraceAgain                                     no error: the trace starts again, otherwise
-        +-- UnequalCounters                            ... with counters lifted
+    +-- TraceAgain                                     not an error: restarts the trace with other settings
+        +-- UnequalCounters                            ... with counters lifted to inputs
         +-- AttributesNeeded                           ... with attributes of tensors in the signature of a call
         +-- NumbersNeeded                              ... with Python numbers as constants
-        +-- CountsNeeded                               ... with integers that the host knows as Python's own
+        +-- CountsNeeded                               ... with integers that the host knows as Python integers
         +-- ContextNeeded                              ... in a copy of the context
         +-- ViewNeeded                                 ... with indices of tensors as constants
-        +-- OptimizerAsObject                             ... with an optimizer as an object like any other
-        +-- StateBeforeStep                               ... with an optimizer's state made by its first step, and not before
-        +-- Undiscovered                                  ... with a module or optimizer that was not found before
-        +-- NewContainerTypes                                 ... with objects recognised as containers
-    Exception                                          neither: always caught by ours
+        +-- OptimizerAsObject                          ... with an optimizer treated like any other object
+        +-- StateBeforeStep                            ... with an optimizer's state created by its first step, not before
+        +-- Undiscovered                               ... with a module or optimizer that had not been discovered
+        +-- NewContainerTypes                          ... with more classes recognized as containers
+    Exception                                          internal: always caught by this package
     +-- _StateComplete                                 an optimizer has all its state
-    +-- NotALoop                                       equations that repeat and cannot be one loop
-    +-- Now                                            an operation that cannot wait for the end of its step
-    +-- _LoweredText                                   a program was lowered to be read, and not to run
-    +-- NoDigest                                       a traced program whose text does not say all of it
-    +-- Inexact                                        what padding would change is in the way of one program for several sizes
-        +-- SizeDecides                                ... Python goes another way for another size
-        +-- Unknown                                    ... a number is no known function of the sizes
-    +-- NotCompiled                                    a call of generate that runs in the loop of transformers
-    +-- InMember                                       mesh: leaves the launcher's frames in a forked process
+    +-- NotALoop                                       repeated equations cannot become one loop
+    +-- Now                                            an operation cannot be deferred to the end of its step
+    +-- _LoweredText                                   a program was lowered only for its text
+    +-- NoDigest                                       the text of a traced program does not determine it
+    +-- Inexact                                        padding would change a result, so sizes cannot share one program
+        +-- SizeDecides                                ... Python branches on a size
+        +-- Unknown                                    ... a number is not a known function of the sizes
+    +-- NotCompiled                                    a call of generate falls back to transformers' loop
+    +-- InMember                                       mesh: unwinds the launcher's frames in a forked process
     ValueError
-    +-- ExportedProgramError                           of the file that `spmd.export` writes, which runs without spmd
+    +-- ExportedProgramError                           in files written by `spmd.export`, which run without spmd
     UserWarning
-    +-- AcceleratorIdle                                mesh: virtual devices were asked for beside a real accelerator
+    +-- AcceleratorIdle                                mesh: virtual devices were requested beside a real accelerator
 
-Those marked `mesh` are in `mesh`, on the floor below.
+Classes marked `mesh` are defined in `mesh`, on a lower floor.
 """
 
 from __future__ import annotations
@@ -89,15 +89,19 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 class TraceAgain(Noted):
-    """Not an error: the trace goes on no further and starts again, otherwise. Seen by nobody outside."""
+    """Not an error: ends the trace and restarts it with other settings. Never reaches the user."""
 
     def other_settings(self, settings: Any) -> Any:
-        """The `spmd.program.trace._trace_settings.TraceSettings` to trace with then, where it was `settings`."""
+        """The settings for the next trace.
+
+        Args:
+            settings: the `spmd.program.trace._trace_settings.TraceSettings` of the trace that this exception ended.
+        """
         raise NotImplementedError
 
 
 class UnsupportedOpError(SpmdError, NotImplementedError):
-    """An ATen op was called on the device that has neither a lowering nor a decomposition."""
+    """An ATen op without a lowering or a decomposition was called on the device."""
 
 
 class TraceError(SpmdError, RuntimeError):
@@ -129,14 +133,15 @@ class CheckpointError(SpmdError, RuntimeError):
 
 
 class UsageError(SpmdError):
-    """A command line makes no sense, or names what is not there: one line, and exit code 2."""
+    """A command line is invalid, or names something that does not exist. Reported in one line, with exit code 2."""
 
 
 @contextmanager
 def nothing_swallowed() -> Generator[None]:
-    """Around a function that is traced: what it caught of ours is raised when it ends, the first of them.
+    """A context for calling a traced function: the first exception of this package that the function caught is raised at its end.
 
-    An exception of its own that it raises instead passes, unless what it caught only asks for another trace.
+    An exception that the function raises itself takes precedence, unless one that it caught requests a retrace (`TraceAgain`,
+    `DroppedValueError`).
     """
     raised: list[Exception] = []
     token = noted.set(raised)
@@ -154,7 +159,7 @@ def nothing_swallowed() -> Generator[None]:
 
 
 def user_line() -> str:
-    """`file:line in function` of the innermost frame that is neither ours, torch's nor jax's; empty if there is none."""
+    """`file:line in function` of the innermost frame outside of this package and of installed libraries; empty without such a frame."""
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -165,7 +170,7 @@ def user_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """`file:line in function` of the user's innermost frame that `error` passed through; empty if there is none."""
+    """`file:line in function` of the user's innermost frame in the traceback of `error`; empty without such a frame."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -176,7 +181,7 @@ def line_of(error: BaseException) -> str:
 
 
 def place_of(traceback: Any) -> str:
-    """The user's innermost line in a traceback that jax kept of an operation; "in a library" if there is none."""
+    """The user's innermost line in the traceback that jax recorded for an operation; "in a library" without such a line."""
     for frame in getattr(traceback, "frames", ()):
         if not _is_library(frame.file_name):
             return f"called at {os.path.basename(frame.file_name)}:{frame.line_num} in {frame.function_name}"
@@ -184,7 +189,7 @@ def place_of(traceback: Any) -> str:
 
 
 def called_at() -> Iterable[str]:
-    """The detail line that names the user's own call, or nothing when no user frame is on the stack."""
+    """A detail line for `message` that names the user's call; empty without a frame of the user on the stack."""
     line = user_line()
     return [f"called at {line}"] if line else []
 

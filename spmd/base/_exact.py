@@ -1,7 +1,7 @@
-"""When two Python values are the same to a program: `exactly(a) == exactly(b)`.
+"""Comparison of Python values that are constants of a program: `exactly(a) == exactly(b)`.
 
-Python's `==` says that 0.0 is -0.0, 1 is True and NaN is not NaN; a program made for one of them computes something else for
-the other.
+For Python's `==`, 0.0 equals -0.0, 1 equals True and NaN differs from NaN. But a program with one of them as a constant computes
+other results than with the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 
-class _Sign:
+class _Marker:
     def __init__(self, shown: str) -> None:
         self._shown = shown
 
@@ -22,11 +22,11 @@ class _Sign:
         return self._shown
 
 
-_NEGATIVE_ZERO, _NAN = _Sign("-0.0"), _Sign("nan")
+_NEGATIVE_ZERO, _NAN = _Marker("-0.0"), _Marker("nan")
 
 
 def exactly(value: Any) -> Any:
-    """What stands for a hashable value where such values are compared. Most stand for themselves."""
+    """A key for a hashable value; keys are equal if programs need not distinguish the values. For most values, the value itself."""
     cls = type(value)
     if cls is float or isinstance(value, np.floating):
         return value if value and value == value else _special(float(value))
@@ -36,7 +36,8 @@ def exactly(value: Any) -> Any:
         return tuple((type(item), exactly(item)) for item in value)
     if cls is frozenset:
         return frozenset((type(item), exactly(item)) for item in value)
-    if is_dataclass(cls) and isinstance(cls.__eq__, FunctionType) and cls.__eq__.__code__.co_filename == "<string>":  # its own fields'
+    # The file name "<string>" shows that `dataclass` generated `__eq__`, which compares the fields.
+    if is_dataclass(cls) and isinstance(cls.__eq__, FunctionType) and cls.__eq__.__code__.co_filename == "<string>":
         parts = [object.__getattribute__(value, f.name) for f in fields(value) if f.compare]
         return (cls, *((type(part), exactly(part)) for part in parts))
     return value

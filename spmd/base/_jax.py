@@ -1,6 +1,7 @@
-"""The few functions of jax that are not, or not in every version, public.
+"""Functions over names of jax that are private, or public only in some versions.
 
-No other file of `spmd` names a private name of jax; those that `mesh` uses are in `mesh/platform/_jax_runtime.py`.
+With `_jax_executables` this is the only file of `spmd` that uses private names of jax. Those that `mesh` uses are in
+`mesh/platform/_jax_runtime.py`.
 """
 
 from __future__ import annotations
@@ -45,73 +46,73 @@ except ImportError as error:
     raise missing(str(error)) from error
 
 
-# jax's caches of what it found while tracing, by the names of the functions whose results they keep
-_OF_TRACES = (
+# jax's caches of traces, by the names of the cached functions
+_TRACE_CACHES = (
     *("_infer_params_cached", "_process_in_axis_resources", "_check_and_canonicalize_out_shardings", "trace_to_jaxpr"),
     *("_cached_abstract_eval", "_linearize_jaxpr", "_prune_closed_jaxpr_outputs", "_dce_jaxpr", "_dce_jaxpr_pjit"),
 )
 
 
-_also_forget: list[Callable[[], None]] = []
+_clear_hooks: list[Callable[[], None]] = []
 
 
 def with_traces(forget: Callable[[], None]) -> None:
-    """Call `forget` too when traces are forgotten."""
-    _also_forget.append(forget)
+    """Register a function that `forget_traces` calls too."""
+    _clear_hooks.append(forget)
 
 
 def forget_traces() -> None:
-    """Empty jax's caches of traces, some thousand jaxprs each; compiled programs stay, and the next trace takes longer."""
-    for forget in _also_forget:
+    """Clear jax's caches of traces, each with some thousand jaxprs. Compiled programs are kept; the next trace takes longer."""
+    for forget in _clear_hooks:
         forget()
     for cache, name in list(_caches.items()):
-        if any(f" {function} " in name for function in _OF_TRACES):
+        if any(f" {function} " in name for function in _TRACE_CACHES):
             cache.cache_clear()
 
 
 def is_tracing() -> bool:
-    """True while jax traces a function on this thread."""
+    """Whether jax is tracing a function on this thread."""
     return not _trace_state_clean()
 
 
 def is_tracer(value: Any) -> TypeGuard[jax.core.Tracer[Any]]:
-    """True if `value` stands for an array that a traced function will have."""
+    """Whether `value` is a tracer of jax."""
     return isinstance(value, jax.core.Tracer)
 
 
 def current_trace() -> Any:
-    """What records jax's operations on this thread now."""
+    """The `jax.core.Trace` that processes jax's operations on this thread now."""
     return _trace_ctx.trace
 
 
 def variable_of(tracer: Any) -> Any:
-    """The variable by which a traced program will call what a tracer stands for; None for a value that is there."""
+    """The jaxpr variable of a tracer; None for a concrete value."""
     return getattr(tracer, "val", None)
 
 
 def rows_folded_from(matrix: Any) -> Any:
-    """The array [..., K] of more dims of which a traced matrix [M, K] is a reshape; None for a matrix that is none."""
-    made = getattr(matrix, "parent", None)
-    if made is None or made.primitive.name != "reshape" or matrix.ndim != 2:
+    """The array [..., K] with more than two dims that was reshaped to a traced matrix [M, K]; None if it is not such a reshape."""
+    equation = getattr(matrix, "parent", None)
+    if equation is None or equation.primitive.name != "reshape" or matrix.ndim != 2:
         return None
-    (array,) = made.in_tracers
+    (array,) = equation.in_tracers
     is_folded = array.ndim > 2 and array.shape[-1] == matrix.shape[-1] and math.prod(array.shape[:-1]) == matrix.shape[0]
     return array if is_folded else None
 
 
 def transposed_from(matrix: Any) -> Any:
-    """The matrix that a traced one is the transpose of; None for one that is none."""
-    made = getattr(matrix, "parent", None)
-    is_transpose = made is not None and made.primitive.name == "transpose" and matrix.ndim == 2
-    return made.in_tracers[0] if is_transpose else None  # pyright: ignore[reportOptionalMemberAccess]
+    """The matrix that was transposed to a traced matrix; None if it is not the result of a transpose."""
+    equation = getattr(matrix, "parent", None)
+    is_transpose = equation is not None and equation.primitive.name == "transpose" and matrix.ndim == 2
+    return equation.in_tracers[0] if is_transpose else None  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def counted_from(number: Any) -> Any:
-    """The array (or argument) that a traced number is, plus whole constants; None if it is made of it in another way."""
-    while (made := getattr(number, "parent", None)) is not None:
-        operands, name = made.in_tracers, made.primitive.name
+    """The array (or argument) from which a traced number results by adding integral constants; None if by any other operation."""
+    while (equation := getattr(number, "parent", None)) is not None:
+        operands, name = equation.in_tracers, equation.primitive.name
         if name == "add":
-            operands = [o for o in operands if not _is_whole_constant(o)]
+            operands = [o for o in operands if not _is_integral_constant(o)]
         elif name not in ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy"):
             return None
         if len(operands) != 1:
@@ -121,24 +122,24 @@ def counted_from(number: Any) -> Any:
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """The manual axes of a mesh (`jax.shard_map`) along which an array differs from device to device."""
+    """The manual mesh axes (of `jax.shard_map`) along which an array varies between devices."""
     kind: Any = jax.typeof(array)
-    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # jax 0.10.0 has the second
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # `vma` in jax 0.10.0
 
 
 def tracing_context() -> Any:
-    """What, besides the arguments, decides what jax records of a function: its settings, and the axes that are manual here."""
+    """Everything besides the arguments that a trace depends on: jax's settings, and the manual axes. Hashable."""
     return _trace_context()
 
 
 def recording_trace() -> Any:
-    """What records a jaxpr on this thread now; None if operations run, or are transformed."""
+    """The `DynamicJaxprTrace` that records a jaxpr on this thread; None if operations run eagerly or under a transform."""
     trace = _trace_ctx.trace
     return trace if type(trace) is _DynamicJaxprTrace else None
 
 
 class ToInline:
-    """A closed jaxpr whose equations are recorded as they stand in a trace: no rule runs anew."""
+    """A closed jaxpr whose equations are copied into a trace. No rule of a primitive runs again."""
 
     __slots__ = ("_consts", "_whole")
 
@@ -149,7 +150,7 @@ class ToInline:
         self._whole = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
 
     def __call__(self, trace: Any, args: Sequence[Any]) -> list[Any]:
-        """Record it in `trace`, which is `recording_trace()`; returns its results."""
+        """Copy the equations into `trace`, which is `recording_trace()`, and return the results as tracers."""
         source = _current_source()
         tracer_of = trace.to_jaxpr_tracer
         found = _inline_jaxpr_into_trace(trace, source, self._whole, (), *[tracer_of(v, source) for v in (*self._consts, *args)])
@@ -157,23 +158,25 @@ class ToInline:
 
 
 def inline_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """`eval_jaxpr` inside a trace (a third of the time). See `ToInline`."""
+    """`eval_jaxpr` inside a trace, in a third of the time. See `ToInline`."""
     return ToInline(jax.extend.core.ClosedJaxpr(jaxpr, consts))(_trace_ctx.trace, args)
 
 
 def inputs_of_each_output(jaxpr: Any) -> list[list[bool]]:
-    """For each output of a jaxpr, which of its inputs have part in it."""
+    """For each output of a jaxpr, a mask of the inputs that it depends on."""
     count = len(jaxpr.outvars)
     return [_dce_jaxpr(jaxpr, [i == output for i in range(count)])[1] for output in range(count)]
 
 
 def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any], Any] | None = None, num_alike: int = 0) -> Any:
-    """What a tracer stands for, if it was computed from constants alone (positions, masks); None if an input has part in it.
+    """The value of a tracer that was computed from constants alone (positions, masks); None if it depends on an input.
 
     Args:
+        value: a tracer.
         is_input: whether a constant of the trace will be an input of the program.
-        of: what to tell of the value, in one program: large values in between need not be held.
-        num_alike: so many leading dims may have size 1 in what `of` is told, where all along them is equal.
+        of: a function of the value, whose result is returned instead. Value and function are computed in one program, so that
+            large intermediate values need not be stored.
+        num_alike: number of leading dims that the value passed to `of` may have with size 1, if it is constant along them.
     """
     listed = _ancestry(value, lambda atom: not is_tracer(atom) and not is_input(atom))
     if listed is None:
@@ -181,18 +184,19 @@ def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any],
     if of is None:
         with jax.ensure_compile_time_eval():
             return _evaluated([value], listed, _itself, {})[0]
-    with _eval_context():  # the other one would evaluate each operation of the new program by itself
+    with _eval_context():  # `ensure_compile_time_eval` would run each operation of the new program separately
         known = _alike_parts(listed, num_alike)
         rest = [e for e in listed if not all(id(variable) in known for variable in e.outvars)]
         return jax.jit(lambda: of(_evaluated([value], rest, _itself, known)[0]))()
 
 
 def derived(value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], Any]) -> tuple[list[Any], Any] | None:
-    """The inputs that a tracer was computed from, and a closed jaxpr that computes it from their values; None if one is not known.
+    """The inputs that a tracer depends on, and a closed jaxpr that computes it from them; None if the value of one is unknown.
 
     Args:
-        is_input: whether a constant of the trace will be an input of the program; its arguments are.
-        known: the value of an input (an array, or the tracer of an argument), or None.
+        value: a tracer.
+        is_input: whether a constant of the trace will be an input of the program. Its arguments are inputs.
+        known: returns the value of an input (an array, or the tracer of an argument), or None if it is unknown.
     """
     inputs: dict[int, tuple[Any, Any]] = {}
 
@@ -216,14 +220,14 @@ def derived(value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], 
 
 
 def evaluated(closed: Any, given: Sequence[Any]) -> Any:
-    """The one result of a closed jaxpr of values that the host has, computed on the host: no device is waited for."""
+    """Evaluate a closed jaxpr with one result on values that the host has. It runs on the host and waits for no device."""
     host: Any = host_device()
     with jax.ensure_compile_time_eval(), jax.default_device(host):
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *map(jax.numpy.asarray, given))[0]
 
 
 def _ancestry(value: Any, accepts: Callable[[Any], bool]) -> list[Any] | None:
-    """The equations that make a tracer, in the order in which they must run; None if they start from what is not accepted."""
+    """The equations that compute a tracer, in order; None if one has effects, or if `accepts` refuses one of their inputs."""
     equations: dict[int, Any] = {}
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:  # no recursion: a trace is thousands of equations deep
@@ -243,7 +247,7 @@ def _ancestry(value: Any, accepts: Callable[[Any], bool]) -> list[Any] | None:
 
 
 def is_same_value(one: Any, other: Any) -> bool:
-    """Whether two tracers of one trace are known to stand for the same value: the same operations made them of the same operands."""
+    """Whether two tracers of one trace certainly have equal values: the same operations computed them from the same operands."""
     seen: set[tuple[int, int]] = set()
     waiting = [(one, other)]
     while waiting:
@@ -277,7 +281,7 @@ def _is_same_atom(one: Any, other: Any) -> bool:
 
 
 def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two equations have the same parameters; what cannot be compared counts as another."""
+    """Whether two equations have the same parameters. Parameters that cannot be compared count as different."""
     try:
         return one.keys() == other.keys() and all(one[key] is other[key] or bool(one[key] == other[key]) for key in one)
     except (TypeError, ValueError):
@@ -285,15 +289,15 @@ def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _atom(value: Any) -> Any:
-    """The array or number that a tracer without an equation stands for; an argument, or a value of a trace around this one, is a tracer."""
+    """The constant (array or number) of a tracer without an equation; for an argument, or a value of an outer trace, the tracer itself."""
     if not is_tracer(value):
         return value
     atom = value.val  # pyright: ignore[reportAttributeAccessIssue]
-    held = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
-    return value if held is None else held
+    constant = atom.val if hasattr(atom, "val") else value._trace.frame.constvar_to_val.get(atom)  # pyright: ignore[reportAttributeAccessIssue]
+    return value if constant is None else constant
 
 
-def _is_whole_constant(operand: Any) -> bool:
+def _is_integral_constant(operand: Any) -> bool:
     atom = None if getattr(operand, "parent", None) is not None else _atom(operand)
     return getattr(atom, "ndim", 0) == 0 and isinstance(atom, (int, float, np.ndarray, np.generic)) and float(atom).is_integer()
 
@@ -302,25 +306,33 @@ def _itself(atom: Any) -> Any:
     return atom
 
 
-_LARGE = 1 << 22  # elements; a mask [batch, 1, positions, positions] has more, what it is made of has less
+_LARGE = 1 << 22  # elements; a mask [batch, 1, positions, positions] has more, its operands have fewer
 _ELEMENTWISE = frozenset(
     ("add", "sub", "mul", "max", "min", "and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type")
 )
 
 
 def _alike_parts(equations: list[Any], num_alike: int) -> dict[int, Any]:
-    """What large elementwise results are made of, each leading dim along which all is equal cut to 1; {} where others are large too.
+    """Values of the operands of large elementwise equations, with each leading dim along which they are constant cut to size 1.
 
-    So a mask for 256 sequences that are treated alike is looked at for one.
+    So a mask that is equal for 256 sequences is computed for one of them.
+
+    Args:
+        equations: in the order in which they run.
+        num_alike: number of leading dims that may be cut.
+
+    Returns:
+        Values by `id` of the variable, None for variables that are no longer needed. Empty if nothing can be cut, or if an
+        equation with a large result is not elementwise.
     """
     large = [e for e in equations if any(variable.aval.size > _LARGE for variable in e.outvars)]
-    made = {id(variable) for e in large for variable in e.outvars}
+    results = {id(variable) for e in large for variable in e.outvars}
     if not num_alike or not large or any(e.primitive.name not in _ELEMENTWISE for e in large):
         return {}
-    small = [e for e in equations if not any(id(variable) in made for variable in e.outvars)]
-    if any(id(operand.val) in made for e in small for operand in e.in_tracers):
+    small = [e for e in equations if not any(id(variable) in results for variable in e.outvars)]
+    if any(id(operand.val) in results for e in small for operand in e.in_tracers):
         return {}
-    needed = list({id(o.val): o for e in large for o in e.in_tracers if id(o.val) not in made}.values())
+    needed = list({id(o.val): o for e in large for o in e.in_tracers if id(o.val) not in results}.values())
     needed = [o for o in needed if getattr(o, "parent", None) is not None]
     values = jax.jit(lambda: _evaluated(needed, small, _itself, {}))()
     known = {id(o.val): _cut(value, num_alike) for o, value in zip(needed, values, strict=True)}
@@ -336,10 +348,13 @@ def _cut(value: Any, num_alike: int) -> Any:
 
 
 def _evaluated(values: list[Any], equations: list[Any], of: Callable[[Any], Any], known: Mapping[int, Any]) -> list[Any]:
-    """Tracers' values, by running the equations; `known` has values of variables already, which may have size 1 along some dims.
+    """Run equations, and return the values of the given tracers.
 
     Args:
-        of: the value of an array, or a tracer, that no equation makes.
+        values: tracers.
+        equations: in the order in which they run.
+        of: returns the value of an array, or of a tracer that is the result of no equation.
+        known: values of variables, by `id`, which may have size 1 along some dims. If there are any, all equations are elementwise.
     """
     found = dict(known)
 
@@ -348,7 +363,7 @@ def _evaluated(values: list[Any], equations: list[Any], of: Callable[[Any], Any]
 
     for equation in equations:
         operands = [read(operand) for operand in equation.in_tracers]
-        if known:  # then all are elementwise
+        if known:
             operands = jax.numpy.broadcast_arrays(*operands)
         is_layout = equation.primitive.name == "sharding_constraint"
         results = operands[0] if is_layout else equation.primitive.bind(*operands, **equation.params)
@@ -359,7 +374,11 @@ def _evaluated(values: list[Any], equations: list[Any], of: Callable[[Any], Any]
 
 @contextmanager
 def as_recorded(equation: Any, names: Any = None) -> Generator[None]:
-    """Record operations under the name (`names` instead, a name stack), place and settings of an equation of a jaxpr."""
+    """Record operations with the name stack, source line and settings of an equation of a jaxpr.
+
+    Args:
+        names: a name stack to use instead of the equation's.
+    """
     info = equation.source_info
     stack = info.name_stack if names is None else names
     with _user_context(info.traceback, name_stack=_current_name_stack() + stack), equation.ctx.manager:
@@ -367,7 +386,7 @@ def as_recorded(equation: Any, names: Any = None) -> Generator[None]:
 
 
 def common_names(one: Any, other: Any) -> Any:
-    """The name stack of two equations, "*" where they differ: "h/*/mlp" of "h/0/mlp" and "h/1/mlp"."""
+    """The name stack of two equations, with "*" for parts that differ: "h/*/mlp" for "h/0/mlp" and "h/1/mlp"."""
     first, second = one.source_info.name_stack, other.source_info.name_stack
     if first == second or len(first.stack) != len(second.stack):
         return first
@@ -387,12 +406,12 @@ _JAXPRS = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
 
 
 def is_literal(atom: Any) -> bool:
-    """True if an operand of an equation is a value written into it."""
+    """Whether an operand of an equation is a literal."""
     return type(atom) is _LITERAL
 
 
 def is_jaxpr(value: Any) -> bool:
-    """True if a parameter of an equation is a traced function."""
+    """Whether a parameter of an equation is a jaxpr."""
     return isinstance(value, _JAXPRS)
 
 
@@ -402,28 +421,31 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
 
 
 def split_by_dependence(closed: Any, unknown: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
-    """A closed jaxpr as two: what needs only the known inputs, and the rest.
+    """Partial evaluation: split a closed jaxpr into the part that depends only on known inputs, and the rest.
+
+    Args:
+        unknown: a mask of the inputs that are unknown.
 
     Returns:
-        (known, rest, is_unknown): `known` maps the known inputs to the known outputs and then values that `rest` needs; `rest`
-        maps these values and the unknown inputs to the unknown outputs; `is_unknown` says which output is whose.
+        (known, rest, is_unknown). `known` maps the known inputs to the known outputs, followed by residuals. `rest` maps the
+        residuals and the unknown inputs to the unknown outputs. `is_unknown` is a mask of the outputs of `rest`.
     """
     known, rest, is_unknown, _ = _partial_eval_jaxpr(closed, list(unknown), instantiate=False)
     return known, rest, is_unknown
 
 
 def with_constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr with its constants as leading inputs, and these constants."""
+    """A closed jaxpr with its constants as leading inputs, and these constants."""
     return jax.extend.core.ClosedJaxpr(_convert_constvars(closed.jaxpr), ()), list(closed.consts)
 
 
 def lowered_by(traced: Any, rules: Mapping[Any, Callable[..., Any]]) -> jax.stages.Lowered:
-    """A traced function lowered with rules of its own for some primitives."""
-    return traced.lower(_private_parameters=_LoweringParameters(override_lowering_rules=tuple(rules.items())))  # pyright: ignore[reportArgumentType]  (says one pair, takes many)
+    """Lower a traced function with other lowering rules for some primitives."""
+    return traced.lower(_private_parameters=_LoweringParameters(override_lowering_rules=tuple(rules.items())))  # pyright: ignore[reportArgumentType]  (annotated as one pair, but accepts any number)
 
 
 def exported_by(jitted: Any, args: Sequence[Any], platforms: Sequence[str], amend: Callable[[jax.stages.Lowered], object]) -> Any:
-    """`jax.export.export(jitted, platforms=platforms)(*args)` of the program as `amend` leaves it."""
+    """`jax.export.export(jitted, platforms=platforms)(*args)`, after `amend` has changed the lowered module in place."""
     traced = jitted.trace(*args)
     parameters = _LoweringParameters(for_export=True, hoist_constants_as_args=False)
     lowered = traced.lower(lowering_platforms=tuple(platforms), _private_parameters=parameters)
@@ -432,24 +454,27 @@ def exported_by(jitted: Any, args: Sequence[Any], platforms: Sequence[str], amen
 
 
 def symbols_in(arrays: Sequence[Any]) -> dict[str, Any]:
-    """The symbols of `jax.export.symbolic_shape` in the shapes of arrays, each as an expression of its own, by name."""
+    """The symbols of `jax.export.symbolic_shape` in the shapes of arrays, by name, each as a symbolic dim."""
     kinds = [jax.core.ShapedArray(array.shape, array.dtype) for array in arrays]
     dims = [n for kind in kinds for n in kind.shape if not isinstance(n, int)]
     return {name: jax.export.symbolic_shape(name, scope=dims[0].scope)[0] for name in _all_dim_vars(kinds)}
 
 
 def bounds_of(symbol: Any) -> tuple[float, float]:
-    """The least and the largest that a symbol may be."""
+    """The smallest and the largest value of a symbol."""
     return _bounds(symbol, _BoundsPrecision.BEST)
 
 
 def size_at(size: Any, values: Mapping[str, int]) -> int:
-    """An expression of symbols where these have values."""
+    """Evaluate a symbolic size for these values of its symbols, by name."""
     return size if isinstance(size, int) else int(size._evaluate(dict(values)))
 
 
 def call_of(exported: Any) -> dict[str, Any]:
-    """What calls an exported program apart from its StableHLO, as JSON. `jax.export`'s own form needs a package that jax does not bring."""
+    """The calling convention of an exported program (everything except its StableHLO), as a JSON value.
+
+    `jax.export`'s own serialization needs a package that jax does not install.
+    """
 
     def specs(shardings: Any) -> list[Any]:
         return [None if s is None else [list(entry) if isinstance(entry, tuple) else entry for entry in s.spec] for s in shardings]

@@ -1,7 +1,7 @@
-"""Executables of jax as bytes, and back: the private names of jax that this takes.
+"""Serialization of jax's executables, with the private names of jax that it needs.
 
-An entry is what jax knows of an executable (types, layouts, containers of arguments and results), pickled, without the executable itself,
-which lies apart as XLA writes it. Both are code to whoever reads them: see docs/security.md.
+A serialized executable has two parts. The call is a pickle of jax's own data (types, layouts, pytrees of arguments and results). The
+executable itself is serialized by XLA. Reading either part can execute code: see docs/security.md.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ROOTS = ("jax", "jaxlib", "numpy")
 _BUILTINS = frozenset(("complex", "dict", "frozenset", "list", "set", "slice", "tuple"))
 
 
-_primitives: dict[int, Primitive] = {}  # that jax and this package have made, by id
+_primitives: dict[int, Primitive] = {}  # primitives defined by jax and this package, by id
 
 
 def is_known_primitive(primitive: Primitive) -> bool:
-    """Whether jax or this package has made it: their modules are looked through again only for one that was not there the last time."""
+    """Whether a module of jax or of this package defines the primitive. Their modules are searched again only for an unknown one."""
     if id(primitive) not in _primitives:
         modules = [module for name, module in list(sys.modules.items()) if name.startswith(("jax.", "spmd."))]
         found = [value for module in modules for value in list(vars(module).values()) if isinstance(value, Primitive)]
@@ -44,12 +44,12 @@ def is_known_primitive(primitive: Primitive) -> bool:
 
 
 def compile_options_text(client: Any) -> bytes:
-    """The compiler's options, as settings and the environment have them now."""
+    """The serialized compiler options that result from the present settings and environment."""
     return _get_compile_options(num_replicas=1, num_partitions=1, backend=client).SerializeAsString()
 
 
 class _Pickler(pickle.Pickler):
-    """Devices by their ids; the executable and the client by name."""
+    """Replaces devices by their ids, and the executable and the client by names."""
 
     def __init__(self, file: io.BytesIO, executable: Any, client: Any) -> None:
         super().__init__(file)
@@ -66,7 +66,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """What `_Pickler` has written, over the devices of this process; classes of jax and numpy alone."""
+    """Reads pickles of `_Pickler` with the devices of this process. Refuses classes other than those of jax and numpy."""
 
     def __init__(self, file: io.BytesIO, executable: Any, client: Any) -> None:
         super().__init__(file)
@@ -86,10 +86,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def packed_call(compiled: Any) -> bytes:
-    """What calls an executable, without the executable.
+    """Serialize jax's data for calling an executable, without the executable.
 
     Raises:
-        ValueError: it calls back into Python or closes over arrays.
+        ValueError: the executable calls back into Python, or closes over arrays.
     """
     unloaded = compiled._executable._unloaded_executable
     if unloaded is None or unloaded.host_callbacks or unloaded.keepalive or unloaded.mut or compiled._params.const_args:
@@ -103,37 +103,42 @@ def packed_call(compiled: Any) -> bytes:
 
 
 def unpacked(call: bytes, executable: Any, client: Any) -> Any:
-    """jax's executable, ready to be called, from `packed_call` and what `loaded` gave."""
+    """Combine the result of `packed_call` and the executable from `loaded` to a callable `jax.stages.Compiled`."""
     fields, info, in_tree, out_tree, no_kwargs = _Unpickler(io.BytesIO(call), executable, client).load()
     unloaded = _UnloadedMeshExecutable(**fields)
     return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(info), out_tree, no_kwargs=no_kwargs)
 
 
 def device_ids(compiled: Any) -> list[int]:
-    """Of the devices that an executable runs on, in its order."""
+    """Ids of the devices that an executable runs on, in its order."""
     return [device.id for device in compiled._executable._unloaded_executable.device_list]
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """An executable as XLA writes it; `in_cache`: as an entry of jax's cache, compressed and with a time."""
+    """A serialized executable.
+
+    Attributes:
+        content: as serialized by XLA; with `in_cache`, as an entry of jax's compilation cache (compressed, with a compile time).
+        in_cache: the form of `content`.
+    """
 
     content: bytes
     in_cache: bool = False
 
     def plain(self) -> bytes:
-        """As XLA writes it."""
+        """The executable as serialized by XLA."""
         return extract_executable_and_time(decompress_executable(self.content))[0] if self.in_cache else self.content
 
 
 def written(compiled: Any) -> Written:
-    """An executable that was compiled in this process: XLA:CPU writes one that it has read without its code."""
+    """Serialize an executable that was compiled in this process. (XLA:CPU would serialize a deserialized one without its code.)"""
     executable = compiled.runtime_executable()
     return Written(executable.client.serialize_executable(executable))
 
 
 def loaded(executable: Written, client: Any, device_ids: Sequence[int]) -> Any:
-    """The executable on devices with these ids."""
+    """Deserialize an executable for the devices with these ids."""
     by_id = {device.id: device for device in client.devices()}
     devices = _xla.DeviceList(tuple(by_id[number] for number in device_ids))
     return client.deserialize_executable(executable.plain(), executable_devices=devices)

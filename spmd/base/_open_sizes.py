@@ -1,7 +1,7 @@
-"""Whether what is traced stands for other sizes too: then no operation may choose its form by a size.
+"""Whether the present trace stands for other sizes too. If so, no operation may choose its form by a size.
 
-A part `x[::2]` of an even number of rows is one of two columns, of any number a slice with a step. The first is better known to a
-partitioner, the second is one program for both.
+For an even number of rows, `x[::2]` can be one of two columns of a reshape; for any number it is a slice with a step. A partitioner
+handles the first better, but only the second is the same program for all sizes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ _are_open: ContextVar[bool] = ContextVar("spmd_open_sizes", default=False)
 
 
 def are_sizes_open() -> bool:
-    """True while a trace runs that others of other sizes are compared with."""
+    """Whether a trace is running that will be compared with traces at other sizes."""
     return _are_open.get()
 
 
 @contextmanager
 def open_sizes() -> Generator[None]:
-    """While such a trace runs."""
+    """A context for such a trace."""
     yield from _set(True)
 
 
 @contextmanager
 def closed_sizes() -> Generator[None]:
-    """While an operation makes of the sizes what has the same form for all."""
+    """A context for an operation whose use of sizes has the same form for all sizes."""
     yield from _set(False)
 
 

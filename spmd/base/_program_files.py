@@ -1,10 +1,11 @@
-"""Compiled programs as files, for the processes that come after.
+"""The persistent compilation cache: compiled programs as files, for later processes.
 
 Note [Cached executables]
-The files in the folder are executed. So the folder belongs to one user, nobody else may write there, and one that is open to others
-is not used. The name of a file is jax's key (program, options, versions, devices), in a folder per machine: a program for a CPU uses
-the instructions of this CPU. A file contains its checksum, is written under another name first, and is removed if it is broken.
-Where all files together are too large, the least recently read are removed. None of this ever fails a compilation.
+The files in the folder are executed. So the folder must belong to this user, and a folder that others can write to is refused.
+The name of a file is jax's cache key (program, options, versions, devices). There is a subfolder for each kind of machine, since a
+program for a CPU uses the instructions of this CPU. A file contains its checksum, is written under a temporary name first, and is
+removed if it is damaged. If all files together are too large, the least recently read ones are removed. A failure of the cache
+never fails a compilation.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._jax import CacheInterface
 from spmd.patches._table import current, replace
 
-WORTH_KEEPING_S = 0.1  # seconds of compilation: below, reading a file is no quicker
+WORTH_KEEPING_S = 0.1  # programs that compile in less time are not cached, since reading a file is no faster
 _MAGIC = b"spmd program 1\n"
 _ENDING = ".program"
 _MACHINE = "machine-"
-_OPENED = "jax._src.compilation_cache.get_file_cache"
+_GET_FILE_CACHE = "jax._src.compilation_cache.get_file_cache"
 _folders: dict[str, ProgramFiles] = {}
-_here = threading.local()
+_thread = threading.local()
 _log = logging.getLogger("spmd.compile")
 
 
 def default_folder() -> Path:
-    """Where the programs of this user lie: `spmd` in the user's cache directory."""
+    """The default cache folder: `spmd` in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd"
 
 
 class ProgramFiles(CacheInterface):
-    """The programs of a folder, as jax asks for them. See Note [Cached executables].
+    """A compilation cache for jax in a folder. See Note [Cached executables].
 
     Args:
-        folder: is made where it is missing, with mode 0700.
-        max_bytes: of all files together.
+        folder: created with mode 0700 if it does not exist.
+        max_bytes: limit for all files together.
 
     Raises:
-        SpmdError: it cannot be made, or others can write there.
+        SpmdError: the folder cannot be created or written to, or other users can write to it.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -72,7 +73,7 @@ class ProgramFiles(CacheInterface):
             ) from error
 
     def get(self, key: str) -> Any:
-        """The bytes kept under a key; None if there are none, or not as they were written."""
+        """The bytes cached under a key; None if there are none, or if they are damaged."""
         file = self._path / (key + _ENDING)
         try:
             written = file.read_bytes()
@@ -90,11 +91,11 @@ class ProgramFiles(CacheInterface):
         return value
 
     def has(self, key: str) -> bool:
-        """Whether something is kept under a key."""
+        """Whether the cache has an entry for a key."""
         return (self._path / (key + _ENDING)).exists()
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep bytes under a key, whole or not at all."""
+        """Cache bytes under a key, atomically. A failure is only logged."""
         try:
             handle, name = tempfile.mkstemp(dir=self._path)
             try:
@@ -110,7 +111,7 @@ class ProgramFiles(CacheInterface):
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Remove what nobody read for longest until the rest is small enough, and what a killed process left half written."""
+        """Remove the least recently read files until the limit is met. Temporary files of killed processes are among them."""
         found: list[tuple[float, int, Path]] = []
         for path in self.folder.glob(f"{_MACHINE}*/*"):
             with suppress(OSError):  # another process removed it
@@ -126,7 +127,7 @@ class ProgramFiles(CacheInterface):
 
 
 def _require_own(folder: Path) -> None:
-    """Raise SpmdError if somebody else can write to a folder."""
+    """Raise an SpmdError if other users own a folder or can write to it."""
     if not hasattr(os, "geteuid"):
         return
     seen = folder.stat()
@@ -142,7 +143,7 @@ def _require_own(folder: Path) -> None:
 
 @lru_cache(maxsize=1)
 def machine_name() -> str:
-    """A name for machines with this CPU's instructions."""
+    """A folder name shared by machines whose CPU has the same model and instructions."""
     facts = [platform.machine(), platform.system()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -151,7 +152,11 @@ def machine_name() -> str:
 
 
 def keep_programs(folder: Path, max_bytes: int) -> None:
-    """Have jax write what it compiles from now on to a folder, and look for it there."""
+    """Make jax cache compiled programs in a folder from now on.
+
+    Raises:
+        SpmdError: the folder cannot be used (see `ProgramFiles`).
+    """
     _folders[str(folder)] = ProgramFiles(folder, max_bytes)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -159,19 +164,19 @@ def keep_programs(folder: Path, max_bytes: int) -> None:
 
 
 def keep_no_programs() -> None:
-    """Have jax compile what this process has not compiled."""
+    """Make jax stop using a persistent compilation cache."""
     _use(None)
 
 
 def files_in_use() -> ProgramFiles | None:
-    """The folder of ours that jax asks now, if it asks one."""
+    """The `ProgramFiles` that jax uses now; None if it uses none, or a cache of its own."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     return _folders.get(folder) if jax.config.values["jax_enable_compilation_cache"] else None
 
 
 @dataclass
 class CacheRequest:
-    """What jax asked its folder for: the last key, and what it got."""
+    """The last cache request of jax: the key, and the value that it got (None on a miss)."""
 
     key: str | None = None
     value: bytes | None = None
@@ -179,23 +184,23 @@ class CacheRequest:
 
 @contextmanager
 def cache_requests() -> Generator[CacheRequest]:
-    """What jax asks for on this thread while active."""
-    before, _here.request = getattr(_here, "request", None), CacheRequest()
+    """Record jax's last cache request on this thread while active."""
+    before, _thread.request = getattr(_thread, "request", None), CacheRequest()
     try:
-        yield _here.request
+        yield _thread.request
     finally:
-        _here.request = before
+        _thread.request = before
 
 
-class _NotedCache(CacheInterface):
-    """A folder that says what it was asked for."""
+class _RecordingCache(CacheInterface):
+    """Wraps a cache and records requests for `cache_requests`."""
 
     def __init__(self, files: Any) -> None:
         self._files, self._path = files, files._path
 
     def get(self, key: str) -> Any:
         value = self._files.get(key)
-        request = getattr(_here, "request", None)
+        request = getattr(_thread, "request", None)
         if request is not None:
             request.key, request.value = key, value
         return value
@@ -206,7 +211,7 @@ class _NotedCache(CacheInterface):
 
 @contextmanager
 def programs_not_kept() -> Generator[None]:
-    """While active, jax keeps no compiled programs: it cannot read those for chips that are not here, and warns of each."""
+    """While active, jax does not use its cache: it cannot read programs for devices that this machine lacks, and warns about each."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     if folder is None:
         yield
@@ -220,19 +225,19 @@ def programs_not_kept() -> Generator[None]:
 
 def _use(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()  # jax looks at the folder's name once
+    compilation_cache.reset_cache()  # jax reads the folder's name only once
 
 
-_theirs = current(_OPENED)
+_original = current(_GET_FILE_CACHE)
 
 
 def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
-    """What jax asks for compiled programs, and where it lies: a folder of ours, or as jax opens it."""
-    found = (_folders[path], path) if path in _folders else _theirs(path)
-    return None if found is None else (_NotedCache(found[0]), found[1])
+    """Replaces jax's function: the cache in folder `path` and its path. Folders that are not `ProgramFiles` are opened by jax."""
+    found = (_folders[path], path) if path in _folders else _original(path)
+    return None if found is None else (_RecordingCache(found[0]), found[1])
 
 
-replace(_OPENED, get_file_cache)
+replace(_GET_FILE_CACHE, get_file_cache)
 
 __all__ = [
     "WORTH_KEEPING_S",

@@ -1,10 +1,10 @@
-"""What is being made now, and since when: what takes long is said while it does.
+"""Progress reports of slow work (traces, compilations) while it runs.
 
     with underway("compiling train_step for v5e:2x4"):
         ...
 
-Costs a lock where something is traced or compiled, and nothing where a program runs. A thread that lives for as long as something is
-underway looks twice a second; it keeps no process alive and writes nothing of what takes less than `configure(progress_after_s=)`.
+The cost is one lock per trace or compilation, and none when a program runs. A daemon thread, which exists only while there is
+work, checks twice a second. Work that takes less than `configure(progress_after_s=)` is not reported.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from spmd.base._errors import user_line
 from spmd.base._progress_line import ProgressLine
 from spmd.base._settings import in_force
 
-_LOOK_S = 0.5
-_REST_S = 5.0  # the thread outlives the last work by this: one for many small compilations
-_GAP_S = 0.3  # eager compilations that follow each other this closely are one work
-_COMPILATION = "/jax/core/compile/backend_compile_duration"  # a scalar of this name when one begins, a duration when it ends
+_CHECK_INTERVAL_S = 0.5
+_IDLE_S = 5.0  # the thread ends after this time without work, so that many small compilations share one thread
+_GAP_S = 0.3  # eager compilations with shorter gaps between them are reported as one
+_COMPILATION = "/jax/core/compile/backend_compile_duration"  # jax emits a scalar of this name at the begin, a duration at the end
 
 
 class Work:
-    """Something that is underway.
+    """A piece of work in progress.
 
     Attributes:
-        what: as it is said.
-        start_s: of the monotonic clock.
-        thread: that does it.
-        num_said: how often it was said.
+        what: description, as reported.
+        start_s: start time of the monotonic clock, in seconds.
+        thread: id of the thread that does it.
+        num_reports: number of reports so far.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.start_s = time.monotonic()
         self.thread = threading.get_ident()
-        self.num_said = 0
+        self.num_reports = 0
 
 
 class Progress:
-    """All works of this process, and the thread that says the long ones."""
+    """All work in progress in this process, and the thread that reports it."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is underway: a forked process has neither the thread nor the work."""
+        """Reset everything. Called in a forked process, which has neither the thread nor the work."""
         self._line = ProgressLine()
         self._lock = threading.Lock()
         self._works: list[Work] = []
@@ -62,6 +62,7 @@ class Progress:
         self._idle_since = 0.0
 
     def begin(self, work: Work) -> None:
+        """Add work, and start the thread if it is not running."""
         self._finish_eager(work.thread)
         with self._lock:
             self._works.append(work)
@@ -70,14 +71,19 @@ class Progress:
                 self._thread.start()
 
     def end(self, work: Work) -> None:
+        """Remove work, and report its duration if it took long.
+
+        Raises:
+            ValueError: the work is not in progress.
+        """
         with self._lock:
             self._works.remove(work)
             took_s = time.monotonic() - work.start_s
-            if work.num_said or took_s >= in_force.progress_after_s:
+            if work.num_reports or took_s >= in_force.progress_after_s:
                 self._line.ended(work.what, took_s)
 
     def begin_eager(self) -> None:
-        """jax compiles something on this thread: by itself if no work is underway here."""
+        """jax begins a compilation on this thread. It is an eager operation's unless this thread has work in progress."""
         own, eager = threading.get_ident(), self._eager
         if any(work.thread == own and work is not eager for work in self._works):
             return
@@ -91,20 +97,20 @@ class Progress:
             self._eager_end_s = 0.0
 
     def end_eager(self) -> None:
-        """jax has compiled it; another one may follow at once."""
+        """jax has finished a compilation on this thread. Another one may follow within `_GAP_S`."""
         if self._eager is not None and self._eager.thread == threading.get_ident():
             self._eager_end_s = time.monotonic()
 
     def _finish_eager(self, thread: int | None = None) -> None:
-        """No eager operation follows at once: something else begins on this thread, or nothing."""
+        """End the work of eager compilations, on `thread` or (None) on any thread."""
         eager = self._eager
         if eager is not None and thread in (None, eager.thread):
             self._eager, self._eager_end_s = None, 0.0
-            with suppress(ValueError):  # ended by another thread meanwhile
+            with suppress(ValueError):  # another thread has ended it meanwhile
                 self.end(eager)
 
     def stop(self) -> None:
-        """The process ends: take the line off."""
+        """Clear the status line. Called at the end of the process."""
         with self._lock:
             self._line.clear()
             self._works = []
@@ -112,32 +118,32 @@ class Progress:
     def _watch(self) -> None:
         self._idle_since = time.monotonic()
         while True:
-            time.sleep(min(_LOOK_S, max(in_force.progress_after_s / 4, 0.01)))
+            time.sleep(min(_CHECK_INTERVAL_S, max(in_force.progress_after_s / 4, 0.01)))
             if self._eager_end_s and time.monotonic() - self._eager_end_s > _GAP_S:
                 self._finish_eager()
             with self._lock:
                 now = time.monotonic()
                 if self._works:
                     self._idle_since = now
-                elif now - self._idle_since > _REST_S:
+                elif now - self._idle_since > _IDLE_S:
                     self._thread = None
                     return
-                self._say(now)
+                self._report(now)
 
-    def _say(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         long = [work for work in self._works if now - work.start_s >= in_force.progress_after_s]
         for work in long:
             took_s = now - work.start_s
-            if took_s >= _said_at(work.num_said, in_force.progress_after_s):
-                work.num_said += 1
+            if took_s >= _report_time_s(work.num_reports, in_force.progress_after_s):
+                work.num_reports += 1
                 self._line.log(work.what, took_s)
         self._line.show([(work.what, now - work.start_s) for work in long])
 
 
-def _said_at(num_said: int, after_s: float) -> float:
-    """Seconds after which a work is said in a line, for the first time and again."""
+def _report_time_s(num_reports: int, after_s: float) -> float:
+    """Seconds from the start of work to its next report in a line: `after_s`, 10, 30, 60 and then every 60 s."""
     times = (after_s, *(s for s in (10.0, 30.0, 60.0) if s > after_s))
-    return times[num_said] if num_said < len(times) else times[-1] + 60.0 * (num_said - len(times) + 1)
+    return times[num_reports] if num_reports < len(times) else times[-1] + 60.0 * (num_reports - len(times) + 1)
 
 
 def _operations(count: int) -> str:
@@ -150,13 +156,13 @@ _progress = Progress()
 
 @contextmanager
 def underway(what: str) -> Generator[None]:
-    """While active, `what` is done by this thread: said on stderr and through `logging` if it takes long."""
+    """While active, this thread does `what`. It is reported on stderr and through `logging` if it takes long."""
     work = Work(what)
     _progress.begin(work)
     try:
         yield
     finally:
-        with suppress(ValueError):  # the process ends, or this is a fork of the one that began
+        with suppress(ValueError):  # the process ends, or is a fork of the one in which the work began
             _progress.end(work)
 
 

@@ -1,6 +1,6 @@
-"""How what takes long is said: on one line at a terminal, in lines on stderr elsewhere, through `logging` always.
+"""Output of progress reports: a status line in a terminal, lines on stderr elsewhere, and `logging` always.
 
-In a job of several processes only process 0 writes to stderr; the others log.
+In a job of several processes only process 0 writes to stderr. The others only log.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _log = logging.getLogger("spmd.progress")
 
 
 class ProgressLine:
-    """The line on the terminal, if there is one. Its methods are called by one thread at a time."""
+    """The status line in the terminal. Not thread-safe: callers hold a lock."""
 
     def __init__(self) -> None:
-        self._console: Any = None  # while the line is there
+        self._console: Any = None  # not None while the line is shown
 
     def log(self, what: str, took_s: float) -> None:
-        """`what` is underway for so long."""
+        """Report that `what` has been running for `took_s` seconds."""
         self._write(f"{what}, {clock(took_s)}")
 
     def ended(self, what: str, took_s: float) -> None:
-        """`what`, of which something was said, is done."""
+        """Report that `what` has finished after `took_s` seconds."""
         self.clear()
         self._write(f"{what} took {clock(took_s)}")
 
     def show(self, works: Sequence[tuple[str, float]]) -> None:
-        """Draw the line for what is underway, at a terminal; take it off where nothing is."""
+        """In a terminal, draw the line for the last of `works` (description, seconds); clear it if there are none."""
         if not works:
             self.clear()
         elif _may_write() and _is_terminal():
@@ -42,8 +42,8 @@ class ProgressLine:
                 self._draw(text)
 
     def _draw(self, text: str) -> None:
-        # Not `rich.live`: it hides the cursor, which a process that ends at once leaves hidden, and redirects `sys.stdout`, which is a
-        # value that a traced function may read.
+        # Not `rich.live`: it hides the cursor, which stays hidden if the process is killed, and it redirects `sys.stdout`, which a
+        # traced function may read.
         from rich.console import Console
         from rich.text import Text
 
@@ -56,7 +56,7 @@ class ProgressLine:
         self._console.file.flush()
 
     def clear(self) -> None:
-        """Take the line off."""
+        """Erase the line."""
         console, self._console = self._console, None
         if console is not None:
             with suppress(OSError, ValueError):
@@ -89,7 +89,7 @@ def _is_terminal() -> bool:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds: 41 s are "0:41", an hour is "1:00:00"."""
+    """Format a duration: 41 s is "0:41", an hour is "1:00:00"."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 

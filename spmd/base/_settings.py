@@ -1,8 +1,8 @@
-"""What a program sets for its whole process: `spmd.configure`. Knows nothing of who reads it.
+"""Settings of the whole process: `spmd.configure`.
 
-spmd.configure(progress=False)                    # what takes long is said through `logging` alone
-spmd.configure(check_indices=True)                # for eager operations too
-spmd.configure(cache_dir="/scratch/programs")     # where the next process finds compiled programs; False: nowhere
+spmd.configure(progress=False)                    # report slow work through `logging` alone
+spmd.configure(check_indices=True)                # check indices in eager operations too
+spmd.configure(cache_dir="/scratch/programs")     # cache compiled programs for later processes here; False: no cache
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("spmd.compile")
 
 @dataclass
 class Settings:
-    """The settings of `spmd.configure`, which documents them."""
+    """The settings of a process. `spmd.configure` documents them."""
 
     progress: bool = True
     progress_after_s: float = 2.0
@@ -52,15 +52,16 @@ def configure(
             configured `logging`. The logger "spmd.progress" always gets it, at level INFO.
         progress_after_s: report only work that takes longer than this, in seconds (2).
         check_indices: whether eager operations, and functions of `spmd.compile(check_indices=None)`, check indices computed on the device.
-        cache_dir: a folder that caches compiled programs for later processes; False: none. Its files are executed, so nobody else may
-            write there. The default, unless jax has its own cache folder, is `spmd` in the user's cache directory.
-        cache_max_bytes: the limit for all cached programs together (4 GiB); the least recently used are removed.
+        cache_dir: a folder to cache compiled programs in for later processes; False disables the cache. Its files are executed, so
+            other users must not be able to write there. The default is `spmd` in the user's cache directory, unless jax has a cache
+            folder of its own.
+        cache_max_bytes: limit for all cached programs together (4 GiB). The least recently used ones are removed.
 
     Returns:
-        The settings after the change.
+        A copy of the settings after the change.
 
     Raises:
-        SpmdError: a value is invalid.
+        SpmdError: a value is invalid, or the cache folder cannot be used.
     """
     flags: dict[str, object] = {"progress": progress, "check_indices": check_indices}
     for name, value in flags.items():
@@ -91,7 +92,7 @@ def _require_cache(folder: object, limit: object) -> None:
 
 
 def _set_cache(cache_dir: str | os.PathLike[str] | Literal[False] | None, max_bytes: int | None) -> None:
-    """Start, move, limit or end the keeping of compiled programs."""
+    """Enable, move, limit or disable the cache of compiled programs."""
     if cache_dir is False:
         keep_no_programs()
         in_force.cache_dir = False
@@ -104,7 +105,10 @@ def _set_cache(cache_dir: str | os.PathLike[str] | Literal[False] | None, max_by
 
 
 def keep_programs_by_default() -> None:
-    """Before the first program is compiled: keep programs in the job's directory or the user's, unless somebody has decided otherwise."""
+    """Enable the cache in the job's or the user's default folder, unless `configure` or jax's settings decide otherwise.
+
+    Called before the first program is compiled.
+    """
     if in_force.cache_dir is not None or not jax.config.values["jax_enable_compilation_cache"]:
         return
     job, own = programs_of_job(), jax.config.values["jax_compilation_cache_dir"]
@@ -114,7 +118,7 @@ def keep_programs_by_default() -> None:
         _set_cache(job or default_folder(), None)
     except SpmdError as error:
         in_force.cache_dir = False
-        _log.warning("compiled programs are not cached for the next process: %s", error)
+        _log.warning("compiled programs are not cached for later processes: %s", error)
 
 
 __all__ = ["Settings", "configure", "in_force", "keep_programs_by_default"]

@@ -1,11 +1,11 @@
-"""torch's private names: every one that this package uses, and no other file names one (tests/base/test_private_names.py).
+"""All private names of torch that this package uses; no other file but `_torch_late` uses one (tests/base/test_private_names.py).
 
-Each may go with any version of torch. One that is gone says so when this file is imported, with the versions that have it,
-and not where it is first needed. Operators (`torch.ops.aten._copy_from`) are no names of Python; those that a torch lacks are
-skipped where kernels are registered. What is replaced in torch, and why, is told in `spmd/patches`.
+Any version of torch may remove one. If one is missing, importing this file raises an error with the supported versions, instead of
+a failure at the first use. Operators (`torch.ops.aten._copy_from`) are not among them: those that a torch version lacks are skipped
+when kernels are registered. `spmd/patches` lists the objects of torch that are replaced, with reasons.
 """
 
-# ruff: noqa: F401  (in a `try`, it takes names for unused that are imported for others)
+# ruff: noqa: F401  (inside a `try`, ruff reports re-exported names as unused)
 # pyright: reportPrivateImportUsage=none, reportAttributeAccessIssue=none, reportUnusedImport=none
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from packaging.version import Version
 
 from mesh._mesh_errors import message
 
-TRIED, UNTRIED = "torch 2.11 to 2.15", "2.16"  # the versions that are known to have all these names, and the next one
+TRIED, UNTRIED = "torch 2.11 to 2.15", "2.16"  # the tested versions, which have all these names, and the first untested one
 
 
 def torch_at_least(version: str) -> bool:
-    """Whether this torch is that version or a later one; a build on the way to it counts as it."""
+    """Whether the installed torch is this version or later. A pre-release counts as its release."""
     return Version(torch.__version__).release >= Version(version).release
 
 
 def untried(what: str) -> ImportError:
-    """The error for a torch that is too old, or so new that something does not fit."""
+    """The error for a version of torch that is too old, or too new and incompatible."""
     return _refused(f"is not supported: {what}")
 
 
 def missing(what: str) -> ImportError:
-    """The error for a private name that this torch does not have."""
+    """The error for a private name that the installed torch does not have."""
     return _refused(f"has no {what}, a private name that spmd uses")
 
 
@@ -126,21 +126,21 @@ try:
 except (ImportError, AttributeError) as error:
     raise missing(str(error)) from error
 
-try:  # torch.compile's own guards use it; before Python 3.12 it reads the dict's version tag, since then it watches the dict
+try:  # used by torch.compile's own guards: up to Python 3.11 it reads the dict's version tag, from 3.12 on it watches the dict
     from torch._C._dynamo.guards import dict_version as _dict_version  # pyright: ignore[reportMissingModuleSource]
-except ImportError:  # guards look at the values then
+except ImportError:  # guards then compare the values
     _dict_version = None
 dict_version: Callable[[dict[Any, Any]], int] | None = _dict_version
 
 
 def current_device_mesh() -> Any:
-    """The DeviceMesh of the `with` block that runs. torch's own error if there is none."""
+    """The DeviceMesh of the innermost `with` block. Outside of such a block torch raises its own error."""
     return torch.distributed.device_mesh._mesh_resources.get_current_mesh()
 
 
 @contextmanager
 def without_saved_tensors_hooks() -> Generator[None]:
-    """While active, tensors that autograd saves are seen by no hook of the user's (a checkpoint's, one that moves them to the host)."""
+    """While active, no saved-tensors hook of the user (of a checkpoint, of offloading) sees the tensors that autograd saves."""
     hooks: list[Any] = []
     while (top := top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
@@ -153,11 +153,11 @@ def without_saved_tensors_hooks() -> Generator[None]:
 
 
 def graph_break(msg: str) -> None:
-    """Tell Dynamo that the graph it captures ends here. Dynamo is imported when it is used: that takes seconds."""
+    """End the graph that Dynamo is capturing. Dynamo is imported here and not earlier, since the import takes seconds."""
     torch._dynamo.graph_break(msg=msg)
 
 
-# Attributes of torch's objects: an object that has them, and which are used.
+# Private attributes of torch's objects that are used: a function that makes such an object, and the names.
 _ATTRIBUTES: Mapping[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "nn.Module": (
         torch.nn.Module,

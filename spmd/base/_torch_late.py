@@ -1,6 +1,6 @@
-"""torch's private names whose modules take a second to import: functions that import them when they are needed.
+"""Private names of torch in modules that take a second to import. Functions import them when they are needed.
 
-The others are in `_torch`. One that is gone says so, with the versions that have it.
+All other private names are in `_torch`. A missing name raises an error with the supported versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmd.base._torch import missing
 
 
 class PlanParts(NamedTuple):
-    """What torch.distributed.checkpoint makes its plans with."""
+    """Functions that torch.distributed.checkpoint's default planner uses."""
 
     dedup_save_plans: Callable[..., Any]
     flatten_state_dict: Callable[..., Any]
@@ -25,7 +25,7 @@ class PlanParts(NamedTuple):
 
 
 def plan_parts() -> PlanParts:
-    """The functions behind torch.distributed.checkpoint's default planner."""
+    """The functions that torch.distributed.checkpoint's default planner uses."""
     return PlanParts(
         *(
             _named(f"torch.distributed.checkpoint.{module}", name)
@@ -39,7 +39,7 @@ def plan_parts() -> PlanParts:
 
 
 def fsspec_filesystem() -> Any:
-    """torch.distributed.checkpoint's readers and writers over fsspec."""
+    """The module of torch.distributed.checkpoint's readers and writers over fsspec."""
     return _module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
@@ -49,12 +49,18 @@ def dtensor_spec() -> Any:
 
 
 def joint_graphs() -> Any:
-    """functorch.compile: functions and their gradients as graphs."""
+    """functorch.compile: traces functions and their gradients to graphs."""
     return _module("functorch.compile")
 
 
 class DeviceInterfaces(NamedTuple):
-    """Dynamo's table of devices."""
+    """Dynamo's registry of device interfaces.
+
+    Attributes:
+        base: the base class of the interfaces.
+        registered: the interfaces, by device type.
+        register: registers an interface.
+    """
 
     base: Any
     registered: dict[str, type]
@@ -62,29 +68,30 @@ class DeviceInterfaces(NamedTuple):
 
 
 def device_interfaces() -> DeviceInterfaces:
-    """What Dynamo knows of devices, by their names."""
+    """Dynamo's registry of device interfaces."""
     module = "torch._dynamo.device_interface"
     return DeviceInterfaces(*(_named(module, name) for name in ("DeviceInterface", "device_interfaces", "register_interface_for_device")))
 
 
 @contextmanager
 def without_dynamo() -> Generator[None]:
-    """While active, functions under torch.compile run as they are, and this thread's frames are not looked at. Imports nothing."""
+    """While active, functions under torch.compile run eagerly, and Dynamo ignores this thread's frames. Imports nothing."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
     eval_frame = _module("torch._C._dynamo.eval_frame")
-    before = eval_frame.set_eval_frame(None)  # first: a stance may not change in a function that Dynamo looks at
+    before = eval_frame.set_eval_frame(None)  # first, because set_stance must not be called in a frame that Dynamo evaluates
     try:
         with _named("torch._dynamo", "set_stance")("force_eager"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")  # ours, which a trace sets
+            # the global hooks are those that a trace of this package sets
+            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
             yield
     finally:
         eval_frame.set_eval_frame(before)
 
 
 class CompileArguments(NamedTuple):
-    """What torch.compile was given."""
+    """The arguments of a call of torch.compile."""
 
     backend: Any
     options: dict[str, Any]
@@ -93,7 +100,11 @@ class CompileArguments(NamedTuple):
 
 
 def compile_arguments(context: Any) -> CompileArguments:
-    """What torch.compile was given; `context`: what it made to compile functions with."""
+    """The arguments of a call of torch.compile.
+
+    Args:
+        context: the context that the call returned, with which functions are compiled.
+    """
     backend = _named("torch._dynamo.eval_frame", "innermost_backend")(context.callback)
     options: dict[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
     fullgraph, dynamic = getattr(context, "fullgraph", False), getattr(context, "_dynamic", None)
@@ -101,18 +112,18 @@ def compile_arguments(context: Any) -> CompileArguments:
 
 
 def stance() -> str:
-    """What torch.compiler.set_stance said last, in a process that has Dynamo."""
+    """The present stance of `torch.compiler.set_stance`. Imports Dynamo."""
     return _named("torch._dynamo.eval_frame", "_stance").stance
 
 
 def skip_in_dynamo(package: str) -> None:
-    """From now on Dynamo does not look into functions of a package."""
+    """Make Dynamo skip all functions of a package from now on."""
     _named("torch._dynamo.trace_rules", "add")(package)
 
 
 @functools.cache
 def activation_checkpoint() -> Any:
-    """The operator that stands for torch.utils.checkpoint in a graph of Dynamo's."""
+    """The operator for torch.utils.checkpoint in a Dynamo graph."""
     return _named("torch._higher_order_ops.wrap", "tag_activation_checkpoint")
 
 

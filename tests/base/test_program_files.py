@@ -114,7 +114,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: p
         spmd.compile(lambda x: x.cos() * 8)(torch.ones(13, device="jax"))
     assert not list(folder.iterdir())
     (record,) = caplog.records
-    assert record.message.startswith(f"compiled programs are not cached for the next process: cache_dir={str(folder)!r}")
+    assert record.message.startswith(f"compiled programs are not cached for later processes: cache_dir={str(folder)!r}")
 
 
 def test_programs_lie_in_the_folder_that_is_configured_until_none_are_kept(tmp_path: Path, kept: None) -> None:

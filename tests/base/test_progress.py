@@ -101,13 +101,13 @@ def test_in_a_job_process_0_writes_and_the_others_log(
 
 
 def test_it_is_said_again_ever_more_rarely() -> None:
-    assert [_progress._said_at(n, 2.0) for n in range(6)] == [2.0, 10.0, 30.0, 60.0, 120.0, 180.0]
-    assert [_progress._said_at(n, 45.0) for n in range(3)] == [45.0, 60.0, 120.0]
+    assert [_progress._report_time_s(n, 2.0) for n in range(6)] == [2.0, 10.0, 30.0, 60.0, 120.0, 180.0]
+    assert [_progress._report_time_s(n, 45.0) for n in range(3)] == [45.0, 60.0, 120.0]
     assert [clock(s) for s in (2.9, 41, 227, 3600)] == ["0:02", "0:41", "3:47", "1:00:00"]
 
 
 def test_its_thread_keeps_no_process_alive_and_ends_when_nothing_is_underway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_progress, "_REST_S", 0.05)
+    monkeypatch.setattr(_progress, "_IDLE_S", 0.05)
     in_force.progress_after_s = 0.1
     with underway("tracing f"):
         thread = next(t for t in threading.enumerate() if t.name == "progress")
