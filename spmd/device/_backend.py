@@ -29,7 +29,7 @@ from spmd.device._kernels import Installed, install
 from spmd.device._only_device import NAME, require_only_device
 from spmd.device._random_stream import default_stream, share_seed
 from spmd.device._storage import recording
-from spmd.patches import _embedding_bag, _refused_ways
+from spmd.patches import _embedding_bag, _unsupported_features
 from spmd.patches._table import current, is_expected, replace
 
 _installed: list[Installed] = []
@@ -144,7 +144,7 @@ class DeviceModule:
 
     def __getattr__(self, name: str) -> Any:
         """No such name: what to use instead of those of `torch.cuda`."""
-        raise _refused_ways.no_such_name(name, [n for n in dir(self) if not n.startswith("_")])
+        raise _unsupported_features.no_such_name(name, [n for n in dir(self) if not n.startswith("_")])
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until the devices have finished what was dispatched to them; raises what a compiled call checked and found wrong."""
@@ -204,7 +204,7 @@ def register() -> None:
     _storage_bytes.register()
     _dlpack.register()
     _embedding_bag.register()
-    _refused_ways.register()
+    _unsupported_features.register()
     for target in ("torch._opaque_base.OpaqueBaseMeta.__call__", "torch._custom_class_base.CustomClassBaseMeta.__call__"):
         if is_expected(target):  # not in an older torch, which refuses Generator(device="jax")
             replace(target, made)

@@ -1,1 +1,1 @@
-"""What of other packages is replaced: `_table` lists every target, why, for how long, and the parameters that it should have."""
+"""Replacements of objects of other packages. `_table` lists every target with a reason, a duration and its expected parameters."""

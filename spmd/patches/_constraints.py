@@ -1,4 +1,4 @@
-"""Constraints of torch.distributions that look at values on their way: while a function is traced they compute both halves."""
+"""Constraints of torch.distributions that branch on tensor values. While a function is traced, both conditions are computed instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd.patches._table import replaced
 
 @contextmanager
 def without_branches() -> Generator[None]:
-    """While active, `positive_definite` and `positive_semidefinite` ask for the second half where the first is false too."""
+    """While active, `positive_definite` and `positive_semidefinite` check the eigenvalues even if the matrix is not symmetric."""
 
     def positive_definite(self: Any, value: torch.Tensor) -> torch.Tensor:
         return Symmetric.check(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)

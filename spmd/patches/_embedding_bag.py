@@ -1,8 +1,8 @@
-"""`F.embedding_bag` of bags that all have one size, kept as look-up and sum over a dim.
+"""`F.embedding_bag` of bags of equal size, computed as a lookup and a sum over a dim.
 
-PyTorch flattens ids [B, N] to [B * N] with offsets 0, N, 2N, ..., which only values tell from any other bags: the batch dim
-that devices split is gone, and a table split over devices is gathered or scattered element by element. Looked up as they
-are, ids keep their batch dim, and a split table costs what it costs in JAX by hand.
+PyTorch flattens ids [B, N] to [B * N] with offsets 0, N, 2N, .... Only the values of the offsets show that the bags are equal, so the
+batch dim, which is sharded, is lost, and a sharded table is gathered or scattered element by element. A lookup of the ids as
+they are keeps the batch dim, and a sharded table costs as much as in handwritten JAX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _torchs_embedding_bag = F.embedding_bag
 
 
 def register() -> None:
-    """Wrap the one function through which `nn.EmbeddingBag` goes."""
+    """Replace the function that `nn.EmbeddingBag` calls."""
     replace("torch.nn.functional.embedding_bag", embedding_bag)
 
 
@@ -40,7 +40,7 @@ def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwarg
 def _fixed_bags(
     ids_BN: torch.Tensor, weight: torch.Tensor, mode: str, factors_BN: torch.Tensor | None, padding: int | None
 ) -> torch.Tensor:
-    """Sums or means of rows of `weight` [rows, C]; a bag of nothing but padding is zero."""
+    """Sums or means [B, C] of rows of `weight` [rows, C]. The result of a bag that contains only padding is zero."""
     rows_BNC = F.embedding(ids_BN, weight, padding)
     if factors_BN is not None:
         rows_BNC = rows_BNC * factors_BN.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""A GradScaler whose first use is traced: its scale and its count are state, made outside of the program."""
+"""A GradScaler that is first used inside a trace. Its scale and its growth count are state, which is created outside of the program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from spmd.patches._table import current, replaced
 
 
 @contextmanager
-def scale_of_before() -> Generator[None]:
-    """While active, a scaler on the device makes these two as if no function were traced."""
+def traceable_grad_scaler() -> Generator[None]:
+    """While active, a GradScaler creates its state as if no function were traced, and refuses optimizers that branch on values.
+
+    Raises:
+        TraceError: from `GradScaler.step` of an optimizer that is not fused.
+    """
     torchs = current("torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker")
 
     def init(self: Any, dev: torch.device) -> None:
@@ -44,4 +48,4 @@ def scale_of_before() -> Generator[None]:
         yield
 
 
-__all__ = ["scale_of_before"]
+__all__ = ["traceable_grad_scaler"]

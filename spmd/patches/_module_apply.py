@@ -1,13 +1,13 @@
-"""Moving a module to the device and back keeps its parameters the objects they are, as between CPU and CUDA, and shows layouts.
+"""Moves of a module to the device and back keep its Parameter objects, as between CPU and CUDA, and its shardings.
 
-PyTorch moves a parameter in place only between devices that its C++ knows; to others, `module.to()` puts a new Parameter in
-the module: tied weights come apart, and an optimizer made before keeps the old ones. Here the new value is swapped into the
-old object, and a change of dtype keeps the annotation.
+PyTorch moves a parameter in place only between devices that its C++ code supports. For others, `module.to()` creates a new
+Parameter: tied weights come apart, and an existing optimizer keeps the old ones. Here the new value is swapped into the old object,
+and a change of dtype keeps the annotation.
 
     model = GPT().to("jax")
     assert model.head.weight is model.tokens.weight
 
-After a move a module's tensors show the layouts that they have: parameters marked on 'meta' or on the host too.
+After a move, marked tensors are of class `XLAShardedTensor` or `XLAShardedParameter`, also if they were marked on 'meta' or the host.
 
     with torch.device("meta"):
         model = GPT()
@@ -33,7 +33,7 @@ _torchs_apply = nn.Module._apply
 
 
 def register() -> None:
-    """Wrap the one function through which every move of a module goes."""
+    """Replace the function that every move of a module calls."""
     replace("torch.nn.Module._apply", apply)
 
 
@@ -43,7 +43,7 @@ def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: 
 
 
 def show_layouts(module: nn.Module) -> nn.Module:
-    """Change the class of the marked device tensors directly in `module`; its children do so themselves."""
+    """Set the class of the marked device tensors that belong to `module` itself, without its children."""
     for registry in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
         for tensor in registry.values():
             if tensor is None or isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.device.type != "jax":
@@ -54,7 +54,7 @@ def show_layouts(module: nn.Module) -> nn.Module:
 
 
 class _Moved:
-    """`fn`, except that a parameter which enters or leaves device 'jax' is changed in place and returned itself."""
+    """Wraps the `fn` of `_apply`: a parameter that enters or leaves device 'jax' is changed in place, and the same object is returned."""
 
     def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._fn = fn
@@ -68,25 +68,25 @@ class _Moved:
             hand_over(tensor, moved)
             return moved
         if "jax" not in ends:
-            if annotation_of(tensor) is None or ends[0] == ends[1]:  # there torch keeps the parameter itself
+            if annotation_of(tensor) is None or ends[0] == ends[1]:  # torch keeps the parameter object in these moves
                 return moved
             hand_over(tensor, moved)
             return self._swapped(tensor, moved) if isinstance(tensor, nn.Parameter) else moved
         hand_over(tensor, moved)
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):  # a lazy module's: without a shape there too
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):  # of a lazy module: it stays without a shape
             kind: Any = type(tensor)
             moved = kind(requires_grad=tensor.requires_grad, device=moved.device, dtype=moved.dtype)
         return self._swapped(tensor, moved) if isinstance(tensor, nn.Parameter) else moved
 
     def _swapped(self, parameter: nn.Parameter, moved: torch.Tensor) -> torch.Tensor:
-        """The parameter object with the moved value; the value alone where torch refuses, as for one with weak references."""
+        """The parameter object with the moved value; only the moved value if torch refuses to swap, as for weakly referenced tensors."""
         new: Any = moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved.detach(), parameter.requires_grad)
         vars(new).update(vars(parameter))
         if new is not moved and not isinstance(parameter, XLAShardedTensor):
-            new.__class__ = type(parameter)  # a user's own, whose optimizer asks for it
+            new.__class__ = type(parameter)  # a user's subclass, which an optimizer may check for
         if hand_over(parameter, new) and new.device.type != "jax" and parameter.device.type != "jax":
             new.__class__ = type(parameter)
-        grad, parameter.grad = parameter.grad, None  # held by the old value, it would keep torch from swapping
+        grad, parameter.grad = parameter.grad, None  # torch does not swap a tensor with a gradient
         try:
             torch.utils.swap_tensors(parameter, new)
         except RuntimeError:

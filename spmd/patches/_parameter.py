@@ -1,4 +1,4 @@
-"""`nn.Parameter(p)` of a marked parameter: a parameter on the same memory, marked alike, as `weight_norm` makes them."""
+"""`nn.Parameter(p)` of a marked parameter `p`: a parameter with the same storage and sharding. `weight_norm` creates them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TARGET = "torch.nn.Parameter.__new__"
 
 
 def register() -> None:
-    """Take marked parameters for parameters; torch would ask `detach` for one, which is a plain tensor."""
+    """Make `nn.Parameter` accept a marked parameter. Torch requires its `detach()` to return its class, but that is a plain tensor."""
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if type(data) is XLAShardedParameter:

@@ -1,8 +1,8 @@
 """Running averages whose count torch reads on the host: `AveragedModel`, and BatchNorm with `momentum=None`.
 
-`AveragedModel.update_parameters` copies the first time and averages afterwards; a cumulative BatchNorm divides by the number of
-batches so far. In a trace both counts stay on the device: both outcomes are computed and the count selects, so there is one
-program for all calls.
+`AveragedModel.update_parameters` copies in its first call and averages afterwards. A cumulative BatchNorm divides by the number of
+batches so far. In a trace both counts stay on the device. `AveragedModel` computes both results and selects by the count, so that
+one program serves all calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmd.patches._table import replaced
 
 
 def move_counts_to_device(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-    """Move the count of each `AveragedModel` to the device on which its parameters are (torch leaves it on the CPU)."""
+    """Move the count of each `AveragedModel` to the device of its parameters. (Torch leaves it on the CPU.)"""
     for _, module in modules:
         if (
             isinstance(module, AveragedModel)
@@ -34,7 +34,7 @@ def move_counts_to_device(modules: Iterable[tuple[str, torch.nn.Module]]) -> Non
 
 @contextmanager
 def counting_on_device() -> Generator[None]:
-    """While active, these averages do not read their counts."""
+    """While active, these averages do not read their counts on the host."""
     update, forward = AveragedModel.update_parameters, BatchNorm.forward
     with (
         replaced("torch.optim.swa_utils.AveragedModel.update_parameters", lambda self, model: _update(update, self, model)),
@@ -44,12 +44,12 @@ def counting_on_device() -> Generator[None]:
 
 
 def replaced_counts(modules: Iterable[tuple[str, torch.nn.Module]]) -> set[tuple[int, str]]:
-    """The entries (id of the dict, key) in which `counting_on_device` puts another count for a while."""
+    """The dict entries (id of the dict, key) that `counting_on_device` replaces temporarily."""
     return {(id(m._buffers), "n_averaged") for _, m in modules if isinstance(m, AveragedModel)}
 
 
 class _Positive(torch.Tensor):
-    """A count that says to Python that it is greater than zero."""
+    """A count for which `count == 0` is False and `count > 0` is True in Python, without reading its value."""
 
     __hash__ = torch.Tensor.__hash__
 
@@ -62,7 +62,7 @@ class _Positive(torch.Tensor):
 
 @torch.no_grad()
 def _update(torchs: Callable[..., None], averaged: AveragedModel, model: torch.nn.Module) -> None:
-    """`averaged.update_parameters(model)`: torch's averaging, over which the first time the model's own values are written."""
+    """`averaged.update_parameters(model)`: averages as torch does, then selects the model's own values if it is the first call."""
     count = averaged.n_averaged
     if not is_device_tensor(count):
         torchs(averaged, model)
@@ -82,14 +82,14 @@ def _update(torchs: Callable[..., None], averaged: AveragedModel, model: torch.n
 
 
 def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Tensor) -> torch.Tensor:
-    """`norm.forward(input)`: with `momentum=None` the batch's own statistics are taken, then averaged by the count."""
+    """`norm.forward(input)`: with `momentum=None`, computes the statistics of the batch, then averages them into the running ones."""
     count = norm.num_batches_tracked
     if norm.momentum is not None or not (norm.training and norm.track_running_stats) or not is_device_tensor(count):
         return torchs(norm, input)
     buffers = norm._buffers
     running = {name: buffers[name] for name in ("running_mean", "running_var")}
     buffers.update({name: torch.zeros_like(value) for name, value in running.items()})
-    attributes = vars(norm)  # by the dict: a trace takes it for no write of the function, and guards what it reads
+    attributes = vars(norm)  # through the dict, so that a trace records neither a write of the function nor a guard on this value
     attributes["momentum"] = 1.0
     try:
         out = torchs(norm, input)

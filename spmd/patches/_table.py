@@ -1,14 +1,14 @@
-"""Every object of another package that this one replaces: its name, why, for how long, and the parameters that it should have.
+"""The table of all objects of other packages that this package replaces (monkey patches), with reasons.
 
-    replace("torch.nn.functional.embedding_bag", embedding_bag)                   # while the process lives
+    replace("torch.nn.functional.embedding_bag", embedding_bag)                   # until the process ends
     with replaced("torch.compiler.is_compiling", is_compiling):                   # inside the block
         ...
 
-Nothing is replaced in another way: a target that is not listed is refused, and so is one that this torch does not have. What is
-replaced inside a block is replaced for the whole process, so functions are traced on one thread at a time.
+Nothing is replaced by other means. A target that is not listed is refused, and so is one that the installed torch does not have. A
+replacement inside a block is visible to the whole process, so only one thread traces at a time.
 
-Two things are not replaced but extended by torch's own means: `copyreg` and `torch.serialization` know how tensors of the
-device are stored (`device/_serialize`), and `transformers::grouped_mm_fallback` has kernels of ours (`device/_experts`).
+Two things are extended through public registries and not replaced: `copyreg` and `torch.serialization` get reducers for tensors of
+the device (`device/_serialize`), and the operator `transformers::grouped_mm_fallback` gets kernels (`device/_experts`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Patch:
     """One object that is replaced.
 
     Attributes:
-        target: its dotted name.
-        why: what would go wrong otherwise.
+        target: dotted name of the object.
+        why: the reason, or what the replacement does.
         file: the file that replaces it.
-        undone_by: after what it is as before: a context or function of ours; empty if it stays while the process lives.
-        parameters: names of its parameters, as `inspect.signature` has them; None for functions of C++ and for values.
-        since: the first version of torch that has it.
-        until: the first version of torch in which it is not replaced any more.
+        undone_by: the context manager or function at whose end the original is restored; empty if it stays replaced.
+        parameters: expected parameter names by `inspect.signature`, separated by commas; None for C++ functions and for values.
+        since: the first version of torch that has the object.
+        until: the first version of torch in which it is not replaced.
     """
 
     target: str
@@ -48,7 +48,7 @@ class Patch:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it is replaced in this version of torch, and so has to be there."""
+        """Whether the object is replaced in the installed version of torch, which must therefore have it."""
         return torch_at_least(self.since) and not torch_at_least(self.until)
 
 
@@ -65,7 +65,8 @@ _LOADED = "spmd/huggingface/_from_pretrained.py"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
-_WORDS, _STYLE = "spmd/compat/torch_distributed/_dispatch.py", "self, module, device_mesh"
+_DISTRIBUTED, _STYLE = "spmd/compat/torch_distributed/_dispatch.py", "self, module, device_mesh"
+_NUMBERS = "spmd/device/_number_arithmetic.py"
 _BORDER_STYLES = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 _DLPACK_PARAMETERS = "self, stream, max_version, dl_device, copy"
 _FRAME = "self, recompute_fn, early_stop, unpack_error_cb, metadata_fn"
@@ -74,26 +75,26 @@ PATCHES: tuple[Patch, ...] = (
     # programs
     Patch(
         "jax._src.compilation_cache.get_file_cache",
-        "compiled programs are kept in files that are checked, limited and one user's, in the folders of ours",
+        "compiled programs are cached in files with checksums and a size limit, in folders that only one user can write to",
         "spmd/base/_program_files.py",
         parameters="path",
     ),
     # modules and functions
     Patch(
         "torch.nn.Module._apply",
-        "a module that moves keeps its parameter objects, as between CPU and CUDA, and shows their layouts",
+        "a move of a module keeps its Parameter objects, as between CPU and CUDA, and their shardings",
         "spmd/patches/_module_apply.py",
         parameters="self, fn, recurse",
     ),
     Patch(
         "torch.nn.Parameter.__new__",
-        "a parameter made of a marked one is marked alike; torch asks its `detach` for a parameter, which it is not",
+        "a parameter created from a marked one has its sharding; torch would refuse it, as its `detach()` is a plain tensor",
         "spmd/patches/_parameter.py",
         parameters="cls, data, requires_grad",
     ),
     Patch(
         "torch.nn.functional.embedding_bag",
-        "bags of one size keep their batch dim, along which they are split",
+        "bags of equal size keep their batch dim, which is sharded",
         "spmd/patches/_embedding_bag.py",
         parameters=_BAGS,
     ),
@@ -106,21 +107,21 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.nn.modules.batchnorm._BatchNorm.forward",
-        "so does that of a cumulative batch norm",
+        "the count of a cumulative batch norm stays on the device",
         "spmd/patches/_running_averages.py",
         "spmd.patches._running_averages.counting_on_device",
         "self, input",
     ),
     Patch(
         "torch.compiler.is_compiling",
-        "libraries ask before they look at values, which a trace does not have",
+        "libraries check this before they read values of tensors, which a trace does not have",
         "spmd/program/trace/_module_calls.py",
         "spmd.program.trace._module_calls.report_compiling",
         "",
     ),
     Patch(
         "torch.distributions.constraints._PositiveDefinite.check",
-        "it branches on whether a matrix is symmetric",
+        "the original branches on whether a matrix is symmetric",
         _CONSTRAINTS,
         _WITHOUT_BRANCHES,
         "self, value",
@@ -129,22 +130,22 @@ PATCHES: tuple[Patch, ...] = (
     # optimizers
     Patch(
         "torch.optim.optimizer._foreach_supported_types",
-        "marked parameters are updated in foreach form too: a tenth of the calls",
+        "the foreach form also updates marked parameters, with a tenth of the calls",
         "spmd/device/_backend.py",
     ),
     Patch("torch.utils._foreach_utils._foreach_supported_types", "the same", "spmd/device/_backend.py"),
     Patch(
         "torch.optim._adafactor.min",
-        "of a number on the device without a branch",
+        "the minimum of a device number is computed without a branch",
         _PREPARATION,
         "spmd.program.optim._preparation.traceable",
     ),
     Patch("torch.optim._adafactor.max", "the same", _PREPARATION, _TRACEABLE),
-    Patch("torch.optim.radam.radam", "counts in 64 bits where it does not branch on them", _PREPARATION, _TRACEABLE),
+    Patch("torch.optim.radam.radam", "its branchless form loses precision with 32-bit step counts", _PREPARATION, _TRACEABLE),
     *(
         Patch(
             f"torch._fused_{name}_",
-            "learning rates stay inputs of the program: C++ wants numbers that the host knows",
+            "learning rates stay inputs of the program; the C++ function needs their values on the host",
             "spmd/device/_fused_steps.py",
             "spmd.device._fused_steps.called_directly",
         )
@@ -152,22 +153,22 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker",
-        "the scale is made before the trace, not by it: it is state",
+        "the scale is state, so it is created outside of the trace",
         "spmd/patches/_grad_scaler.py",
-        "spmd.patches._grad_scaler.scale_of_before",
+        "spmd.patches._grad_scaler.traceable_grad_scaler",
         "self, dev",
     ),
     Patch(
         "torch.amp.grad_scaler.GradScaler._maybe_opt_step",
-        "it branches on values, and says what does not",
+        "the original branches on values; the error names a fused optimizer, which does not",
         "spmd/patches/_grad_scaler.py",
-        "spmd.patches._grad_scaler.scale_of_before",
+        "spmd.patches._grad_scaler.traceable_grad_scaler",
         "self, optimizer, optimizer_state, args, kwargs",
     ),
     # random numbers
     Patch(
         "torch._opaque_base.OpaqueBaseMeta.__call__",
-        "C++ makes no generator for a device written in Python: torch.Generator(device='jax') makes one of ours",
+        "C++ cannot create a generator for a device written in Python: torch.Generator(device='jax') returns this package's class",
         "spmd/device/_backend.py",
         parameters="self, args, kwargs",
         since="2.13",
@@ -175,73 +176,73 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._custom_class_base.CustomClassBaseMeta.__call__",
-        "the same: it was renamed",
+        "the same; torch renamed the class",
         "spmd/device/_backend.py",
         parameters="self, args, kwargs",
         since="2.14",
     ),
-    # storages, which have no memory
+    # storages, which have no memory of their own
     Patch("torch.UntypedStorage.clone", "copies the array", "spmd/device/_serialize.py", parameters="self"),
-    Patch("torch.UntypedStorage.data_ptr", "tells storages apart, by a number of their own", _ADDRESSES),
-    Patch("torch.UntypedStorage.nbytes", "is the size of the array", _ADDRESSES),
+    Patch("torch.UntypedStorage.data_ptr", "returns a unique number for each storage", _ADDRESSES),
+    Patch("torch.UntypedStorage.nbytes", "returns the size of the array", _ADDRESSES),
     Patch("torch.UntypedStorage.size", "the same", _ADDRESSES, parameters="self"),
     Patch("torch.UntypedStorage.__len__", "the same", _ADDRESSES, parameters="self"),
     Patch("torch.UntypedStorage.cpu", "copies the bytes to the host", _ADDRESSES, parameters="self"),
-    Patch("torch.UntypedStorage.is_shared", "is false: no other process can read it", _ADDRESSES),
-    Patch("torch.UntypedStorage.__new__", "makes an array", _STORAGE_BYTES),
+    Patch("torch.UntypedStorage.is_shared", "returns False: no other process can read it", _ADDRESSES),
+    Patch("torch.UntypedStorage.__new__", "creates an array", _STORAGE_BYTES),
     *(
         Patch(f"torch.UntypedStorage.{name}", f"{does}, where C++ would read memory", _STORAGE_BYTES, parameters=parameters)
         for name, does, parameters in (
             ("__getitem__", "reads the array", None),
-            ("__setitem__", "writes it", None),
-            ("fill_", "the same", None),
-            ("copy_", "the same", None),
-            ("_byteswap", "the same", None),
+            ("__setitem__", "writes the array", None),
+            ("fill_", "writes the array", None),
+            ("copy_", "writes the array", None),
+            ("_byteswap", "writes the array", None),
         )
     ),
-    Patch("torch.UntypedStorage.share_memory_", "is refused", _ADDRESSES, parameters="self, args, kwargs"),
-    Patch("torch.UntypedStorage._share_fd_cpu_", "is refused: this is how a queue shares", _ADDRESSES, parameters="self, args, kwargs"),
-    Patch("torch.UntypedStorage._share_filename_cpu_", "is refused: so is this", _ADDRESSES, parameters="self, args, kwargs"),
-    Patch("torch.Tensor.data_ptr", "is that of the storage plus an offset", _ADDRESSES),
-    Patch("torch.Tensor.__dlpack__", "hands out a copy on the host", _DLPACK, parameters=_DLPACK_PARAMETERS, until="2.14"),
+    Patch("torch.UntypedStorage.share_memory_", "raises an error", _ADDRESSES, parameters="self, args, kwargs"),
+    Patch("torch.UntypedStorage._share_fd_cpu_", "raises an error; queues share by it", _ADDRESSES, parameters="self, args, kwargs"),
+    Patch("torch.UntypedStorage._share_filename_cpu_", "the same", _ADDRESSES, parameters="self, args, kwargs"),
+    Patch("torch.Tensor.data_ptr", "returns the number of the storage plus an offset", _ADDRESSES),
+    Patch("torch.Tensor.__dlpack__", "exports a copy on the host", _DLPACK, parameters=_DLPACK_PARAMETERS, until="2.14"),
     Patch("torch.Tensor.__dlpack__", "the same", _DLPACK, parameters=f"{_DLPACK_PARAMETERS}, read_only", since="2.14"),
-    Patch("torch.Tensor.__dlpack_device__", "is the copy's device", _DLPACK, parameters="self"),
-    Patch("torch.to_dlpack", "hands out a copy on the host", _DLPACK),
+    Patch("torch.Tensor.__dlpack_device__", "returns the device of this copy", _DLPACK, parameters="self"),
+    Patch("torch.to_dlpack", "exports a copy on the host", _DLPACK),
     Patch("torch.utils.dlpack.to_dlpack", "the same", _DLPACK),
     Patch("torch._C._to_dlpack", "the same", _DLPACK),
     Patch("torch._C._to_dlpack_versioned", "the same", _DLPACK),
     # autograd
     Patch(
         "torch.autograd.Variable._execution_engine",
-        "an exception in a gradient hook comes out where backward was called",
+        "an exception in a gradient hook is raised to the caller of backward",
         "spmd/device/_engine.py",
     ),
     Patch(
         "torch.utils.checkpoint._CheckpointFrame.__init__",
-        "a module recomputes under the precision that it had the first time",
+        "a module is recomputed with the precision of its first computation",
         "spmd/sharding/_precision.py",
         parameters=_FRAME,
     ),
-    Patch("torch.utils.checkpoint._CheckpointFrame.__init__", "a recomputation draws the same numbers again", _REMAT, _RECOMPUTE),
-    Patch("torch.utils.checkpoint.detach_variable", "XLA would merge it with the first computation", _REMAT, _RECOMPUTE, "inputs"),
+    Patch("torch.utils.checkpoint._CheckpointFrame.__init__", "a recomputation draws the same random numbers", _REMAT, _RECOMPUTE),
+    Patch("torch.utils.checkpoint.detach_variable", "XLA would merge both computations (CSE)", _REMAT, _RECOMPUTE, "inputs"),
     Patch("torch.utils.checkpoint._CheckpointFrame.get_inputs", "the same", _REMAT, _RECOMPUTE, "self", since="2.12"),
     Patch("torch.utils.checkpoint._NoopSaveInputs.setup_context", "the same", _REMAT, _RECOMPUTE, "ctx, inputs, output", until="2.12"),
     Patch(
         "torch.accelerator.synchronize",
-        "C++ knows no streams of a device written in Python",
+        "C++ has no streams for a device written in Python",
         "spmd/device/_backend.py",
         parameters="device",
     ),
     Patch(
         "torch.accelerator.set_device_index",
-        "C++ takes any index for such a device",
+        "C++ accepts any index for such a device",
         "spmd/device/_backend.py",
         parameters="device",
     ),
     *(
         Patch(
             f"torch.accelerator.memory.{name}",
-            "C++ knows no allocator of such a device: it ends in an internal assertion, or with the process",
+            "C++ has no allocator for such a device: the original fails an internal assertion or aborts the process",
             "spmd/device/_memory_statistics.py",
             parameters="device_index",
         )
@@ -254,54 +255,54 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.accelerator.memory.empty_host_cache", "the same", "spmd/device/_memory_statistics.py", parameters="", since="2.12"),
     Patch(
         "torch._TorchCompileInductorWrapper.__call__",
-        "inductor writes no code for the device: it says what to use",
-        "spmd/patches/_refused_ways.py",
+        "inductor generates no code for the device: the error names what to use",
+        "spmd/patches/_unsupported_features.py",
     ),
     Patch(
         "torch._dynamo.eval_frame.OptimizeContext.__call__",
-        "Dynamo makes several graphs of a training step: with our backend it is one program",
+        'Dynamo splits a training step into several graphs; with backend "spmd" it is compiled to one program',
         "spmd/dynamo/_whole_step.py",
         parameters="self, fn",
     ),
     Patch(
         "torch.nn.parallel.DataParallel.__init__",
-        "one device has nothing to split a batch over: it says what to use",
-        "spmd/patches/_refused_ways.py",
+        "a batch cannot be split over one device: the error names what to use",
+        "spmd/patches/_unsupported_features.py",
         parameters="self, module, device_ids, output_device, dim",
     ),
-    # control flow, which torch hands to Dynamo; replaced in every module of torch._higher_order_ops that has the function
+    # control flow, which torch compiles with Dynamo; replaced in every module of torch._higher_order_ops that imports the function
     Patch(
         "torch._higher_order_ops.utils._hop_compile_and_call",
-        "operators on the device go straight to their kernels",
+        "operators on the device call their kernels directly",
         _CONTROL_FLOW,
         parameters="fn, args, kwargs",
         since="2.12",
     ),
     Patch("torch._higher_order_ops.utils._maybe_compile_and_run_fn", "the same", _CONTROL_FLOW, parameters="fn, args"),
-    Patch("torch._higher_order_ops.cond.torch", "the same: there they call `torch.compile` themselves", _CONTROL_FLOW, until="2.12"),
+    Patch("torch._higher_order_ops.cond.torch", "the same; these versions call `torch.compile` in it", _CONTROL_FLOW, until="2.12"),
     Patch("torch._higher_order_ops.while_loop.torch", "the same", _CONTROL_FLOW, until="2.12"),
     Patch(
         "torch._higher_order_ops.associative_scan.associative_scan",
-        "its default mode exists for two devices only",
+        "its default mode supports only two device types",
         _CONTROL_FLOW,
         parameters="combine_fn, xs, dim, reverse, combine_mode",
     ),
     *(
-        Patch(f"torch.SymFloat.__{form}{name}__", "a number of the device beside an int stays an int", "spmd/device/_number_arithmetic.py")
+        Patch(f"torch.SymFloat.__{form}{name}__", "arithmetic of an integer of the device and an int gives an integer", _NUMBERS)
         for form, names in {
             "": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min"),
             "r": ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
         }.items()
         for name in names
     ),
-    # torch's distributed words, on meshes of device type "jax"
+    # functions of torch.distributed, on meshes of device type "jax"
     Patch(
         "torch.distributed.device_mesh.DeviceMesh.__init__",
-        "a mesh of this process's devices needs no process for each",
+        "a mesh of this process's devices needs no process per device",
         "spmd/compat/torch_distributed/_dispatch.py",
     ),
     *(
-        Patch(target, "one program's tensors are whole: they are marked, and no rank has a piece", _WORDS, parameters=parameters)
+        Patch(target, "tensors of one program are global: they are marked, and no rank has a shard", _DISTRIBUTED, parameters=parameters)
         for target, parameters in (
             ("torch.distributed.tensor.distribute_tensor", "tensor, device_mesh, placements, src_data_rank"),
             ("torch.distributed.tensor.distribute_module", "module, device_mesh, partition_fn, input_fn, output_fn"),
@@ -313,68 +314,70 @@ PATCHES: tuple[Patch, ...] = (
         )
     ),
     *(
-        Patch(f"torch.distributed.tensor.parallel.{name}._apply", "the same: the style says a layout", _WORDS, parameters=_STYLE)
+        Patch(f"torch.distributed.tensor.parallel.{name}._apply", "the same; a style becomes a sharding", _DISTRIBUTED, parameters=_STYLE)
         for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel", *_BORDER_STYLES)
     ),
     # sizes that vary
     *(
-        Patch(f"torch.Tensor.{name}", "what Python asks of a size decides for which sizes a trace holds", _SIZE_READS, _SIZES_READ)
+        Patch(f"torch.Tensor.{name}", "reads of sizes in Python determine the sizes for which a trace is valid", _SIZE_READS, _SIZES_READ)
         for name in ("shape", "nbytes", "size", "numel", "nelement", "stride", "storage_offset", "__len__")
     ),
     # device "xla" in programs written for torch_xla, while its names are installed
-    Patch("threading.Thread.run", "the mode that translates devices is one thread's", _DEVICE_NAMES, _UNINSTALL, "self"),
-    Patch("torch.autograd._engine_run_backward", "the mode is on in backward too", _DEVICE_NAMES, _UNINSTALL, "t_outputs, args, kwargs"),
+    Patch("threading.Thread.run", "the mode that translates devices is thread-local", _DEVICE_NAMES, _UNINSTALL, "self"),
+    Patch(
+        "torch.autograd._engine_run_backward", "the mode is active in backward too", _DEVICE_NAMES, _UNINSTALL, "t_outputs, args, kwargs"
+    ),
     Patch("torch.autograd.graph._engine_run_backward", "the same", _DEVICE_NAMES, _UNINSTALL, "t_outputs, args, kwargs"),
-    Patch("torch.utils._device.DeviceContext.__init__", 'with torch.device("xla")', _DEVICE_NAMES, _UNINSTALL, "self, device"),
+    Patch("torch.utils._device.DeviceContext.__init__", 'for `with torch.device("xla")`', _DEVICE_NAMES, _UNINSTALL, "self, device"),
     Patch(
         "torch.amp.autocast_mode.autocast.__init__",
-        'torch.autocast("xla")',
+        'for `torch.autocast("xla")`',
         _DEVICE_NAMES,
         _UNINSTALL,
         "self, device_type, dtype, enabled, cache_enabled",
     ),
-    Patch("torch.get_default_device", 'the device "xla" is the one that was set', _DEVICE_NAMES, _UNINSTALL, ""),
+    Patch("torch.get_default_device", 'returns "xla" if that was set as the default', _DEVICE_NAMES, _UNINSTALL, ""),
     # transformers
     Patch(
         "transformers.generation.utils.GenerationMixin.generate",
-        "a model on the device generates by programs",
+        "a model on the device generates with compiled programs",
         "spmd/huggingface/_generate.py",
     ),
-    # Accelerate and the Trainer, while `train_on` is on
-    Patch("accelerate.state.PartialState.default_device", "it has no registry of devices", _ACCELERATE, _TRAIN_ON),
+    # Accelerate and the Trainer, while `train_on` is active
+    Patch("accelerate.state.PartialState.default_device", "Accelerate has no registry of devices", _ACCELERATE, _TRAIN_ON),
     Patch(
         "accelerate.accelerator.Accelerator.prepare_model",
-        "a model is laid out before it moves to the devices",
+        "a model is sharded before it moves to the devices",
         _ACCELERATE,
         _TRAIN_ON,
         "self, model, device_placement, evaluation_mode",
     ),
     Patch(
         "accelerate.data_loader.send_to_device",
-        "each device gets its part of a batch, and a step ends before the next",
+        "a batch is sharded over the devices, and a step ends before the next one begins",
         _ACCELERATE,
         _TRAIN_ON,
         "tensor, device, non_blocking, skip_keys",
     ),
     Patch(
         "transformers.modeling_utils.check_and_set_device_map",
-        '"auto" looks for CUDA\'s devices and those it names, and takes the CPU',
+        '"auto" recognizes only CUDA and a fixed list of devices, and would choose the CPU',
         _LOADED,
         _TRAIN_ON,
         "device_map",
     ),
-    Patch("transformers.modeling_utils.PreTrainedModel.from_pretrained", "a model that is loaded is laid out", _LOADED, _TRAIN_ON),
-    Patch("transformers.training_args.is_torch_bf16_gpu_available", "it knows CUDA's devices and those it names", _TRAINER, _TRAIN_ON, ""),
-    Patch("transformers.training_args.TrainingArguments._setup_devices", "the Trainer looks for devices itself", _TRAINER, _TRAIN_ON),
+    Patch("transformers.modeling_utils.PreTrainedModel.from_pretrained", "a loaded model is sharded", _LOADED, _TRAIN_ON),
+    Patch("transformers.training_args.is_torch_bf16_gpu_available", "recognizes only a fixed list of devices", _TRAINER, _TRAIN_ON, ""),
+    Patch("transformers.training_args.TrainingArguments._setup_devices", "the Trainer selects devices itself", _TRAINER, _TRAIN_ON),
     *(
         Patch(f"transformers.trainer.Trainer.{name}", why, _TRAINER, _TRAIN_ON, parameters)
         for name, why, parameters in (
-            ("_move_model_to_device", "a model is laid out before it moves to the devices", "self, model, device"),
-            ("_prepare_inputs", "each device gets its part of a batch that Accelerate has not sent", "self, inputs"),
-            ("training_step", "the filter of NaN would read every loss in the middle of a step", "self, model, inputs, num_items_in_batch"),
-            ("floating_point_ops", "the same: it is what comes after the filter", "self, inputs"),
+            ("_move_model_to_device", "a model is sharded before it moves to the devices", "self, model, device"),
+            ("_prepare_inputs", "a batch that Accelerate has not sharded is sharded over the devices", "self, inputs"),
+            ("training_step", "the NaN filter would read every loss in the middle of a step", "self, model, inputs, num_items_in_batch"),
+            ("floating_point_ops", "the same; it is called after the filter", "self, inputs"),
             ("_save_rng_state", "the device's random state is saved with the others", "self, output_dir"),
-            ("_load_rng_state", "and is there again", "self, checkpoint"),
+            ("_load_rng_state", "the device's random state is restored with the others", "self, checkpoint"),
         )
     ),
 )
@@ -382,10 +385,10 @@ _ABSENT = object()
 
 
 def owner_of(target: str) -> tuple[Any, str]:
-    """The object on which the target is an attribute, and the attribute.
+    """The object that has the target as an attribute, and the attribute's name.
 
     Raises:
-        ImportError: this torch does not have it.
+        ImportError: the object does not exist in this version of torch.
     """
     *path, name = target.split(".")
     loaded = max(i for i in range(1, len(path) + 1) if ".".join(path[:i]) in sys.modules)
@@ -398,10 +401,10 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 
 def current(target: str) -> Any:
-    """What stands at the target now.
+    """The present value of a target.
 
     Raises:
-        ImportError: this torch does not have it.
+        ImportError: the target does not exist in this version of torch.
     """
     owner, name = owner_of(target)
     found = getattr(owner, name, _ABSENT)
@@ -411,12 +414,12 @@ def current(target: str) -> Any:
 
 
 def is_expected(target: str) -> bool:
-    """Whether a target that goes by several names in several versions of torch goes by this one in this version."""
+    """Whether a target is listed for the installed version of torch. (Some have other names in other versions.)"""
     return any(patch.target == target and patch.is_expected for patch in PATCHES)
 
 
 def replace(target: str, by: Any) -> Any:
-    """Put `by` at a target while the process lives; returns what stood there."""
+    """Replace a target by `by` until the process ends, and return the original."""
     assert any(patch.target == target for patch in PATCHES), f"{target} is not listed in spmd/patches/_table.py"
     before = current(target)
     owner, name = owner_of(target)
@@ -425,22 +428,22 @@ def replace(target: str, by: Any) -> Any:
 
 
 def replace_code(target: str, by: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of theirs run the code of `by` while the process lives; returns a function that does what it did.
+    """Make a function run the code of `by` until the process ends, and return a function with the original code.
 
-    Programs import the function itself, and often before this package: it stays the object that it is. `by` finds the names of
-    their module, so it imports what it needs.
+    The function object stays the same, since programs often import it before this package. `by` runs with the globals of the
+    function's module, so it must import the names that it needs.
     """
     assert any(patch.target == target for patch in PATCHES), f"{target} is not listed in spmd/patches/_table.py"
-    theirs = current(target)
-    before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, theirs.__closure__)
-    before.__kwdefaults__ = theirs.__kwdefaults__
-    theirs.__signature__ = signature(theirs)
-    theirs.__code__ = by.__code__
-    return before
+    function = current(target)
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = signature(function)
+    function.__code__ = by.__code__
+    return original
 
 
 def replace_everywhere(target: str, by: Any, package: str) -> None:
-    """`replace`, also in every loaded module of a package that imported the same object by its name."""
+    """`replace`, and do the same in every loaded module of a package that has imported the object by name."""
     before, name = replace(target, by), target.rpartition(".")[2]
     for module in [m for n, m in sys.modules.items() if n.startswith(package) and vars(m).get(name) is before]:
         setattr(module, name, by)
@@ -448,10 +451,10 @@ def replace_everywhere(target: str, by: Any, package: str) -> None:
 
 @contextmanager
 def replaced(target: str, by: Any) -> Generator[None]:
-    """While active, `by` stands at a target; afterwards what stood there, or nothing."""
+    """While active, a target is replaced by `by`. The original is restored afterwards; if it was inherited, `by` is deleted."""
     assert any(patch.target == target for patch in PATCHES), f"{target} is not listed in spmd/patches/_table.py"
     owner, name = owner_of(target)
-    before = vars(owner).get(name, _ABSENT)  # as it is stored: a static method too
+    before = vars(owner).get(name, _ABSENT)  # from `vars`, which returns a static method and not its function
     setattr(owner, name, by)
     try:
         yield

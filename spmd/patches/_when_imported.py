@@ -1,4 +1,4 @@
-"""What is done to a module of another package when the program imports it, and not before: importing this package imports none of them."""
+"""Import hooks: patches a module of another package when the program imports it. Importing this package does not import it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
-    """Call `action` once, now or right after module `name` has been imported."""
+    """Call `action` once: now if module `name` is already imported, else right after its import."""
     if name in sys.modules:
         action()
         return
@@ -18,7 +18,7 @@ def when_imported(name: str, action: Callable[[], object]) -> None:
 
 
 class _Once:
-    """On `sys.meta_path` until the module is looked for."""
+    """A finder that is on `sys.meta_path` until the module is imported."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name, self.action = name, action

@@ -21,7 +21,7 @@ from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.patches._constraints import without_branches
-from spmd.patches._grad_scaler import scale_of_before
+from spmd.patches._grad_scaler import traceable_grad_scaler
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import ITEMS, contents_of
@@ -162,7 +162,7 @@ class Trace:
                 stack.enter_context(barrier_on_recompute())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(without_branches())
-                stack.enter_context(scale_of_before())
+                stack.enter_context(traceable_grad_scaler())
                 stack.enter_context(called_directly())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())

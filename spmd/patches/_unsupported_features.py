@@ -1,4 +1,4 @@
-"""Ways of PyTorch that mean nothing on this device, refused with the way that does: inductor, DataParallel, names of `torch.cuda`."""
+"""Features of PyTorch that this device does not support: inductor, DataParallel, names of `torch.cuda`. Errors name a replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.patches._table import current, replace
 
 _COMPILER, _DATA_PARALLEL = "torch._TorchCompileInductorWrapper.__call__", "torch.nn.parallel.DataParallel.__init__"
 
-# names of torch.cuda that torch.jax has not, and what to use
+# Names of torch.cuda that torch.jax does not have, and their replacements.
 INSTEAD = {
     "amp": 'torch.autocast("jax", dtype=torch.bfloat16), torch.amp.GradScaler("jax")',
     "CUDAGraph": "spmd.compile(fn): one program, dispatched at once",
@@ -22,30 +22,34 @@ INSTEAD = {
     "nvtx": "jax.profiler.TraceAnnotation(name)",
     "profiler": "jax.profiler.trace(folder)",
     "memory_snapshot": "jax.profiler.save_device_memory_profile(file)",
-    "nccl": "torch.jax has no communicators: the collectives are the compiler's, step.collectives() shows them",
+    "nccl": "torch.jax has no communicators, since the compiler inserts the collectives: step.collectives() lists them",
     "comm": "spmd.mark_sharding(t, mesh, spec) splits and gathers tensors",
     "get_device_capability": "torch.jax.get_device_properties()",
     "can_device_access_peer": "torch.jax.device_count() is 1: a mesh of any number of chips is one device",
     "set_per_process_memory_fraction": "XLA_PYTHON_CLIENT_MEM_FRACTION in the environment, before the program starts",
-    "OutOfMemoryError": "except RuntimeError: jax says RESOURCE_EXHAUSTED",
+    "OutOfMemoryError": "except RuntimeError: jax raises one that says RESOURCE_EXHAUSTED",
     "utilization": "the platform's own tools",
 }
 
 
-def no_such_name(name: str, there: list[str]) -> AttributeError:
-    """The error for a name that `torch.jax` does not have; `there`: those that it has."""
-    near = nearest(name, there)
+def no_such_name(name: str, known: list[str]) -> AttributeError:
+    """The error for a name that `torch.jax` does not have.
+
+    Args:
+        known: the names that it has.
+    """
+    near = nearest(name, known)
     fix = INSTEAD.get(name) or (near.removeprefix("; ") if near else "print(dir(torch.jax)) lists its names")
     return AttributeError(message(f"torch.jax has no {name!r}", fix=fix), name=name)
 
 
 def register() -> None:
-    """Refuse them from now on; what concerns other devices is torch's as before."""
+    """Refuse inductor and DataParallel for this device from now on. Other devices are not affected."""
     compile_fx, data_parallel = current(_COMPILER), current(_DATA_PARALLEL)
 
     def inductor(self: Any, model_: Any, inputs_: Any, **options: Any) -> Any:
-        held = chain(model_.parameters(), model_.buffers()) if isinstance(model_, torch.nn.Module) else ()
-        if any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, held)):
+        state = chain(model_.parameters(), model_.buffers()) if isinstance(model_, torch.nn.Module) else ()
+        if any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, state)):
             raise SpmdError(
                 message(
                     "torch.compile's default backend, inductor, generates code for CPUs and GPUs, not for device 'jax'",

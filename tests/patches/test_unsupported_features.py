@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.patches._refused_ways import INSTEAD
+from spmd.patches._unsupported_features import INSTEAD
 
 jax_module: Any = torch.jax  # pyright: ignore[reportAttributeAccessIssue]
 
