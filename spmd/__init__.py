@@ -108,7 +108,7 @@ __all__ = [
     "get_global_mesh",
     "set_global_mesh",
     "use_spmd",
-    # annotate
+    # annotations
     "XLAShard",
     "XLAShardedTensor",
     "annotate_custom_sharding",
@@ -131,7 +131,7 @@ __all__ = [
     "xla_distribute_module",
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
-    # compile
+    # compiled functions
     "Dim",
     "Step",
     "accumulate",
@@ -151,7 +151,7 @@ __all__ = [
     "disable_manual_sharding",
     "enable_manual_sharding",
     "shard_map",
-    # seeing it
+    # pictures
     "visualize",
     "visualize_sharding",
     # operators
@@ -167,9 +167,9 @@ __all__ = [
     "MpDeviceLoader",
     "checkpoint",
     "shard_loader",
-    # counts
+    # counters
     "metrics",
-    # the process
+    # settings
     "Settings",
     "configure",
     # errors

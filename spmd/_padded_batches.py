@@ -16,7 +16,7 @@ from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, message
 from spmd.program.sizes._dims import AskedDims, Named
 
-Parts = Callable[[tuple[Any, ...], int], int]  # (path of an array, dim) -> number of shards of that dim
+Parts = Callable[[tuple[Any, ...], int], int]  # (path of an array in the batch, dim) -> number of shards of this dim
 _EXAMPLE = 'pad_to={"input_ids": {1: spmd.Dim("seq", max=512)}}, fill={"labels": -100}'
 
 
@@ -46,7 +46,7 @@ class Padding:
             self._require_named(tree[key], value, f"{title}[{key!r}]")
 
     def sizes(self, batch: Any) -> dict[str, int]:
-        """The size of every named dim in a batch.
+        """The size in a batch of every dim in `pad_to`, by name.
 
         Raises:
             SpmdError: the batch lacks an array or dim of `pad_to`, or a size is outside the range of its dim.
@@ -64,7 +64,11 @@ class Padding:
         """The batch with its arrays padded to the buckets of `sizes`.
 
         Args:
-            parts: number of shards of each dim; a bucket is a multiple of it.
+            sizes: sizes by name, as returned by `sizes`; in a job the largest of all processes.
+            parts: returns the number of shards of a dim. The padded size is a multiple of it.
+
+        Raises:
+            SpmdError: the dtype of an array cannot represent its `fill`.
         """
         named = self._found(batch)
         multiples = dict.fromkeys(sizes, 1)
@@ -81,7 +85,7 @@ class Padding:
         if (is_whole and filled.item() != fill) or (math.isfinite(fill) and not math.isfinite(filled.item())):
             what = f"fill of batch{_title(named.path[1:])} is {fill}, which {value.dtype} cannot represent"
             raise SpmdError(message(what, fix="use a number of that dtype"))
-        if 0 in value.shape:  # this process has run out of batches: an empty array of another size
+        if 0 in value.shape:  # this process has no more batches: its array is empty, and its other sizes may exceed the buckets
             value = value[tuple(slice(0, buckets[named.dims[d]] if d in named.dims else None) for d in range(value.ndim))]
         widths = [(0, buckets[named.dims[d]] - n if d in named.dims else 0) for d, n in enumerate(value.shape)]
         if not isinstance(value, torch.Tensor):
@@ -109,7 +113,7 @@ def _title(path: tuple[Any, ...]) -> str:
 
 
 def _replaced(value: Any, others: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> Any:
-    """The batch with the arrays at some paths replaced."""
+    """The batch with the arrays at the paths of `others` replaced."""
     if path in others:
         return others[path]
     if isinstance(value, Mapping):

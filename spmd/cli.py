@@ -31,7 +31,12 @@ from spmd.ops import How, Operator
 
 @dataclass(frozen=True)
 class Command:
-    """`load` returns a function. tyro turns its parameters into options, and its result is the exit code."""
+    """One subcommand.
+
+    Attributes:
+        summary: its line in the help.
+        load: imports and returns its function. tyro turns the parameters into options, and the result is the exit code.
+    """
 
     summary: str
     load: Callable[[], Callable[..., Any]]
@@ -208,7 +213,7 @@ def show_verdict(verdict: Verdict, console: Console) -> None:
 
 
 def show_operators(found: Sequence[Operator], counts: Mapping[How, tuple[int, int]], ops: Any, console: Console) -> None:
-    """`ops`: the module `spmd.ops`, for the meaning of its words."""
+    """Print the operators, a summary and the order of mechanisms. `ops` is the module `spmd.ops`."""
     table = Table(
         "overload", "computed by", Column("where", no_wrap=True), Column("in-place and out=", overflow="fold"), box=rich.box.SIMPLE
     )

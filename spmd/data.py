@@ -1,15 +1,15 @@
-"""`shard_loader`: prefetches batches of any loader to the devices, laid out over a mesh. Its position can be saved.
+"""`shard_loader`: prefetches batches of any loader to the devices, sharded over a mesh. Its position can be saved.
 
     batches = spmd.shard_loader(DataLoader(dataset, 64, shuffle=True, num_workers=4), m, ("data", None))
     for x, y in batches:
-        loss = train_step(x, y)          # the next two batches are on their way to the devices already
+        loss = train_step(x, y)          # meanwhile the next two batches are uploaded
     spmd.checkpoint.save(path, step, {"model": model, "optimizer": optimizer, "batches": batches})
 
 Note [Loaders and random numbers]. Batches are taken from the loader on the caller's thread, right after the last step was
-dispatched. So the loader works and its batches are uploaded while the devices compute. A separate thread would not do: most loaders
-draw from the process's global random streams, and the order of those draws among the program's own would be undetermined. The loader
-draws from random streams of its own, which are swapped in only while it runs. So neither prefetch nor a resume changes a random number
-anywhere. Heavy work on the host belongs in the loader's own workers.
+dispatched. So the loader runs and its batches are uploaded while the devices compute. A separate thread is no alternative: most
+loaders draw from the process's global random streams, and the order of their draws and the program's would be nondeterministic. The
+loader has its own random streams, which replace the global ones only while it runs. So neither prefetching nor resuming changes any
+random number. Heavy work on the host belongs in the loader's own workers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spmd.device._storage import buffer_of, wrap, wrap_host
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
 
-_END = -1  # sent instead of a batch's size at the end
+_END = -1  # exchanged instead of a batch size by a process whose loader has ended
 
 
 def shard_loader(
@@ -64,12 +64,15 @@ def shard_loader(
         ragged: what to do with a last batch that is smaller along dim 0: raise an error, drop it, or pad it with zeros. With
             "pad" every batch is `(batch, mask)`, mask bool[B], False where padded.
         feeds: in a job, whether each process's loader yields its own slice of the global batch ("slice") or all of it ("batch").
-        check: in a job, compare a checksum of what the processes feed, and name the one that feeds wrong data.
-        gang: the processes of the job; default: those that jax knows.
+        check: in a job, compare checksums of the batches of all processes, and raise an error that names a process with wrong data.
+        gang: the processes of the job; by default all processes of `jax.distributed`.
         pad_to: dims of varying size, for a model that masks padding: for each array of the batch a dict from dim number to a `Dim`
             or its name. Arrays are padded to the dim's next bucket, so that few shapes occur. If dim 0 is among them, that covers
             the smaller last batch and `ragged` does not apply. In a job the largest size over all processes is used.
         fill: padding value: a number, or a dict of numbers by the array's key; None: the dim's own `fill`, which is 0 by default.
+
+    Returns:
+        An iterable of batches with the structure of the loader's. A checkpoint saves its position.
 
     Raises:
         SpmdError: an option is invalid. While iterating: batches do not fit the spec, `pad_to` or each other.
@@ -78,7 +81,7 @@ def shard_loader(
         what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) has an invalid option"
         raise SpmdError(message(what, fix='ragged is "error", "drop" or "pad", feeds is "slice" or "batch", prefetch is 0 or more'))
     if pad_to is None and fill is not None:
-        what = f"shard_loader was given fill={fill!r} without pad_to, which says what is padded"
+        what = f"shard_loader has fill={fill!r} but no pad_to, which names the dims to pad"
         raise SpmdError(message(what, fix='pad_to={"labels": {1: spmd.Dim("seq", max=512)}}'))
     padding = None if pad_to is None else Padding(pad_to, fill)
     return ShardedLoader(loader, as_mesh(mesh), spec, prefetch, ragged, feeds, check, current_gang() if gang is None else gang, padding)
@@ -110,19 +113,19 @@ class ShardedLoader:
         self._loader, self._mesh, self._spec, self._prefetch = loader, mesh, spec, prefetch
         self._ragged, self._feeds, self._check, self._gang, self._padding = ragged, feeds, check, gang, padding
         self._full: int | None = None  # elements along dim 0 of a full batch on this process
-        self._streams: dict[str, Any] | None = None  # the loader's own random streams, now ...
-        self._began: dict[str, Any] | None = None  # ... and at the start of this pass
+        self._streams: dict[str, Any] | None = None  # the loader's random streams: present state
+        self._initial_streams: dict[str, Any] | None = None  # the loader's random streams: state at the start of this pass
         self._source: Any = None  # the loader's own state after the last batch yielded
-        self._resumes = False
-        self._template: Any = None
+        self._resumes = False  # whether the next pass continues from a restored position
+        self._template: Any = None  # the last batch, for the structure of an empty one
 
     def __len__(self) -> int:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch yielded, not the last one prefetched."""
-        streams = self._began if self.batch else self._streams
-        full = None if self._full is None else self._full * self._feeders  # of the whole job: it may resume with other processes
+        streams = self._initial_streams if self.batch else self._streams
+        full = None if self._full is None else self._full * self._feeders  # global, since the number of processes may change
         return {"epoch": self.epoch, "batch": self.batch, "full": full, "streams": streams, "source": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +156,7 @@ class ShardedLoader:
         resumes, self._resumes = self._resumes, False
         if self._streams is None:
             self._streams = host_streams()
-        self._began = self._streams
+        self._initial_streams = self._streams
         if not resumes:
             self.batch = 0
         for part in (self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
@@ -182,7 +185,7 @@ class ShardedLoader:
 
     @contextmanager
     def _own_streams(self) -> Generator[None]:
-        """See Note [Loaders and random numbers]."""
+        """While active, the global random streams are the loader's. See Note [Loaders and random numbers]."""
         assert self._streams is not None
         outer = host_streams()
         set_host_streams(self._streams)
@@ -196,7 +199,7 @@ class ShardedLoader:
         """The next batch on the devices and the loader's state after it; None at the end."""
         with self._own_streams():
             batch = next(source, None)
-            place = _place_of(self._loader, source)
+            state = _state_of(self._loader, source)
         size = _END if batch is None else _size(batch)
         sizes, varying = self._exchanged_sizes(batch, size)
         if not self._has_next(batch, sizes):
@@ -213,7 +216,7 @@ class ShardedLoader:
         if self._padding is not None:
             batch = self._padding.padded(batch, varying, self._parts)
         placed = self._placed(batch, self._spec)
-        return (placed if mask is None else (placed, self._array(mask, self._mask_spec()))), place
+        return (placed if mask is None else (placed, self._array(mask, self._mask_spec()))), state
 
     def _has_next(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Whether there is another batch. All processes get the same answer."""
@@ -241,7 +244,11 @@ class ShardedLoader:
         return not short or self._ragged == "pad"
 
     def _exchanged_sizes(self, batch: Any, size: int) -> tuple[list[int], dict[str, int]]:
-        """Exchange sizes: every process's batch size, and the largest size per name of `pad_to`. Compares what the processes feed."""
+        """Exchange sizes between processes, and compare checksums of their batches.
+
+        Returns:
+            (every process's batch size or `_END`, the largest size of each dim in `pad_to`, by name)
+        """
         varying = {} if self._padding is None or batch is None else self._padding.sizes(batch)
         if self._gang.size == 1:
             return [size], varying
@@ -256,7 +263,11 @@ class ShardedLoader:
         return [int(found) for found, *_ in answers], varying
 
     def _require_distinct(self, fed: Sequence[tuple[int, str]]) -> None:
-        """Require that processes with the same shards feed the same data, and that other processes do not."""
+        """Check that processes feed the same data if and only if their devices have the same shards.
+
+        Args:
+            fed: for each process, the checksum of its batch and the ranges of its shards.
+        """
         for number, (digest, place) in enumerate(fed):
             for other, (digest_before, place_before) in enumerate(fed[:number]):
                 if (digest == digest_before) != (place == place_before):
@@ -272,10 +283,9 @@ class ShardedLoader:
     def _part(self) -> list[Any]:
         """The ranges along dim 0 of the shards on this process's devices."""
         sharding = ShardingSpec(self._mesh, self._mask_spec()).to_jax()
-        pieces = self._mesh.size()  # divisible by any number of shards
-        return sorted(
-            {(part[0].start, part[0].stop) for part in sharding.addressable_devices_indices_map((pieces,)).values() if part}, key=str
-        )
+        length = self._mesh.size()  # divisible by any number of shards
+        indices = sharding.addressable_devices_indices_map((length,)).values()
+        return sorted({(index[0].start, index[0].stop) for index in indices if index}, key=str)
 
     def _mask_spec(self) -> PartitionSpec:
         """The spec of dim 0 of a batch."""
@@ -286,7 +296,7 @@ class ShardedLoader:
         return PartitionSpec(*(entries[:1] or (None,)))
 
     def _divisible(self, size: int) -> int:
-        """The smallest number of elements on this process, at least `size`, that its devices share evenly."""
+        """The smallest number of elements on this process, at least `size`, that is divisible by the number of its shards."""
         parts = max(1, len(self._part())) if self._feeds == "slice" else ShardingSpec(self._mesh, self._mask_spec()).num_shards
         return -(-max(size, 1) // parts) * parts
 
@@ -301,7 +311,7 @@ class ShardedLoader:
         return 1 if dim >= len(entries) else ShardingSpec(self._mesh, PartitionSpec(entries[dim])).num_shards
 
     def _empty_batch(self) -> Any:
-        """An empty batch, for a process whose loader ended before those of the others."""
+        """An empty batch, for a process whose loader ended before the loaders of other processes."""
         if self._template is None:
             raise SpmdError(
                 message(f"the loader of process {self._gang.index} yields no batch", fix="give every process at least one batch")
@@ -309,13 +319,13 @@ class ShardedLoader:
         return _mapped(self._template, lambda value: value[:0] if value.ndim else value)
 
     def _placed(self, value: Any, spec: Any) -> Any:
-        """A batch with its arrays on the devices, laid out by `spec`."""
+        """A batch with its arrays on the devices, sharded by `spec`."""
         if isinstance(value, torch.Tensor | np.ndarray):
             if isinstance(spec, dict | list):
                 raise SpmdError(
                     message("the spec has a dict or list where the batch has an array", f"spec: {spec}", fix="write a single spec there")
                 )
-            array = host_array(value) if isinstance(value, torch.Tensor) else np.array(value, order="C")  # loaders reuse memory
+            array = host_array(value) if isinstance(value, torch.Tensor) else np.array(value, order="C")  # a copy: loaders reuse memory
             return self._array(array, _spec_of_rank(spec, array.ndim))
         if isinstance(value, Mapping):
             return {key: self._placed(item, _entry(spec, key, dict)) for key, item in value.items()}
@@ -343,8 +353,8 @@ def _has(value: Any, name: str) -> bool:
     return callable(getattr(value, name, None)) and not inspect.isclass(value)
 
 
-def _place_of(loader: Any, source: Any) -> Any:
-    """The state that the loader or its iterator keeps itself: as in torchdata and datasets, or as in grain; else None."""
+def _state_of(loader: Any, source: Any) -> Any:
+    """The state of a loader with `state_dict` (torchdata, datasets) or of its iterator with `get_state` (grain); else None."""
     if _has(loader, "state_dict") and _has(loader, "load_state_dict"):
         return loader.state_dict()
     return source.get_state() if _has(source, "get_state") and _has(source, "set_state") else None

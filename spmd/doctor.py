@@ -1,7 +1,7 @@
-"""What this machine has, and what is wrong with it: the facts behind `spmd doctor`.
+"""Checks of this machine and its Python environment, for `spmd doctor`.
 
-Every check is a value, and nothing here prints. No package is imported to learn its version, so a broken package is reported
-instead of raising. The module does not know tensors or programs.
+Every check is a value, and nothing here prints. Versions are read without importing the packages, so a broken package is reported
+instead of raising an error.
 
     for problem in doctor.examine().problems:
         print(problem.name, problem.problem, problem.fix)
@@ -33,7 +33,15 @@ CONFLICTING = ("torch_xla", "torchax", "torch_tpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report. `problem` and `fix` are both set or both None."""
+    """One line of the report.
+
+    Attributes:
+        name: what was checked.
+        found: what was found, such as a version.
+        supported: the supported versions; empty if there is no restriction.
+        problem: what is wrong; None if nothing is.
+        fix: how to solve the problem; None without one.
+    """
 
     name: str
     found: str
@@ -79,7 +87,7 @@ def check_version(name: str, found: str | None, supported: str) -> Check:
 
 
 def check_libtpu(found: str | None) -> Check:
-    """Check the TPU compiler. Only planning for TPU pods needs it, so its absence is not a problem."""
+    """Check the TPU compiler. Only ahead-of-time compilation for TPU pods needs it, so its absence is not a problem."""
     if found is None:
         return Check(name="libtpu", found="not installed (plans TPU pods: pip install 'spmd-mesh[tpu]')", supported=SUPPORTED["libtpu"])
     return check_version("libtpu", found, SUPPORTED["libtpu"])
@@ -103,10 +111,10 @@ def check_host(num_cores: int, memory_bytes: int | None) -> Check:
     return Check(name="host", found=f"{num_cores} core{'s' if num_cores != 1 else ''}, {memory}")
 
 
-def check_kept_programs(folder: Path) -> Check:
-    """Count the compiled programs that earlier processes saved on disk, and their size."""
+def check_cached_programs(folder: Path) -> Check:
+    """Report number and total size of the compiled programs in a cache folder."""
     sizes = [file.stat().st_size for file in folder.glob("machine-*/*.program")]
-    return Check(name="kept programs", found=f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB")
+    return Check(name="cached programs", found=f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB")
 
 
 def group_devices(devices: Iterable[mesh.Device]) -> tuple[DeviceGroup, ...]:
@@ -121,7 +129,7 @@ def group_devices(devices: Iterable[mesh.Device]) -> tuple[DeviceGroup, ...]:
 
 
 def memory_bytes(device: mesh.Device) -> int | None:
-    """Memory in bytes that jax may use on `device`; None if its platform keeps no statistics (cpu, ahead-of-time devices)."""
+    """Memory in bytes that jax may use on `device`; None if its platform has no statistics (cpu, ahead-of-time devices)."""
     read_stats: Callable[[], dict[str, Any] | None] | None = getattr(device, "memory_stats", None)
     if read_stats is None:
         return None
@@ -142,7 +150,7 @@ def installed_version(name: str) -> str | None:
 
 
 def jaxlib_range() -> str:
-    """The jaxlib versions that the installed jax requires; empty (any) if it does not say."""
+    """The specifier of the jaxlib versions that the installed jax requires; empty (any version) if it has none."""
     try:
         lines = importlib.metadata.requires("jax") or []
     except importlib.metadata.PackageNotFoundError:
@@ -165,7 +173,7 @@ def num_usable_cores() -> int:
 
 @contextmanager
 def quiet_stderr() -> Generator[None]:
-    """While active, discard stderr, also from C++: on a machine without a TPU libtpu logs there what it does not find."""
+    """While active, discard stderr, including that of C++: on a machine without a TPU, libtpu logs there that it finds none."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -178,7 +186,7 @@ def quiet_stderr() -> Generator[None]:
 
 
 def see_devices() -> tuple[tuple[DeviceGroup, ...], Check | None]:
-    """Devices that jax sees, or a failed check with the reason why it sees none."""
+    """The devices that jax lists, or a failed check with the reason why it cannot."""
     try:
         with quiet_stderr():
             return group_devices(mesh.devices()), None
@@ -200,6 +208,6 @@ def examine() -> Report:
         Check(name="spmd", found=installed_version("spmd-mesh") or "from a source tree, not installed"),
         *(check_conflict(name, installed_version(name)) for name in CONFLICTING),
         check_host(num_usable_cores(), host_memory_bytes()),
-        check_kept_programs(default_folder()),
+        check_cached_programs(default_folder()),
     ]
     return Report(checks=(*checks, failure) if failure else tuple(checks), devices=devices)

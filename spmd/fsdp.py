@@ -5,8 +5,8 @@
     spmd.fully_shard(model, m)                # the rest: embeddings, the last norm, the head
 
 Each call makes one unit. Its parameters are sharded over an axis of the mesh. They are all-gathered while the module runs, and
-again while its backward pass runs; gradients are reduce-scattered. All of this is layout constraints in the compiled program: there
-is no flat parameter, no stream and no communication hook, and losses are those of the unsharded model.
+again while its backward pass runs. Gradients are reduce-scattered. All of this is expressed as sharding constraints in the compiled
+program: there is no flat parameter, no stream and no communication hook. Losses are those of the unsharded model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fully_shard(
     """Make `module` one unit of fully sharded data parallelism. Call it on inner modules first; a parameter belongs to one unit.
 
     Args:
-        module: on device 'jax', on the host or on 'meta'.
+        module: a module on device 'jax', on the host or on 'meta'.
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
         axis: the axis or axes to shard over; default: the axis named 'fsdp', 'shard', 'data' or 'dp'. Over the other axes of
             the mesh parameters are replicated (hybrid sharding), unless an annotation already splits them (tensor parallelism).
@@ -75,8 +75,8 @@ def fully_shard(
         reshard_after_forward: gather again for the backward pass, so that only one module's full parameters exist at a time. False
             keeps them and saves the second all-gather. None means False for the outermost unit only. Applies to stage 3.
         mp_policy: `param_dtype` for the all-gather and computation, `reduce_dtype` for gradient sums, `output_dtype` and
-            `cast_forward_inputs`; the parameters keep their own dtype.
-        ignored_params: parameters that are left alone.
+            `cast_forward_inputs`. The parameters keep their own dtype.
+        ignored_params: parameters that are neither sharded nor gathered.
         shard_placement_fn: returns DTensor's `Shard(dim)` for a parameter, or None for the default: its largest dim that the
             axis divides. A parameter without such a dim is not sharded.
 
@@ -102,7 +102,7 @@ def fully_shard(
     ignored = {id(p) for p in ignored_params or ()}
     own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
     for parameter in own.values():
-        _lay_out(parameter, mesh, axes, stage, shard_placement_fn)
+        _shard(parameter, mesh, axes, stage, shard_placement_fn)
     unit = _Unit(mesh, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
     vars(module)[_UNIT] = unit
     for inner in module.modules():
@@ -127,7 +127,7 @@ def require_no_unit(modules: Iterable[nn.Module]) -> None:
 
 
 def dissolve(model: nn.Module) -> None:
-    """Turn the units in a model back into plain modules. Their parameters keep their layout."""
+    """Turn the units in a model back into plain modules. Their parameters keep their shardings."""
     for module in model.modules():
         vars(module).pop(_INSIDE, None)
         unit = vars(module).pop(_UNIT, None)
@@ -180,10 +180,8 @@ def _slot_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (owner.__dict__["_parameters"][name] for owner, name in _slots(module))
 
 
-def _lay_out(
-    parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None
-) -> None:
-    """Mark one parameter. In stages 1 and 2 its spec only applies to its gradient and optimizer state."""
+def _shard(parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None) -> None:
+    """Mark one parameter. In stages 1 and 2 the spec applies only to its gradient (stage 2) and optimizer state."""
     shape = tuple(parameter.shape)
     marked = annotation_of(parameter)
     before = PartitionSpec(*(None,) * len(shape)) if marked is None else marked.partition_spec
@@ -202,7 +200,7 @@ def _lay_out(
 
 @dataclass(frozen=True)
 class _Unit:
-    """The options of one `fully_shard` call; its methods are the module's hooks. State of running forward passes is in `calls`."""
+    """The options of one `fully_shard` call. Its methods are the module's hooks. `calls` is the stack of running forward passes."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -222,9 +220,9 @@ class _Unit:
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Forward hook, which also runs after an error: put the parameters back."""
+        """Forward hook, which also runs after an error: restore the sharded parameters."""
         call = self.calls.pop()
-        call.put_back()
+        call.restore()
         if result is not None and self.policy is not None and self.policy.output_dtype is not None:
             result = cast_floating(result, self.policy.output_dtype)
         return call.fenced(result)
@@ -260,7 +258,7 @@ class _Call:
         unit = self.unit
         unit.reduce_wide()
         # During a backward pass this forward is a recomputation (torch.utils.checkpoint). XLA must not merge it with the first one.
-        is_again = current_graph_task_id() != -1
+        is_recomputed = current_graph_task_id() != -1
         wholes: dict[int, torch.Tensor] = {}
         for owner, name in list(_slots(module)):
             registry = owner.__dict__["_parameters"]
@@ -269,22 +267,22 @@ class _Call:
                 continue
             whole = wholes.get(id(parameter))
             if whole is None:
-                whole = wholes[id(parameter)] = become_sharded(_Whole.apply(parameter, unit, is_again))  # pyright: ignore[reportArgumentType]
+                whole = wholes[id(parameter)] = become_sharded(_Gather.apply(parameter, unit, is_recomputed))  # pyright: ignore[reportArgumentType]
                 self._wholes[buffer_of(whole)] = len(self._sources)
                 self._sources.append(parameter)
             self._replaced.append((registry, name, parameter))
             registry[name] = whole
         reshard = not is_outermost(module) if unit.reshard is None else unit.reshard
-        drops = unit.stage == 3 and reshard and not is_again and torch.is_grad_enabled()
-        # Under another's saved-tensor hooks (checkpointing) nothing is kept from forward to backward anyway, and the two would not nest.
+        drops = unit.stage == 3 and reshard and not is_recomputed and torch.is_grad_enabled()
+        # Under other saved-tensors hooks (checkpointing) nothing is stored from forward to backward anyway, and these would not nest.
         outer = top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         self._outer = getattr(outer[0], "__self__", None) if outer is not None else None
         if drops and (outer is None or isinstance(self._outer, _Call)):
             self._drops, self._hooks = True, saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
-    def put_back(self) -> None:
-        """Put the module's own parameters back."""
+    def restore(self) -> None:
+        """Restore the module's own, sharded parameters."""
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None  # breaks a reference cycle, which would keep gathered parameters alive after the graph
@@ -293,10 +291,10 @@ class _Call:
         self._wholes.clear()
 
     def fenced(self, result: Any) -> Any:
-        """The module's result. The parameters are gathered again when its gradient arrives, not before.
+        """The module's result, with hooks so that the parameters are gathered again when its gradient arrives, not before.
 
-        The shards pass an optimization barrier together with the gradient. So XLA does not merge these gathers with those of the
-        forward pass, which would keep every gathered parameter alive, nor move them ahead of the backward pass of later modules.
+        The shards pass an optimization barrier together with the gradient. So XLA neither merges these gathers with those of the
+        forward pass, which would keep every gathered parameter alive, nor moves them ahead of the backward pass of later modules.
         """
         if self._drops and is_fencing():
             for tensor in pytree.tree_leaves(result):
@@ -312,7 +310,7 @@ class _Call:
         return first
 
     def _forget_after_backward(self) -> None:
-        """Drop gathered parameters when the backward pass ends. A graph that is kept would otherwise keep them."""
+        """Drop gathered parameters when the backward pass ends. With `retain_graph=True` they would otherwise stay alive."""
         if not self._again and not self._fence and current_graph_task_id() != -1:
             current("torch.autograd.Variable._execution_engine").queue_callback(self._forget)
 
@@ -354,13 +352,13 @@ class _View:
     offset: int
 
 
-class _Whole(torch.autograd.Function):
-    """The parameter for computation: gathered along the unit's axes and cast. Its gradient is reduce-scattered."""
+class _Gather(torch.autograd.Function):
+    """Gathers a parameter along the unit's axes and casts it for the computation. Its gradient is reduce-scattered."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, unit: _Unit, is_again: bool) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, unit: _Unit, is_recomputed: bool) -> torch.Tensor:
         ctx.unit, ctx.dtype, ctx.sharding = unit, parameter.dtype, _gradient_sharding(parameter, unit)
-        source = fenced([parameter])[0] if is_again else parameter
+        source = fenced([parameter])[0] if is_recomputed else parameter
         return _gathered(source, parameter, unit)
 
     @staticmethod
@@ -393,12 +391,12 @@ _placed_copy = Deferrable("fully_shard", _placed)
 
 @functools.cache
 def _by_identity(sharding: ShardingSpec | None) -> ByIdentity:
-    """The same object for equal layouts, because deferred operations are compared by identity."""
+    """The same object for equal shardings, because deferred operations are compared by identity."""
     return ByIdentity(sharding)
 
 
 def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:
-    """The layout of the gradient after it is summed over devices."""
+    """The sharding of the gradient after it is summed over devices."""
     return annotation_of(parameter) if unit.stage != 2 else state_sharding_of(parameter)
 
 

@@ -1,8 +1,8 @@
-"""Which of PyTorch's operators device 'jax' computes, and how: the facts behind `spmd ops` and docs/ops.md.
+"""How device 'jax' computes each of PyTorch's operators, for `spmd ops` and docs/ops.md. Nothing here prints.
 
 Nothing is listed by hand: ATen's overloads come from the dispatcher, and their implementations from the table of lowerings and the
 installed kernels. Functional forward overloads that take or return a tensor are counted. In-place and `out=` overloads are counted
-as variants of their functional overload. Kinds in `OUT_OF_SCOPE` are left out. Nothing here prints.
+as variants of their functional overload. Operators that match `OUT_OF_SCOPE` are left out.
 
     for operator in coverage("softmax"):
         print(operator.name, operator.how, operator.where)
@@ -36,7 +36,7 @@ MEANING: dict[How, str] = {
     "decomposition": "PyTorch's Python decomposition into other operators of this table",
     "unsupported": "raises UnsupportedOpError",
 }
-# reason -> pattern of the operator names that are left out for it
+# Patterns of operator names that are left out, by reason.
 OUT_OF_SCOPE: dict[str, str] = {
     "sparse tensors": r"sparse|spsolve|spdiags|hspmm|_?coalesced?$|^_?(row_|c?col_|c?crow_|ccol_)?indices$|^_?values$|^_(nnz|dim[IV])$"
     r"|coo|csr|csc|bsr|bsc|cslt|to_dense|^smm$|^sspaddmm$",
@@ -59,9 +59,9 @@ class Operator:
     Attributes:
         name: `add.Tensor`; `relu` for `relu.default`.
         how: how device 'jax' computes it.
-        mechanism: the first of `MECHANISMS` that has it; empty if none has.
+        mechanism: the first of `MECHANISMS` that supports the overload; empty if none does.
         where: `file:line` of the rule, kernel or decomposition, relative to the project or to site-packages; empty for C++.
-        variants: names of its in-place and `out=` overloads, such as `add_.Tensor`.
+        variants: names of the in-place and `out=` overloads, such as `add_.Tensor`.
     """
 
     name: str
@@ -72,8 +72,9 @@ class Operator:
 
 
 def coverage(pattern: str = "") -> list[Operator]:
-    """All counted ATen overloads whose name matches the regular expression `pattern` anywhere, sorted by name. If `pattern`
-    contains "::", the overloads of other libraries that have a lowering.
+    """All counted ATen overloads whose name contains a match of the regular expression `pattern`, sorted by name.
+
+    If `pattern` contains "::", overloads of other libraries that have a lowering are returned instead.
 
     Raises:
         ValueError: `pattern` is not a valid regular expression.
@@ -157,7 +158,7 @@ def _operator(op: OpOverload) -> Operator:
 
 
 def _computed_by(op: OpOverload) -> tuple[How, str]:
-    """How an overload is computed, and where, in the dispatcher's order: our kernel, C++ composites, then the fallback."""
+    """How an overload is computed, and where, in the dispatcher's order: kernels of this package, C++ composites, then the fallback."""
     lowering = lookup(op)
     kernel = installed().kernels.get(f"{_short(op)}PrivateUse1")
     kernel = kernel.kernel if isinstance(kernel, Deferrable) else kernel
@@ -169,12 +170,12 @@ def _computed_by(op: OpOverload) -> tuple[How, str]:
         return "view", ""
     if _has_kernel(op, "CompositeImplicitAutograd") or _has_kernel(op, _EXPLICIT):
         return "composite", ""
-    met = op
+    called = op  # the overload that reaches the fallback
     if _has_kernel(op, f"{_EXPLICIT}NonFunctional"):  # a structured op, whose kernel calls its out= overload, or a composite
-        met = next((variant for variant in variants_of(op) if variant._schema.arguments[-1].is_out), op)
-        if met is op or _has_kernel(met, _EXPLICIT):
+        called = next((variant for variant in variants_of(op) if variant._schema.arguments[-1].is_out), op)
+        if called is op or _has_kernel(called, _EXPLICIT):
             return "composite", ""
-    decomposition = decomposition_table.get(met)
+    decomposition = decomposition_table.get(called)
     if decomposition is None:
         return "unsupported", ""
     return "decomposition", _source(decomposition)
@@ -191,7 +192,7 @@ def _rule_source(lowering: Lowering) -> str:
     """`file:line` of the rule; for a rule from a table the line of the op in the table."""
     file, _, line = lowering.source.rpartition(":")
     key = re.compile(rf'^\s*"(?:[^"]* )?{re.escape(_short(lowering.op))}(?: [^"]*)?":')
-    if not Path(file).is_file():  # defined at a prompt
+    if not Path(file).is_file():  # defined in an interactive session
         return lowering.source
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     line = next((str(number) for number, text in enumerate(lines, 1) if key.match(text)), line)

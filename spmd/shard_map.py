@@ -1,5 +1,6 @@
-"""`shard_map`: runs a torch function once per device, on the shards of its arguments. The compiler adds no communication: only
-what the function sends is sent.
+"""`shard_map`: runs a torch function once per device, on the shards of its arguments.
+
+The compiler adds no communication. Only the collectives in the function communicate.
 
     def matmul(x, w):                                    # x [B, D / model], w [D / model, H]
         return collectives.all_reduce(x @ w, "sum", "model")
@@ -36,13 +37,13 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
 
     Args:
         fn: a function of tensors, which takes and returns shards. Parameters must be arguments too.
-        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`; all its axes are manual inside.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`. All its axes are manual inside `fn`.
         in_specs: one spec per argument.
         out_specs: the spec of the result, or a tuple or list of specs if `fn` returns several values. Along mesh axes that a spec
             does not name, the result must be equal on all devices.
 
     Returns:
-        A differentiable function of device tensors, whose results are laid out by `out_specs`.
+        A differentiable function of device tensors, whose results are sharded by `out_specs`.
 
     Raises:
         SpecError: a spec does not fit the mesh; when called: the axes of a dim do not divide it.
@@ -91,7 +92,7 @@ class _Region:
 
     def _check(self, args: tuple[Any, ...]) -> None:
         if len(args) != len(self.inputs):
-            what = f"{self.name} is mapped with {len(self.inputs)} in_specs and called with {len(args)} arguments"
+            what = f"{self.name} has {len(self.inputs)} in_specs, but was called with {len(args)} arguments"
             raise SpmdError(message(what, *called_at(), fix="give one spec per argument"))
         for position, (arg, sharding) in enumerate(zip(args, self.inputs, strict=True)):
             if not isinstance(arg, torch.Tensor) or arg.device.type != "jax":
@@ -102,14 +103,14 @@ class _Region:
             self._require_even(tuple(arg.shape), sharding, f"argument {position} of {self.name}")
 
     def _require_even(self, shape: tuple[int, ...], sharding: ShardingSpec, name: str) -> None:
-        """Require shards of one size. Padding inside a region would have no defined meaning."""
+        """Check that all shards have the same size. Padding inside a region would have no defined meaning."""
         padded = sharding.padded_shape(shape)
         dim = next((i for i, (n, m) in enumerate(zip(shape, padded, strict=True)) if n != m), None)
         if dim is not None:
             raise SpecError(
                 message(
                     f"{name} of shape {shape} cannot be split into equal shards by {tuple(sharding.partition_spec)}",
-                    f"dim {dim} has {shape[dim]} elements, its axes make {math.prod(self._sizes(sharding, dim))} shards of it",
+                    f"dim {dim} has {shape[dim]} elements, but its axes split it into {math.prod(self._sizes(sharding, dim))} shards",
                     fix=f"pad dim {dim} to {padded[dim]} before the region, or do not split it: None in in_specs",
                 )
             )
@@ -121,7 +122,7 @@ class _Region:
     def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run the region on global arrays. Eagerly, every call traces it and compiles each distinct program once."""
         run = jax.shard_map(
-            self._on_pieces,
+            self._on_shards,
             mesh=self.mesh.to_jax(),
             in_specs=tuple(s.partition_spec.to_jax() for s in self.inputs),
             out_specs=tuple(s.partition_spec.to_jax() for s in self.outputs),
@@ -137,23 +138,23 @@ class _Region:
             compiled = self.compiled[key] = PartitionedJit(lambda consts, *inputs: eval_jaxpr(jaxpr, consts, *inputs))
         return tuple(compiled(closed.consts, *values))
 
-    def _on_pieces(self, *pieces: Any) -> tuple[Any, ...]:
-        """Called by jax once per trace, with tracers for one device's shards."""
+    def _on_shards(self, *shards: Any) -> tuple[Any, ...]:
+        """Run `fn` on tracers for one device's shards. jax calls it once per trace."""
         inside = _Inside(self.name, tuple(map(str, self.mesh.axis_names)))
         token, num_flags = recording.set(inside), len(inside.finite)
         try:
             with exact_dtypes(), torch.no_grad():
-                result = self.fn(*(wrap(piece) for piece in pieces))
+                result = self.fn(*(wrap(shard) for shard in shards))
                 flat = list(result) if isinstance(result, tuple | list) else [result]
                 self._check_results(flat)
                 return tuple(load(tensor) for tensor in flat)
         finally:
             recording.reset(token)
-            del inside.finite[num_flags:]  # flags from inside the region cannot leave it
+            del inside.finite[num_flags:]  # values of the region, such as these flags, must not leak to the outer trace
 
     def _check_results(self, flat: list[Any]) -> None:
         if len(flat) != len(self.outputs) or not all(is_device_tensor(t) for t in flat):
-            what = f"{self.name} returns {len(flat)} value{'s' * (len(flat) != 1)}, out_specs has {len(self.outputs)} spec(s)"
+            what = f"{self.name} returns {len(flat)} value{'s' * (len(flat) != 1)}, but out_specs has {len(self.outputs)} spec(s)"
             raise SpmdError(message(what, f"values: {', '.join(type(t).__name__ for t in flat)}", fix="return one device tensor per spec"))
 
 
@@ -192,7 +193,7 @@ class _Mapped(torch.autograd.Function):
 
 
 class _Inside(Part):
-    """The recorder of a region. It refuses what has no meaning per device and passes the rest on to the outer trace."""
+    """The recorder of a region. It refuses operations that have no meaning per device and passes the others to the outer trace."""
 
     def __init__(self, name: str, axes: tuple[str, ...]) -> None:
         super().__init__(None, 0)
@@ -211,14 +212,14 @@ class _Inside(Part):
 
     @property
     def platform(self) -> None:
-        """None: rules that ask for the platform would make equations to be split over devices."""
+        """None: rules that depend on the platform would create equations that are to be split over devices."""
 
     @property
     def reduce_dtype(self) -> None:
-        """None: a region does its own sums."""
+        """None: a region reduces explicitly, through collectives."""
 
     def reduce_in(self, dtype: Any) -> None:
-        """Do nothing: a region does its own sums."""
+        """Do nothing: a region reduces explicitly, through collectives."""
 
     def born(self, buffer: Buffer) -> None:
         self.own.add(id(buffer))

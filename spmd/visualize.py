@@ -1,4 +1,4 @@
-"""Pictures of layouts: tensors of any rank, sharding strings, meshes, modules and reports.
+"""Pictures of shardings: of tensors of any rank, sharding strings, meshes, modules and reports.
 
 rich.print(spmd.visualize(model.head.weight))       # coloured tiles; in a notebook the last line of a cell is enough
 spmd.visualize(m).to_svg()                           # the same for a file; .to_html() for a page
@@ -27,7 +27,7 @@ from spmd.sharding._tensor import sharding_of
 
 
 def visualize(thing: Any) -> Picture | RulesReport:
-    """Draw the layout of an object.
+    """Draw the sharding of an object.
 
     Args:
         thing: a tensor on device 'jax', or marked on the host or on 'meta'; a `mesh.ShardingSpec`, a `mesh.Mesh`, a
@@ -37,7 +37,7 @@ def visualize(thing: Any) -> Picture | RulesReport:
         A `Picture`, or for a module a report, which is shown as a table. `rich.print` and notebooks display both.
 
     Raises:
-        SpmdError: the object has no layout.
+        SpmdError: the object has no sharding.
     """
     if isinstance(thing, str):
         return visualize_sharding(thing)
@@ -60,7 +60,7 @@ def visualize_sharding(sharding: str, num_devices: int | None = None) -> Picture
     """A picture of a sharding as XLA and torch_xla write it, e.g. "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}".
 
     Args:
-        num_devices: for "{replicated}", which does not contain the number of devices.
+        num_devices: number of devices for "{replicated}" and "{manual}", which do not contain it; by default all devices.
 
     Raises:
         SpmdError: the string is not a sharding.
@@ -70,7 +70,7 @@ def visualize_sharding(sharding: str, num_devices: int | None = None) -> Picture
 
 
 def module_report(module: nn.Module) -> RulesReport:
-    """The layouts of a module's parameters and buffers as a report. Unmarked tensors count as replicated.
+    """The shardings of a module's parameters and buffers as a report. Unmarked tensors count as replicated.
 
     Raises:
         SpmdError: no tensor is marked, or tensors are marked over several meshes.

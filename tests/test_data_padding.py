@@ -111,7 +111,7 @@ NO_OPTION: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"pad_to": {}}, r"pad_to is \{\}, which names no dim"),
     "a number": ({"pad_to": {"x": {1: 512}}}, r"pad_to has 512 where a dim is expected(?s:.*)fix: pad_to="),
     "an unknown name": ({"pad_to": {"x": {1: "seq"}}}, r"pad_to names a dim 'seq' that is not defined"),
-    "a fill alone": ({"fill": 0}, "was given fill=0 without pad_to"),
+    "a fill alone": ({"fill": 0}, "has fill=0 but no pad_to"),
     "a fill of nothing": ({"pad_to": X, "fill": {"labels": -100}}, r"fill names 'labels', which pad_to does not have"),
     "a fill that is no number": ({"pad_to": X, "fill": {"x": "[PAD]"}}, r"fill\['x'\] is '\[PAD\]', not a number"),
 }

@@ -189,9 +189,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ((D, None),),
         "draws random numbers inside shard_map",
     ),
-    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements, its axes make 8 shards of it"),
-    "too few specs": (lambda x: x, (), "0 in_specs and called with 1 arguments"),
-    "another result": (lambda x: (x, x), ((D, None),), "returns 2 values, out_specs has 1 spec(s)"),
+    "an uneven dim": (lambda x: x, ((None, (D, M)),), "dim 1 has 12 elements, but its axes split it into 8 shards"),
+    "too few specs": (lambda x: x, (), "0 in_specs, but was called with 1 arguments"),
+    "another result": (lambda x: (x, x), ((D, None),), "returns 2 values, but out_specs has 1 spec(s)"),
     "an unknown reduction": (lambda x: all_reduce(x, "median", D), ((D, None),), "'median' is not a reduction"),
     "a scatter of uneven dims": (lambda x: reduce_scatter(x, "sum", 0, D), ((D, None),), "dim 0 has 2 elements, the group 4 members"),
     "an axis that is not there": (

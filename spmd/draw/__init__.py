@@ -1,1 +1,1 @@
-"""Drawings of layouts: `spmd.visualize` makes them."""
+"""Pictures of shardings, for `spmd.visualize`."""

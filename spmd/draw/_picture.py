@@ -1,6 +1,6 @@
-"""A tiling as a picture: coloured cells in the terminal, or SVG. Dims beyond two become panels beside each other.
+"""Draws a tiling as coloured cells in the terminal or as SVG. With more than two split dims it consists of several panels.
 
-Each set of devices has a colour of its own: tiles of one colour lie on the same devices.
+Each set of devices has its own colour, so tiles of one colour are on the same devices.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from rich.text import Text
 
 from spmd.draw._tiling import Tiling, device_text
 
-_CELL, _GAP, _HEAD, _LINE = (84, 34), 26, 96, 18  # sizes in SVG pixels
-_MAX_TILES = 24  # along a dim; of more only the first and the last are drawn
+_CELL, _GAP, _HEAD, _LINE = (84, 34), 26, 96, 18  # in SVG pixels: cell, gap between panels, width of row titles, height of a line
+_MAX_TILES = 24  # tiles drawn along a dim; if there are more, those before the last one are left out
 _FONT = "font-family='ui-monospace, Menlo, Consolas, monospace' font-size='12'"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Tiles along two dims at one place of the others; None: no such dim."""
+    """A picture of the tiles along at most two dims, at fixed tiles of the other dims.
+
+    Attributes:
+        title: the ranges of the other split dims.
+        rows: the dim drawn downwards; None if there is none.
+        columns: the dim drawn to the right; None if there is none.
+        place: the tile number along each dim; 0 for `rows` and `columns`.
+    """
 
     title: str
     rows: int | None
@@ -39,7 +46,12 @@ class Panel:
 
 
 class Picture:
-    """What `visualize` returns: shows itself in a terminal (`rich.print`, or its repr), in a notebook, or as SVG and HTML."""
+    """Returned by `visualize`. Displayed by `rich.print`, by `print` without colours, and by notebooks; converts to SVG and HTML.
+
+    Attributes:
+        tiling: the tiles that are drawn.
+        note: a line of text below the picture.
+    """
 
     def __init__(self, tiling: Tiling, note: str = "") -> None:
         self.tiling = tiling
@@ -68,7 +80,7 @@ class Picture:
 
 
 def _panels(tiling: Tiling) -> Iterator[Panel]:
-    """One panel for each place along the split dims before the last two."""
+    """One panel for each combination of tiles along the split dims before the last two."""
     split = [dim for dim, count in enumerate(tiling.tiles) if count > 1]
     shown, outer = split[-2:], split[:-2]
     if len(shown) == 1:
@@ -86,7 +98,7 @@ def _panels(tiling: Tiling) -> Iterator[Panel]:
 
 
 def _drawn(count: int) -> list[int]:
-    """The tiles of a dim that are drawn; -1 stands for those left out."""
+    """The numbers of the tiles of a dim that are drawn; -1 marks a gap."""
     return list(range(count)) if count <= _MAX_TILES else [*range(_MAX_TILES - 2), -1, count - 1]
 
 
@@ -106,7 +118,7 @@ def _ids_at(tiling: Tiling, panel: Panel, row: int, column: int) -> Any:
 
 
 def _colour(tiling: Tiling, ids: Any) -> tuple[str, str]:
-    """(background, text) for a set of devices: hues spread over the tiles in order of their first devices."""
+    """(background, text colour) for a set of devices. Hues are spread over the tiles, ordered by their first device."""
     firsts = sorted({int(i) for i in tiling.devices[..., 0].ravel()})
     position = firsts.index(int(ids[0])) / len(firsts)
     if len(firsts) == 1:

@@ -1,4 +1,4 @@
-"""A tensor cut into tiles, and which devices hold each: what pictures of shardings are drawn from. A value.
+"""A tensor cut into tiles, and the devices on which each tile is: an immutable value from which pictures are drawn.
 
 Tiling.of_spec(ShardingSpec(m, ("data", None)), (64, 16))
 Tiling.of_string("{devices=[2,2]0,1,2,3}")             # as XLA and torch_xla write shardings
@@ -22,13 +22,13 @@ _TRAILING = re.compile(r"(last_tile_dim_replicate|last_tile_dims=\{(.*)\})?")
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """How a tensor is cut.
+    """The tiles of a tensor.
 
     Attributes:
-        title: what is drawn.
-        names: a word for each dim: "dim 0", or an axis of a mesh.
-        sizes: of the dims, or None where only the number of tiles is known.
-        devices: ids, shape = tiles along each dim, then the copies of one tile.
+        title: title of the picture.
+        names: a label for each dim: "dim 0", or the name of a mesh axis.
+        sizes: sizes of the dims; None if only the number of tiles is known.
+        devices: device ids, of shape [tiles along dim 0, ..., copies of each tile].
     """
 
     title: str
@@ -43,11 +43,11 @@ class Tiling:
 
     @property
     def copies(self) -> int:
-        """How many devices hold each tile."""
+        """Number of devices on which each tile is."""
         return self.devices.shape[-1]
 
     def range_text(self, dim: int, tile: int) -> str:
-        """What of a dim one tile holds: "16:32", or "1" where sizes are not known."""
+        """The range of a tile along a dim, such as "16:32"; the number of the tile if sizes are unknown."""
         if self.sizes is None:
             return str(tile)
         piece = -(-self.sizes[dim] // self.tiles[dim])
@@ -55,7 +55,7 @@ class Tiling:
 
     @classmethod
     def of_spec(cls, sharding: ShardingSpec, shape: tuple[int, ...] | None, title: str = "") -> Tiling:
-        """The tiles of a tensor of `shape`, or of any tensor of the spec's rank."""
+        """The tiles of a tensor of `shape`, or (None) of any tensor of the spec's rank."""
         ids, names = sharding.mesh.get_logical_mesh(), list(sharding.mesh.axis_names)
         per_dim = [[names.index(str(axis)) for axis in entry_axes(entry)] for entry in sharding.partition_spec]
         used = [axis for axes in per_dim for axis in axes]
@@ -66,23 +66,23 @@ class Tiling:
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> Tiling:
-        """The devices of a mesh, one tile each."""
+        """The devices of a mesh, each drawn as one tile."""
         return cls(str(mesh), tuple(mesh.axis_names), None, mesh.get_logical_mesh()[..., None])
 
     @classmethod
     def of_string(cls, text: str, num_devices: int | None = None) -> Tiling:
-        """A sharding as XLA writes it: tiled, partly replicated, replicated, maximal or manual.
+        """Parse a sharding as printed by XLA: tiled, partly replicated, replicated, maximal or manual.
 
         Args:
-            num_devices: for "{replicated}" and "{manual}", which do not say; default: those of this process.
+            num_devices: number of devices for "{replicated}" and "{manual}", which do not contain it; by default all devices.
 
         Raises:
-            SpmdError: the text is none of these.
+            SpmdError: the text is not such a sharding.
         """
         stripped = text.strip()
         if stripped in ("{replicated}", "{manual}", ""):
             count = device_count() if num_devices is None else num_devices
-            word = {"{manual}": "manual: each device has its own"}.get(stripped, "whole")
+            word = {"{manual}": "manual: each device has its own shard"}.get(stripped, "whole")
             return cls(stripped or "{replicated}", (word,), None, np.arange(count)[None])
         maximal = re.fullmatch(r"\{maximal device=(\d+)\}", stripped)
         if maximal:
@@ -99,7 +99,7 @@ class Tiling:
         tiles = [int(n) for n in match[1].split(",")]
         ids = _ids(match)
         if ids.size != math.prod(tiles):
-            raise SpmdError(message(f"{text!r} names {ids.size} devices for {math.prod(tiles)} tiles", fix="name one device per tile"))
+            raise SpmdError(message(f"{text!r} lists {ids.size} devices for {math.prod(tiles)} tiles", fix="list one device per tile"))
         trailing = match[5].count(",") + 1 if match[5].startswith("last_tile_dims") else 1 if match[5] else 0
         own = tiles[: len(tiles) - trailing]
         return cls(stripped, tuple(f"dim {dim}" for dim in range(len(own))), None, ids.reshape(*own, -1))
@@ -111,7 +111,7 @@ def _over(sharding: ShardingSpec, dim: int) -> str:
 
 
 def _ids(match: re.Match[str]) -> npt.NDArray[np.int64]:
-    """The device ids of a tiled sharding, listed or as a transposed iota."""
+    """The device ids of a tiled sharding, which are either listed or a transposed iota."""
     if match[4]:
         return np.array([int(n) for n in match[4].split(",") if n])
     shape = [int(n) for n in match[2].split(",")]
@@ -120,7 +120,7 @@ def _ids(match: re.Match[str]) -> npt.NDArray[np.int64]:
 
 
 def device_text(ids: npt.NDArray[np.int64]) -> str:
-    """Ids in a few characters: "0", "0 2 4", "0-7", "0 8 ... 56"."""
+    """Format device ids briefly: "0", "0 2 4", "0-7", "0 8 … 56"."""
     found = [int(i) for i in ids]
     if len(found) > 2 and found == list(range(found[0], found[0] + len(found))):
         return f"{found[0]}-{found[-1]}"
