@@ -79,6 +79,7 @@ class Padding:
         return _replaced(batch, {one.path[1:]: self._widened(one, buckets) for one in named}, ())
 
     def _widened(self, named: Named, buckets: Mapping[str, int]) -> Any:
+        """One array, padded to the buckets of its named dims."""
         value, fill = named.tensor, self._fill_of(named)
         filled = torch.tensor(fill).to(value.dtype) if isinstance(value, torch.Tensor) else np.asarray(fill).astype(value.dtype)
         is_whole = not value.dtype.is_floating_point if isinstance(value, torch.Tensor) else value.dtype.kind in "iub"

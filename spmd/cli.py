@@ -184,6 +184,7 @@ def listed(command: Command) -> Callable[[], None]:
 
 
 def show_report(report: Report, console: Console) -> None:
+    """Print the result of `spmd doctor`: a table of checks, then the problems with their fixes."""
     table = Table("what", "found", "supported", "", box=rich.box.SIMPLE)
     for check in report.checks:
         table.add_row(check.name, check.found, check.supported, mark(check))
@@ -195,6 +196,7 @@ def show_report(report: Report, console: Console) -> None:
 
 
 def show_steps(found: Sequence[Step], console: Console) -> None:
+    """Print the table of `spmd ckpt ls`."""
     table = Table("step", "saved", "arrays", "MiB", "processes", "", box=rich.box.SIMPLE)
     for step in found:
         about = {} if step.manifest is None else step.manifest.about
@@ -206,6 +208,7 @@ def show_steps(found: Sequence[Step], console: Console) -> None:
 
 
 def show_verdict(verdict: Verdict, console: Console) -> None:
+    """Print the result of `spmd ckpt verify` for one step."""
     if not verdict.problems:
         console.print(f"{verdict.folder}: {verdict.nbytes / 2**20:.1f} MiB, all checksums match")
     for problem in verdict.problems:

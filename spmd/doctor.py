@@ -107,6 +107,7 @@ def check_conflict(name: str, found: str | None) -> Check:
 
 
 def check_host(num_cores: int, memory_bytes: int | None) -> Check:
+    """Report the number of usable cores and the memory of this machine."""
     memory = "memory unknown" if memory_bytes is None else f"{memory_bytes / 2**30:.0f} GiB memory"
     return Check(name="host", found=f"{num_cores} core{'s' if num_cores != 1 else ''}, {memory}")
 
@@ -168,6 +169,7 @@ def host_memory_bytes() -> int | None:
 
 
 def num_usable_cores() -> int:
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

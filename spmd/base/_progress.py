@@ -116,6 +116,7 @@ class Progress:
             self._works = []
 
     def _watch(self) -> None:
+        """The thread: report work that takes long, until there has been none for `_IDLE_S`."""
         self._idle_since = time.monotonic()
         while True:
             time.sleep(min(_CHECK_INTERVAL_S, max(in_force.progress_after_s / 4, 0.01)))

@@ -69,6 +69,7 @@ class Reader:
                 job.result()
 
     def _jobs(self, number: int) -> list[tuple[ArrayEntry, Piece, list[tuple[dict[Box, Any], Box]]]]:
+        """The pieces of an array to read, each with the boxes that it overlaps. Allocates the boxes that are not pieces."""
         entry, wanted = self.entry(number), self._wanted[number]
         dtype = numpy_dtype(entry.dtype)
         exact = {piece.box for piece in entry.pieces}

@@ -113,6 +113,7 @@ class _Pack:
         self._store, self._waiting, self._size = store, list[bytes](), 0
 
     def add(self, box: Box, values: np.ndarray[Any, Any]) -> Piece:
+        """Add one box of an array, and return its piece for the manifest."""
         data = np.ascontiguousarray(values[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]).tobytes()
         if self._waiting and self._size + len(data) > PACK_BYTES:
             self.flush()
@@ -122,6 +123,7 @@ class _Pack:
         return piece
 
     def flush(self) -> None:
+        """Write the waiting pieces to a file."""
         if not self._waiting:
             return
         file = DataFile(f"data-00000-{len(self.files):06d}.bin", self._size)

@@ -82,6 +82,7 @@ def restore(
 
 
 def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool, gang: Gang) -> Restored:
+    """Try the candidates in order, and restore the first one that all processes can read and that matches the state."""
     names = [name for name in map(_files.parse_name, _agreed_candidates(root, step, gang)) if name is not None]
     skipped: list[str] = []
     for name in names:

@@ -131,6 +131,7 @@ class Plan:
         return lambda: kind(finish() for finish in parts)
 
     def _module(self, module: torch.nn.Module, saved: dict[Any, Node], path: str) -> Finish:
+        """Plan a module. The names in its `state_dict()` must be the saved ones."""
         own = module.state_dict(keep_vars=True)
         missing, extra = [name for name in own if name not in saved], [name for name in saved if name not in own]
         if missing or extra:
@@ -167,6 +168,7 @@ class Plan:
         return lambda: self.reader.host(ref.number).astype(dtype, copy=False)
 
     def _tensor(self, target: torch.Tensor, number: int, dtype: np.dtype[Any] | None) -> Finish:
+        """Plan filling a tensor in place. `dtype`: the dtype to convert to, or None."""
         if target.device.type == "meta":
             raise CheckpointError(
                 message("a tensor on device 'meta' cannot hold values of a checkpoint", fix="model.to_empty(device='jax') first")

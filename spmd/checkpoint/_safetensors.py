@@ -97,6 +97,7 @@ class SafetensorsFile:
         os.close(self._descriptor)
 
     def _parsed(self) -> dict[str, Entry]:
+        """Read and check the header."""
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise _bad(self.path, "it is not a regular file")
@@ -218,6 +219,7 @@ def files_of(path: Path) -> Mapping[str, Path] | list[Path]:
 
 
 def _indexed(path: Path) -> dict[str, Path]:
+    """Read an index: the file of each tensor, by name."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
             raise _bad(path, f"the index is not a regular file, or has more than {_MAX_INDEX_BYTES} bytes")

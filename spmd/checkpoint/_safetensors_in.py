@@ -164,6 +164,7 @@ def _tied(names: list[str], targets: Mapping[str, torch.Tensor]) -> dict[Any, li
 
 
 def _require_fit(name: str, target: torch.Tensor, entry: Entry, dtype: torch.dtype | None) -> None:
+    """Raise a CheckpointError if shape or dtype differ, or `target` is on 'meta'. `dtype`: conversion for floating-point tensors."""
     if tuple(target.shape) != entry.shape:
         raise mismatch(
             name, f"the module's shape is {tuple(target.shape)}", f"the file's is {entry.shape}", fix="build the module that was saved"
@@ -187,6 +188,7 @@ def _require_equal(group: list[str], source: _Source) -> None:
 
 
 def _fill(target: torch.Tensor, source: _Source, name: str) -> None:
+    """Fill a tensor. On a mesh only this process's shards are read; otherwise the values stay on the host until they are used."""
     shape, dtype = tuple(target.shape), to_numpy_dtype(target.dtype)
     if target.device.type != "jax" or not is_whole(target, buffer_of(target)):
         with torch.no_grad():

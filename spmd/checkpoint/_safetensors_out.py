@@ -72,6 +72,7 @@ def save_safetensors(
 
 
 def _leaves(module: torch.nn.Module) -> list[Leaf]:
+    """The tensors of a module's `state_dict()`, each tied one once."""
     found: list[Leaf] = []
     seen: set[Any] = set()
     for name, value in module.state_dict(keep_vars=True).items():

@@ -267,6 +267,7 @@ class _Writer:
         self._delete_old(final)
 
     def _manifest(self, writing: Path) -> Manifest:
+        """Combine the lists of all processes to the manifest, and delete these lists."""
         files, arrays = self._own
         local = [self.collected.local]
         pieces = [list(entry.pieces) for entry in arrays]
@@ -305,6 +306,7 @@ class _Writer:
 
 
 def _require_same(ours: Sequence[ArrayEntry], theirs: Sequence[ArrayEntry], index: int) -> None:
+    """Raise a CheckpointError if process `index` saves arrays of other names, dtypes or shapes than process 0."""
     a, b = ([(e.name, e.dtype, e.shape) for e in entries] for entries in (ours, theirs))
     if a != b:
         different = next((pair for pair in zip(a, b, strict=False) if pair[0] != pair[1]), (len(a), len(b)))
