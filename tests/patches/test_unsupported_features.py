@@ -1,4 +1,4 @@
-"""Ways of PyTorch that mean nothing on the device say what does; names of torch.cuda and torch.accelerator answer honestly."""
+"""Unsupported features of PyTorch are refused with a replacement; names of torch.cuda and torch.accelerator answer honestly."""
 
 import sys
 from collections.abc import Callable
