@@ -1,4 +1,4 @@
-"""Training runs from recipes: `spmd train recipe.toml`, and the same as a library. See `docs/recipes.md`.
+"""Training runs from recipes, for the command `spmd train recipe.toml` and as a library. See `docs/recipes.md`.
 
 from spmd.train import Run
 

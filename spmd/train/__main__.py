@@ -1,4 +1,4 @@
-"""`python -m spmd.train`: what `spmd train` is, for launchers that start modules."""
+"""`python -m spmd.train`: the same as `spmd train`, for launchers that start modules."""
 
 from spmd.train._train_command import main
 

@@ -1,4 +1,4 @@
-"""Where a run's time goes: every second of it belongs to one kind of work."""
+"""Accounts for the wall time of a run: every second belongs to one kind of work."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ KINDS = ("start", "compile", "data", "step", "evaluation", "checkpoint", "profil
 
 
 class Clock:
-    """Seconds by kind, over all restarts of a run; state for its checkpoints.
+    """Seconds by kind of work, summed over all restarts of a run. It is part of the run's checkpoints.
 
     Attributes:
-        seconds: by kind of `KINDS`: "start" until the first step, "restart" what was lost and waited for when a run went on.
+        seconds: seconds of each kind in `KINDS`. "start" ends at the first step; "restart" is the time between a checkpoint and
+            the moment a new process resumed from it.
     """
 
     def __init__(self) -> None:
@@ -25,24 +26,28 @@ class Clock:
         self._kind, self._since = "start", time.perf_counter()
 
     def to(self, kind: str) -> str:
-        """From here on it is this kind; the kind before."""
+        """Count the time from now on as `kind`; returns the previous kind."""
         now = time.perf_counter()
         self.seconds[self._kind] += now - self._since
         before, self._kind, self._since = self._kind, kind, now
         return before
 
     def count(self) -> dict[str, float]:
-        """Seconds by kind, up to now."""
+        """Seconds by kind until now."""
         self.to(self._kind)
         return dict(self.seconds)
 
     def move(self, kind: str, to: str, seconds: float) -> None:
-        """Some of what was counted as one kind was another."""
+        """Reassign `seconds` that were counted as `kind` to the kind `to`."""
         self.seconds[kind] -= seconds
         self.seconds[to] += seconds
 
     def calling(self, step: Step[..., R], *args: Any) -> tuple[R, bool]:
-        """Call a compiled function; its result, and whether it was traced now, whose seconds are of the kind "compile"."""
+        """Call a compiled function. If the call traced it, its seconds count as "compile".
+
+        Returns:
+            The function's result, and whether the call traced it.
+        """
         num_traces, start = step.num_traces, time.perf_counter()
         result = step(*args)
         was_compiled = step.num_traces != num_traces
@@ -52,7 +57,7 @@ class Clock:
 
     @contextmanager
     def during(self, kind: str) -> Generator[None]:
-        """A block of this kind; what comes after is of the kind before."""
+        """Count the block as `kind`, then return to the previous kind."""
         before = self.to(kind)
         try:
             yield
@@ -61,16 +66,16 @@ class Clock:
 
     @property
     def goodput(self) -> float:
-        """The part of all seconds that were spent in steps."""
+        """The fraction of all seconds that was spent in steps."""
         seconds = self.count()
         return seconds["step"] / max(sum(seconds.values()), 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds so far and the time of day."""
+        """Seconds by kind so far, and the current Unix time."""
         return {"seconds": self.count(), "time": time.time()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; from the checkpoint until now, but for this process's own seconds, is a restart."""
+        """Continue a saved clock. The time since the checkpoint counts as "restart", except for the seconds of this process."""
         here = sum(self.count().values())
         for kind, seconds in state["seconds"].items():
             self.seconds[kind] += seconds

@@ -1,4 +1,4 @@
-"""A recipe's data as a dataset, and as batches on the devices."""
+"""Creates a recipe's datasets, and loaders that put their batches on the devices."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Samples = Dataset[Any] | TextFiles
 
 
 def dataset_of(table: Data, seed: int) -> Samples:
-    """The samples that a table names.
+    """The training samples of a recipe.
 
     Args:
-        table: what kind, and where.
-        seed: of what is drawn for a sample.
+        table: the recipe's table [data].
+        seed: seed of the random crops and flips of images.
 
     Raises:
-        RecipeError: there are none.
+        RecipeError: the table names no file or object, or the files contain no sample.
     """
     if table.kind == "tokens":
         return TokenFiles(table.paths, table.seq, table.dtype)
@@ -45,10 +45,10 @@ def dataset_of(table: Data, seed: int) -> Samples:
 
 
 def held_out_of(recipe: Recipe, training: Samples) -> Samples:
-    """The samples that a recipe evaluates: of the kind of its `training` data.
+    """The held-out samples of a recipe, of the same kind as its `training` samples.
 
     Raises:
-        RecipeError: there are none.
+        RecipeError: [evaluation] names no file or object, or the files contain no sample.
     """
     table, given = recipe.data, recipe.evaluation
     if table.kind == "tokens":
@@ -61,7 +61,7 @@ def held_out_of(recipe: Recipe, training: Samples) -> Samples:
 
 
 def limited(samples: Samples, vocabulary: int) -> Samples:
-    """The same, where a token that the model does not know is an error; `vocabulary` 0: not known."""
+    """The samples with a check: a token >= `vocabulary` raises a RecipeError when it is read. 0 means no check."""
     if isinstance(samples, TextFiles):
         return dataclasses.replace(samples, vocabulary=vocabulary)
     if isinstance(samples, TokenFiles):
@@ -78,10 +78,10 @@ def _own(path: str, arguments: dict[str, Any], table: str) -> Dataset[Any]:
 
 
 def training_batches(recipe: Recipe, dataset: Samples, mesh: Mesh) -> ShardedLoader:
-    """The passes over the data, a new order in each, without the last batch of a pass if it is uneven.
+    """A loader that yields one epoch per `iter`, each in a new order. The last batch of an epoch is dropped if it is not full.
 
     Raises:
-        RecipeError: there is no whole batch, or it does not divide over the devices.
+        RecipeError: the data has less than one batch, or the batch does not divide over the devices.
     """
     table, accumulate = recipe.data, recipe.optimizer.accumulate
     axes = batch_axes(mesh)
@@ -98,21 +98,21 @@ def training_batches(recipe: Recipe, dataset: Samples, mesh: Mesh) -> ShardedLoa
         feed = kind(dataset, order, table.workers, stacks)
     if accumulate == 1:
         return spmd.shard_loader(feed, mesh, (axes or None,))
-    # `check` compares what processes feed by where dim 0 lies, which here is that of the micro-batches
+    # `check` compares the processes' batches by the sharding of dim 0, which is the dim of the micro-batches here
     return spmd.shard_loader(feed, mesh, (None, axes or None), check=False)
 
 
 def held_out_batches(recipe: Recipe, dataset: Samples, mesh: Mesh, is_masked: bool) -> Iterator[Any]:
-    """One pass over held-out data in its order, as `Evaluation` takes it.
+    """One unshuffled pass over the held-out data, for `Evaluation.run`.
 
     Args:
-        recipe: how many samples at a time, and how many batches.
-        dataset: what `held_out_of` returned.
+        recipe: gives the batch size and the number of batches.
+        dataset: the result of `held_out_of`.
         mesh: the devices.
-        is_masked: pad an uneven last batch, and say what is padding; leave it out otherwise.
+        is_masked: pad a last batch that is not full and yield (batch, mask) pairs. Otherwise that batch is dropped.
 
     Raises:
-        RecipeError: there is no whole batch where none is padded.
+        RecipeError: the data has less than one batch, and nothing is padded.
     """
     batch, axes = recipe.data.batch // recipe.optimizer.accumulate, batch_axes(mesh)
     rows = rows_here(mesh, axes, batch, 1)

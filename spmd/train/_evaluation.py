@@ -1,4 +1,4 @@
-"""The loss of held-out data, and how often the likeliest class was right: sums that stay on the devices until they are there."""
+"""Loss and accuracy on held-out data, summed on the devices; the host does not wait for them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spmd.train._update import Loss, cross_entropy, logits_of
 
 
 class Evaluation:
-    """Evaluates a model, without dropout and gradients.
+    """Evaluates a model in eval mode and without gradients.
 
     Attributes:
-        is_masked: batches come as (batch, mask), the last one padded; otherwise as they are, all of one size.
+        is_masked: whether `run` takes (batch, mask) pairs of which the last may be padded. Otherwise it takes batches of one size.
 
     Args:
-        model: in training mode between calls, if it is when one begins.
-        loss: the run's.
+        model: the model to evaluate. Its training mode is restored after each call.
+        loss: the loss function of the run.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -31,7 +31,7 @@ class Evaluation:
         self.sums = spmd.compile(torch.no_grad()(self._sums if self.is_masked else self._mean))
 
     def _sums(self, batch: Any, mask_B: Tensor) -> dict[str, Tensor]:
-        """Of a batch's rows that are there: summed loss, right answers, and the number of both."""
+        """Sums over the rows that are not padding: loss, number of correct predictions, number of predictions."""
         inputs, classes = batch
         logits = logits_of(self.model(inputs)).flatten(0, -2)
         losses = F.cross_entropy(logits, classes.flatten(), reduction="none").view(classes.shape)
@@ -44,7 +44,11 @@ class Evaluation:
         return {"loss": loss, "count": torch.ones_like(loss)}
 
     def run(self, batches: Iterable[Any], clock: Clock) -> dict[str, Tensor]:
-        """The means over batches, as 0-dim device tensors that may not be there yet: "evaluation_loss", and "evaluation_accuracy"."""
+        """Means over all batches: "evaluation_loss" and, with the loss cross_entropy, "evaluation_accuracy".
+
+        Returns:
+            0-dim device tensors, which may still be computing. The dict is empty if there is no batch.
+        """
         was_training = self.model.training
         self.model.eval()
         totals: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""A trained model as others read it: safetensors, and for models of Hugging Face what `from_pretrained` wants beside them."""
+"""Exports a trained model as safetensors. A Hugging Face model also gets the configuration files that `from_pretrained` needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import spmd
 
 
 def export(model: Any, folder: Path) -> None:
-    """Write the model into `folder`, every process its shards; a folder that is there already is left as it is."""
+    """Write the model into `folder`; every process writes its own shards. An existing folder is left unchanged."""
     if folder.exists():
         return
     with mesh.extended_timeout("writing the model"):

@@ -1,4 +1,4 @@
-"""What ended a run, in a line: which part of the recipe or which step, whose words, and the file that has the traceback."""
+"""Reports the exception that ended a run in one line: the part of the recipe or the step, the exception, and the traceback's file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from spmd.base._errors import line_of
 
-# function of spmd.train that an exception passed through -> what it was doing; the innermost one counts
-_DOING = {
+# Function of spmd.train -> its activity in the report. The innermost such function in the traceback is reported.
+_ACTIVITIES = {
     "dataset_of": "[data]",
     "held_out_of": "[evaluation]",
     "built_model": "[model]",
@@ -16,34 +16,34 @@ _DOING = {
     "training_batches": "[data]",
     "tokenizer_of": "the tokenizer",
     "writers_of": "[metrics] writers",
-    "_resume": "going on from the checkpoint",
-    "_timed_batches": "taking a batch",
+    "_resume": "resuming from the checkpoint",
+    "_timed_batches": "loading a batch",
     "evaluate": "evaluating",
     "sample": "[samples]",
-    "_save": "a checkpoint",
-    "export": "writing the model",
+    "_save": "saving a checkpoint",
+    "export": "exporting the model",
 }
-_LONGEST = 300
+_MAX_CHARACTERS = 300
 
 
 def line_of_failure(error: BaseException, log: Path | None) -> str:
     """One line: "[model]: OSError: ... (at parts.py:12 in model); the traceback is in runs/a/error.txt".
 
     Args:
-        error: what nobody caught.
-        log: the file that has the traceback; None: no such file could be written.
+        error: the exception that nothing caught.
+        log: the file with the traceback, or None if it could not be written.
     """
-    doing = _doing(error)
-    words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    said = f"{type(error).__name__}{f': {words}' if words else ''}"
-    said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
+    activity = _activity(error)
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    summary = f"{type(error).__name__}{f': {first_line}' if first_line else ''}"
+    summary = summary if len(summary) <= _MAX_CHARACTERS else f"{summary[: _MAX_CHARACTERS - 3]}..."
     place = line_of(error)
     where = "" if log is None else f"the traceback is in {log}; "
-    return f"{f'{doing}: ' if doing else ''}{said}{f' (at {place})' if place else ''}; {where}--debug shows it here"
+    return f"{f'{activity}: ' if activity else ''}{summary}{f' (at {place})' if place else ''}; {where}--debug shows it here"
 
 
 def write_traceback(error: BaseException, path: Path) -> Path | None:
-    """The whole traceback as a file; None where it cannot be written."""
+    """Write the whole traceback to `path`. Returns None if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
@@ -52,12 +52,12 @@ def write_traceback(error: BaseException, path: Path) -> Path | None:
     return path
 
 
-def _doing(error: BaseException) -> str:
+def _activity(error: BaseException) -> str:
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith("spmd.train."):
             name, run = frame.f_code.co_name, frame.f_locals.get("self")
-            found = f"step {run.step + 1}" if name == "_one_step" and run is not None else _DOING.get(name, found)
+            found = f"step {run.step + 1}" if name == "_one_step" and run is not None else _ACTIVITIES.get(name, found)
     return found
 
 

@@ -1,8 +1,8 @@
-"""Batches of a dataset for one process of a job: every sample goes to the devices that compute it, and to no other process.
+"""Loads the batches of a dataset in a job of several processes: each sample is loaded only by the process whose devices use it.
 
-The order of a pass is drawn from a seed and the pass's number, the same in every process, and cut into global batches. Of each a
-process loads the rows that its own devices hold, whatever the mesh. So a run on two processes sees the batches of a run on one,
-row by row, and the place in the data is one number.
+The order of an epoch is drawn from a seed and the epoch's number, identically in every process, and cut into global batches. Each
+process loads the rows of a global batch that its own devices hold, for any mesh. So a run on two processes sees the same batches
+as a run on one, row by row, and the position in the data is one number.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from spmd.train._recipe import RecipeError
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """For each global batch the samples of this process.
+    """Batch sampler: yields this process's sample indices of each global batch.
 
     Attributes:
-        epoch: number of the pass.
-        start: first batch of the next `iter`.
+        epoch: number of the epoch.
+        start: index of the first batch that the next `iter` yields.
 
     Args:
-        num_samples: in the dataset.
-        batch: samples of a global batch.
-        rows: which of them are this process's, in the order in which it holds them.
-        shuffle: a new order in every pass.
-        seed: of these orders.
-        whole: leave out a last batch of fewer samples.
+        num_samples: size of the dataset.
+        batch: number of samples in a global batch.
+        rows: the rows of a global batch that this process loads, in the order of its devices' shards.
+        shuffle: draw a new order for every epoch.
+        seed: seed of these orders.
+        whole: drop the last batch if it is not full.
     """
 
     def __init__(self, num_samples: int, batch: int, rows: list[int], shuffle: bool, seed: int, whole: bool) -> None:
@@ -57,19 +57,21 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 class Feed:
-    """A loader of such batches, for `spmd.shard_loader`; its place is kept exactly where samples depend on nothing but their number.
+    """Loader of this process's rows of each global batch, for `spmd.shard_loader`.
+
+    It has no state of its own, so `shard_loader` resumes it by skipping batches. See `PlacedFeed` for datasets that need no skipping.
 
     Args:
-        dataset: has a length; samples are tensors or containers of them.
-        order: which samples, when.
-        workers: processes that load.
-        accumulate: micro-batches that a batch is stacked of: every tensor gets a first dim of this size; 0: no such dim.
+        dataset: a dataset with a length. Samples are tensors or containers of tensors.
+        order: the sample indices of each batch.
+        workers: number of worker processes.
+        accumulate: number of micro-batches in a batch; every tensor gets a leading dim of this size. 0 adds no dim.
     """
 
     def __init__(self, dataset: Dataset[Any], order: GlobalOrder, workers: int, accumulate: int) -> None:
         self.dataset, self.order = dataset, order
         self._accumulate, self._start, self._next = accumulate, 0, 0
-        # not forked: jax's threads would not be in a fork, and whoever waits for one of their locks waits for ever
+        # Not "fork": a forked process lacks jax's threads, so waiting for a lock that one of them held would deadlock.
         context = "forkserver" if workers else None
         self._loader = DataLoader(dataset, batch_sampler=order, num_workers=workers, multiprocessing_context=context)
 
@@ -77,7 +79,7 @@ class Feed:
         return len(self.order)
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next pass."""
+        """Set the number of the next epoch."""
         self.order.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,17 +91,17 @@ class Feed:
 
 
 class PlacedFeed(Feed):
-    """One whose samples depend on their number and pass alone, so that it goes on anywhere without loading what came before."""
+    """A `Feed` whose samples depend only on their index and epoch, so it resumes at any position without loading earlier samples."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples handed out in this pass."""
+        """The number of samples of this epoch that were yielded."""
         return {"samples": self._next * self.order.batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after so many; the size of a batch may be another.
+        """Resume after the saved number of samples. The batch size may differ from the saved run's.
 
         Raises:
-            RecipeError: a batch would begin elsewhere than one ended.
+            RecipeError: the saved position is not a multiple of the batch size.
         """
         samples = int(state["samples"])
         if samples % self.order.batch:
@@ -109,7 +111,7 @@ class PlacedFeed(Feed):
 
 
 def rows_here(mesh: Mesh, axes: tuple[str, ...], batch: int, accumulate: int) -> list[int]:
-    """Rows of a global batch that this process's devices hold, micro-batch after micro-batch.
+    """The rows of a global batch that this process's devices hold, ordered by micro-batch.
 
     Raises:
         RecipeError: a micro-batch does not divide over the devices along `axes`.

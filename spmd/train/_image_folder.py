@@ -1,9 +1,9 @@
-"""Folders of images, one folder to a class: pixels as models of images take them.
+"""Dataset of images in folders, one folder per class, as normalized pixels.
 
     dataset = ImageFolder(["data/train"], size=224, augment=True)
-    pixels_CHW, number = dataset[0]      # float32[3, 224, 224], and the class's number in the order of the names
+    pixels_CHW, number = dataset[0]      # float32[3, 224, 224], and the index of the class in the sorted names
 
-Crops and flips are drawn from the seed, the pass and the sample's number: neither workers nor a restart change them.
+Crops and flips are drawn from the seed, the epoch and the sample's index, so they do not depend on workers or restarts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from spmd.base._errors import message
 from spmd.train._recipe import RecipeError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
-_LEAST_AREA = 0.25  # of an image that a crop shows
+_MIN_CROP_AREA = 0.25  # as a fraction of the image's largest square
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images and the numbers of their classes.
+    """Pairs of pixels, float32[3, size, size], and class index.
 
     Attributes:
-        classes: names of the classes, in the order of their numbers.
+        classes: names of the classes, by index.
 
     Args:
-        paths: folders that hold a folder for each class.
-        size: height and width.
-        augment: a random part of the image, mirrored or not; otherwise the middle.
-        mean, std: of the three channels, taken off and divided by.
-        seed: of crops and mirrors.
-        classes: names to number by; those in the folders, sorted, by default.
+        paths: folders that contain one subfolder per class.
+        size: height and width of the result, in pixels.
+        augment: take a random square crop and flip it at random. Otherwise the centre crop is taken.
+        mean, std: per channel; pixels become (value - mean) / std, with values between 0 and 1.
+        seed: seed of the crops and flips.
+        classes: class names by index. By default the sorted names of the subfolders.
 
     Raises:
-        RecipeError: pillow is not installed, there is no image, or a class that `classes` has not.
+        RecipeError: pillow is not installed, the folders contain no image, or a subfolder is not in `classes`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next pass."""
+        """Set the number of the next epoch."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -94,10 +94,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def _box(size: tuple[int, int], rng: random.Random | None) -> Any:
-    """A square of an image of (width, height): the middle, or one of random area and place."""
+    """A square of an image of size (width, height): the centre square, or one of random area and position."""
     side = float(min(size))
     if rng is not None:
-        side *= rng.uniform(_LEAST_AREA, 1) ** 0.5
+        side *= rng.uniform(_MIN_CROP_AREA, 1) ** 0.5
     left, top = ((length - side) * (0.5 if rng is None else rng.random()) for length in size)
     return left, top, left + side, top + side
 

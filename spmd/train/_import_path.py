@@ -1,4 +1,4 @@
-"""Names of a user's own objects, as a recipe writes them: package.module:name."""
+"""Imports the user's objects that a recipe names as package.module:name."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from spmd.train._recipe import RecipeError
 
 
 def imported(path: str, key: str) -> Any:
-    """The object that `path` names; modules in the folder where the program was started are found.
+    """Import an object. Modules in the current working directory are found too.
 
     Args:
         path: package.module:name.
-        key: what errors call it, as "[model] own".
+        key: the recipe's key, for errors: "[model] own".
 
     Raises:
-        RecipeError: it has another form, or there is no such module or name.
+        RecipeError: `path` has another form, or the module or the name does not exist.
     """
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
-        raise RecipeError(message(f"{key} = {path!r} names no object", fix="package.module:name"))
+        raise RecipeError(message(f"{key} = {path!r} is not of the form package.module:name", fix="package.module:name"))
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module + ".").startswith(error.name + "."):  # a module that it imports itself
+        if error.name is None or not (module + ".").startswith(error.name + "."):  # the missing module is a dependency
             raise
-        raise RecipeError(message(f"{key} = {path!r}: no module {error.name!r}", fix="start in the folder that has it")) from error
+        raise RecipeError(message(f"{key} = {path!r}: no module {error.name!r}", fix="start in the folder that contains it")) from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), 1)

@@ -1,4 +1,4 @@
-"""`spmd train --init`: a recipe from a few answers at a terminal, or from options; every key that it writes says what it means."""
+"""`spmd train --init`: writes a recipe from answers at a terminal, or from options, with a comment on every key."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from spmd.train._key_tables import meaning_of, toml
 from spmd.train._recipe import RecipeError, keys_of, tables
 from spmd.train._recipe_file import overridden, recipe_of
 
-Ask = Callable[[str, str], str]  # question and what an empty answer means -> answer
+Ask = Callable[[str, str], str]  # question, default -> answer
 
-# key, question, what an empty answer means
+# key, question, default
 QUESTIONS = (
-    ("model", "Model: a name or folder of Hugging Face, a configuration class of it, or package.module:name", "GPT2Config"),
-    ("data", "Data: token files (.bin), text, a folder of folders of images, or package.module:name of a Dataset", "data/train.bin"),
-    ("mesh.devices", "Virtual CPU devices (0: the machine's own)", "8"),
-    ("mesh.axes", 'Axes of the mesh: "data" splits batches, "model" the model', "data=8"),
-    ("model.rules", "Layout of the parameters: replicated, fsdp, megatron, fsdp+megatron", "replicated"),
-    ("data.batch", "Samples of a step", "32"),
+    ("model", "Model: a Hugging Face name, folder or configuration class, or package.module:name", "GPT2Config"),
+    ("data", "Data: token files (.bin), text, a folder with one folder of images per class, or package.module:name", "data/train.bin"),
+    ("mesh.devices", "Virtual CPU devices (0: the machine's own devices)", "8"),
+    ("mesh.axes", 'Axes of the mesh: "data" splits batches, "model" splits the model', "data=8"),
+    ("model.rules", "Sharding of the parameters: replicated, fsdp, megatron, fsdp+megatron", "replicated"),
+    ("data.batch", "Samples per step", "32"),
     ("steps", "Steps", "1000"),
     ("optimizer.lr", "Learning rate", "3e-4"),
 )
 
 
-_SOURCES = {"model": ("pretrained", "config", "own"), "data": ("paths", "own")}  # one of which says it
+_SOURCES = {"model": ("pretrained", "config", "own"), "data": ("paths", "own")}  # a question whose answer belongs to one of several keys
 
 
 def write_recipe(path: Path, words: Sequence[str], ask: Ask | None) -> None:
-    """Write a recipe that can be followed.
+    """Write a valid recipe.
 
     Args:
         path: a file that does not exist yet.
-        words: overrides, as of a run; what they say is not asked.
-        ask: None: nobody answers, and what is not said keeps its default.
+        words: overrides as `spmd train` takes them. Questions that they answer are not asked.
+        ask: asks a question at the terminal. None: keys without an override keep their defaults.
 
     Raises:
-        RecipeError: the file exists, or no run can follow what was said.
+        RecipeError: the file exists, or the recipe would be invalid.
     """
     if path.exists():
-        raise RecipeError(message(f"{path} exists, nothing is overwritten", fix="another name, or move it away"))
+        raise RecipeError(message(f"{path} exists and is not overwritten", fix=f"spmd train --init {path.stem}-2{path.suffix}"))
     found: dict[str, Any] = {"out": f"runs/{path.stem}"}
     overridden(found, words)
     if ask is not None:
@@ -70,12 +70,12 @@ def _ask(found: dict[str, Any], folder: Path, ask: Ask) -> None:
 
 
 def model_key(answer: str) -> str:
-    """The key of [model] that a name of a model belongs to."""
+    """The key of [model] that the answer belongs to: own, config or pretrained."""
     return "own" if ":" in answer else "config" if answer.endswith("Config") and "/" not in answer else "pretrained"
 
 
 def data_kind(answer: str, folder: Path) -> str:
-    """The kind of data that a path, relative to `folder`, looks like."""
+    """The kind of data at a path relative to `folder`, guessed from its name and files."""
     if ":" in answer:
         return "dataset"
     if any(file.suffix.lower() in IMAGES for file in (folder / answer).glob("*/*")):
@@ -84,7 +84,7 @@ def data_kind(answer: str, folder: Path) -> str:
 
 
 def recipe_text(found: Mapping[str, Any]) -> str:
-    """Plain data as TOML, each key with its meaning."""
+    """Plain data as TOML, with each key's meaning as a comment."""
     lines: list[str] = []
     for table, kind in tables().items():
         given = found if not table else found.get(table, {})

@@ -1,4 +1,4 @@
-"""All keys of a recipe, as text: for `spmd train --help`, and as the tables of docs/recipes.md (`spmd train --keys`)."""
+"""Describes all keys of a recipe: for `spmd train --help`, and as the tables in docs/recipes.md (`spmd train --keys`)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rich.console import Console
 
 from spmd.train._recipe import choices, keys_of, tables
 
-USAGE = """Train a model as a recipe says; goes on where the run in its folder was.
+USAGE = """Train a model from a recipe. A run that was stopped resumes from its latest checkpoint.
 
     spmd train RECIPE.toml [--KEY VALUE] [--TABLE.KEY VALUE] ...
-    spmd train --debug RECIPE.toml ...                        # an error with its whole traceback, which OUT/error.txt has otherwise
-    spmd train --init RECIPE.toml [--TABLE.KEY VALUE] ...     # writes one: asks at a terminal for what is not said
+    spmd train --debug RECIPE.toml ...                        # shows the traceback of an error, otherwise written to OUT/error.txt
+    spmd train --init RECIPE.toml [--TABLE.KEY VALUE] ...     # writes a recipe; at a terminal it asks for what the options leave open
 
-Keys, with their defaults; those without a table stand at the top of the file."""
+Keys with their defaults. Keys without a table belong at the top of the file."""
 
 
 def show_help(console: Console) -> None:
-    """The usage and every key with its default."""
+    """Print the usage and every key with its default and meaning."""
     console.print(USAGE)
     for table, kind in tables().items():
         if table:
@@ -30,7 +30,7 @@ def show_help(console: Console) -> None:
 
 
 def markdown() -> str:
-    """One table for each table of a recipe: key, type, default, meaning."""
+    """One Markdown table for each table of a recipe: key, type, default, meaning."""
     parts: list[str] = []
     for table, kind in tables().items():
         types = get_type_hints(kind)
@@ -49,12 +49,12 @@ def meaning_of(kind: type) -> str:
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """A key's default."""
+    """The default of a key."""
     return {} if item.default is dataclasses.MISSING else item.default
 
 
 def toml(value: object) -> str:
-    """A value as a recipe writes it."""
+    """A value in TOML syntax."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -69,12 +69,12 @@ def _key(name: str) -> str:
 
 
 def type_text(kind: Any) -> str:
-    """What a key takes, in words."""
+    """The type of a key's value, in words."""
     if choices(kind):
         return ", ".join(f"`{toml(value)}`" for value in choices(kind))
     if get_origin(kind) is tuple:
         return f"list of {type_text(get_args(kind)[0])}"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(getattr(kind, "__name__", ""), "table")
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(getattr(kind, "__name__", ""), "table")
 
 
 __all__ = ["default_of", "markdown", "meaning_of", "show_help", "toml", "type_text"]

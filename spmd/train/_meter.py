@@ -1,7 +1,7 @@
-"""Numbers of the steps, read when they are there: nothing here makes the host wait for a device that is at work.
+"""Reads the metrics of the steps without making the host wait for a busy device.
 
-A step's numbers are 0-dim tensors of a program that may still run. They are kept until their arrays are ready, and read then. Only
-a host that is `AHEAD` steps before its devices waits, for the oldest: the devices have work meanwhile.
+The metrics of a step are 0-dim tensors whose program may still be running. They wait in a queue until their arrays are ready. Only
+when the host is more than `AHEAD` entries ahead of its devices does it wait, for the oldest entry; the devices still have work then.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from spmd.train._clock import Clock
 from spmd.train._recipe import Metrics
 from spmd.train._writers import Record, Writers
 
-AHEAD = 8  # steps
+AHEAD = 8  # entries of the queue: one per step, evaluation and set of samples
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call of the compiled step takes, from its program; on one device.
+    """Cost of one call of the compiled step on one device, computed from its program.
 
     Attributes:
-        flops: of the matrix products and convolutions.
+        flops: FLOPs of the matrix products and convolutions.
         memory_bytes: all allocations at the peak.
     """
 
@@ -40,37 +40,38 @@ class Cost:
 
 
 class Meter:
-    """Takes each step's numbers and hands records to the writers. What waits: step, tensors, what the host knew (None: no record).
+    """Collects the metrics of each step and passes records to the writers.
 
     Args:
-        table: how often, and the peak of a chip.
-        clock: which has the seconds.
-        writers: get records, in the order of the steps.
-        units: what a step takes of the data, as {"tokens": 65536}.
+        table: gives the number of steps between records, and a chip's peak FLOPs per second.
+        clock: the clock of the run.
+        writers: receive the records in the order of the steps.
+        units: amount of data in one step, as {"tokens": 65536}.
     """
 
     def __init__(self, table: Metrics, clock: Clock, writers: Writers, units: Mapping[str, int]) -> None:
         self._every, self._clock, self._writers, self._units = table.every, clock, writers, units
         self._peak = table.peak_flops or peak_flops(mesh.devices()[0].device_kind)
+        # step, its tensors, its values on the host (None: the step has no record)
         self._waiting: deque[tuple[int, dict[str, torch.Tensor], dict[str, Any] | None]] = deque()
-        self._step_s: list[float] = []  # of the steps since the last record
+        self._step_s: list[float] = []  # seconds of each step since the last record
         self._counted = 0.0
         self.cost: Cost | None = None
 
     @property
     def wants_flops(self) -> bool:
-        """Whether MFU is known once a step's FLOPs are."""
+        """Whether MFU can be computed, given the FLOPs of a step: the peak of the chip is known."""
         return self._peak is not None
 
     def after_step(self, step: int, numbers: Mapping[str, torch.Tensor], rate: float, *, is_last: bool, was_compiled: bool) -> None:
-        """Note a step that was dispatched, and write what is there by now.
+        """Queue the metrics of a step that was dispatched, and write the records that are ready.
 
         Args:
-            step: steps made.
+            step: number of steps so far, including this one.
             numbers: 0-dim tensors that the step returned.
             rate: learning rate of the step.
-            is_last: there is a record of the last step, whatever its number.
-            was_compiled: its time is none of a step.
+            is_last: this is the last step of the run, which always gets a record.
+            was_compiled: the call compiled the step, so its time is not counted as a step's.
         """
         busy = self._busy()
         if not was_compiled:
@@ -84,18 +85,18 @@ class Meter:
         self._write(AHEAD)
 
     def note(self, step: int, **values: Any) -> None:
-        """A record of other numbers and texts of a step; tensors are read when they are there."""
+        """Queue a record of other numbers and texts of a step. Tensors are read when they are ready."""
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         self._waiting.append((step, tensors, {name: value for name, value in values.items() if name not in tensors}))
         self._write(AHEAD)
 
     def finish(self) -> None:
-        """Wait for all numbers, and write them."""
+        """Wait for all queued metrics and write their records."""
         self._write(0)
         self._writers.flush()
 
     def _write(self, ahead: int) -> None:
-        """Records whose numbers are there, and as many more as leave `ahead` waiting."""
+        """Write the records that are ready, and wait for older ones until at most `ahead` entries are queued."""
         while self._waiting:
             step, tensors, known = self._waiting[0]
             is_forced = len(self._waiting) > ahead
@@ -113,7 +114,7 @@ class Meter:
         return seconds["step"] + seconds["data"]
 
     def _measured(self) -> dict[str, Any]:
-        """What the host knows of the steps since the last record."""
+        """Metrics that the host measures: times, rates and memory of the steps since the last record."""
         known: dict[str, Any] = {}
         if self._step_s:
             ordered = sorted(self._step_s)

@@ -1,4 +1,4 @@
-"""Creates and shards the model, optimizer and schedule of a recipe."""
+"""Creates a recipe's model, sharded over the mesh, and its optimizer and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from spmd.train._recipe import RecipeError
 
 
 def built_model(table: _recipe.Model, precision: _recipe.Precision, mesh: Mesh) -> nn.Module:
-    """The model in training mode on device 'jax', laid out by the recipe's rules, computing in the recipe's dtype.
+    """The model in training mode on device 'jax', sharded by the recipe's rules and computing in the recipe's dtype.
 
     Raises:
-        RecipeError: it cannot be found, or does not take its arguments.
+        RecipeError: the model cannot be found, or does not accept its arguments.
     """
     if table.own:
         model = _called(imported(table.own, "[model] own"), table.arguments, "[model] arguments")
@@ -50,8 +50,9 @@ def built_model(table: _recipe.Model, precision: _recipe.Precision, mesh: Mesh) 
 
 def _hugging_face_model(table: _recipe.Model) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
-        raise RecipeError(message("[model] is of Hugging Face, transformers is not installed", fix="pip install 'spmd-mesh[hf]'"))
-    transformers = importlib.import_module("transformers")  # after an import statement type checkers read all of its models
+        what = "[model] pretrained and config need transformers, which is not installed"
+        raise RecipeError(message(what, fix="pip install 'spmd-mesh[hf]'"))
+    transformers = importlib.import_module("transformers")  # with an import statement type checkers would analyze all of its models
 
     auto = _attribute(transformers, table.auto, "[model] auto")
     if table.pretrained:
@@ -59,20 +60,20 @@ def _hugging_face_model(table: _recipe.Model) -> nn.Module:
             return auto.from_pretrained(table.pretrained, **table.arguments)
         except OSError as error:
             what = f"[model] pretrained = {table.pretrained!r}: {str(error).splitlines()[0]}"
-            raise RecipeError(message(what, fix="a folder with config.json, or a name that the hub or its cache has")) from error
+            raise RecipeError(message(what, fix="a folder with config.json, or a model on the hub or in its local cache")) from error
     config = _called(_attribute(transformers, table.config, "[model] config"), table.arguments, "[model] arguments")
     try:
         return auto.from_config(config)
     except ValueError as error:
         what = f"[model] auto = {table.auto!r} cannot create a model from a {table.config}"
-        raise RecipeError(message(what, fix="another, as AutoModelForImageClassification")) from error
+        raise RecipeError(message(what, fix='another class, as [model] auto = "AutoModelForImageClassification"')) from error
 
 
 def built_optimizer(table: _recipe.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all parameters that have gradients, weight decay where the recipe wants it.
+    """The optimizer of all parameters that require gradients, in up to two groups: with and without weight decay.
 
     Raises:
-        RecipeError: torch.optim has no such class, or it does not take the arguments.
+        RecipeError: torch.optim has no such class, or the class does not accept the arguments.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     least_dims = 0 if table.decay == "all" else 2
@@ -85,12 +86,12 @@ def built_optimizer(table: _recipe.Optimizer, model: nn.Module) -> torch.optim.O
 
 
 def built_schedule(table: _recipe.Schedule, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """The schedule of a run of `steps` steps; its state is the number of steps made."""
+    """The learning rate schedule of a run of `steps` steps. Its state is the number of steps so far."""
     return LambdaLR(optimizer, factor_of(table, steps))
 
 
 def factor_of(table: _recipe.Schedule, steps: int) -> Callable[[int], float]:
-    """Of the learning rate at each step: the warm-up's part of the peak, then constant, a line, or half a cosine, to `final`."""
+    """The learning rate of each step as a fraction of the peak: linear warm-up, then constant, or linear or cosine decay to `final`."""
     end = table.steps or steps
 
     def factor(step: int) -> float:
@@ -109,7 +110,7 @@ def _attribute(module: Any, name: str, key: str) -> Any:
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, dir(module), 1)
         what = f"{key} = {name!r}: {module.__name__} has no such class"
-        raise RecipeError(message(what, fix=repr(near[0]) if near else "package.module:name of your own"))
+        raise RecipeError(message(what, fix=repr(near[0]) if near else "package.module:name"))
     return getattr(module, name)
 
 

@@ -1,4 +1,4 @@
-"""A trace of some steps, for TensorBoard's profile plugin or xprof: device operations under the names of the modules they come from."""
+"""Profiles some steps with jax's profiler, for TensorBoard's profile plugin or xprof. Device operations have the names of their modules."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from spmd.train._recipe import Profile, RecipeError
 
 
 class StepTrace:
-    """Starts before the table's first step and ends after its last, for which it waits.
+    """A profile from the table's first step to its last. After the last step it waits for the devices.
 
     Args:
-        table: which steps.
-        folder: each process writes into one of its own in it.
+        table: the recipe's table [profile].
+        folder: each process writes into its own subfolder.
 
     Raises:
-        RecipeError: no trace can be taken in this process.
+        RecipeError: this process cannot take a profile, because it has compiled for a TPU topology.
     """
 
     def __init__(self, table: Profile, folder: Path) -> None:
         if table.first and mesh.has_topology():
             what = "[profile]: this process has compiled for a TPU topology, so it cannot take a profile"
-            raise RecipeError(message(what, fix="train in a process of its own"))
+            raise RecipeError(message(what, fix="train in a new process"))
         self._first, self._last, self._folder = table.first, table.first + table.steps - 1, folder
         self.is_running = False
 
     def before(self, step: int) -> None:
-        """Step number `step`, from 1 on, comes now. A run that goes on inside the range traces the rest of it."""
+        """Start the profile if `step`, counted from 1, is in range. A run that resumes inside the range profiles the rest of it."""
         if self._first and self._first <= step <= self._last and not self.is_running:
             jax.profiler.start_trace(self._folder / f"process-{mesh.init().index}")
             self.is_running = True
 
     def after(self, step: int, numbers: Mapping[str, torch.Tensor]) -> None:
-        """It was dispatched, and returned `numbers`."""
+        """Stop the profile if `step` is the last of the range, once the device tensors `numbers` that it returned are computed."""
         if self.is_running and step == self._last:
             jax.block_until_ready([buffer_of(number).value for number in numbers.values()])
             self.stop()
 
     def stop(self) -> None:
-        """Write the trace, if one is being taken."""
+        """Write the profile, if one is running."""
         if self.is_running:
             self.is_running = False
             jax.profiler.stop_trace()

@@ -1,8 +1,9 @@
-"""Recipes from TOML and from the words of a command line, checked key by key against the dataclasses.
+"""Reads recipes from TOML files and command line overrides, and checks every key against the dataclasses of `_recipe`.
 
     read_recipe("gpt2.toml", ["--steps", "200", "--optimizer.lr", "1e-4"])
 
-Overrides are read by the same rules as the file, so both have the same errors, and free tables ([model.arguments]) need no types.
+Overrides are parsed as TOML values like those of the file, so both have the same errors, and free tables ([model.arguments]) need no
+declared types.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from spmd.train._recipe import Recipe, RecipeError, choices, tables
 
 
 def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a file, with overrides of a command line.
+    """Read a recipe from a file, with overrides from a command line. Relative data paths become absolute.
 
     Args:
         path: a TOML file.
-        overrides: `--key value` or `--table.key=value`, values as in TOML; text needs no quotes.
+        overrides: `--key value` or `--table.key=value`, with values in TOML syntax. Text needs no quotes.
 
     Raises:
-        RecipeError: the file is missing or not TOML, a key is unknown, or a value has the wrong type.
+        RecipeError: the file is missing or not TOML, a key is unknown, a value has the wrong type, or keys contradict each other.
     """
     path = Path(path)
     try:
@@ -35,7 +36,9 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     except OSError as error:
         raise RecipeError(message(f"{path} cannot be read: {error.strerror}", fix=f"spmd train --init {path} writes one")) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(message(f"{path} is not valid TOML: {error}", fix="correct that line; docs/recipes.md has examples")) from error
+        raise RecipeError(
+            message(f"{path} is not valid TOML: {error}", fix="correct that line; see docs/recipes.md for examples")
+        ) from error
     overridden(found, overrides)
     recipe = recipe_of(found, str(path))
     folder = path.absolute().parent
@@ -51,7 +54,7 @@ def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:
 
     Args:
         found: tables and keys.
-        source: its name in errors.
+        source: name of the data in errors, for example its file.
 
     Raises:
         RecipeError: a key is unknown, or a value has the wrong type.
@@ -64,17 +67,17 @@ def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:
 
 
 def overridden(found: dict[str, Any], words: Sequence[str]) -> None:
-    """Put what the words of a command line say into plain data, in place.
+    """Apply the overrides of a command line to plain data, in place.
 
     Raises:
-        RecipeError: a word is no override.
+        RecipeError: a word is not an override.
     """
     for name, value in parse_overrides(words):
         _put(found, name.split("."), value)
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with other keys at its top level, and in its tables where a change is a dict.
+    """A copy of the recipe with changed keys: at the top level, and in a table if the change is a dict.
 
     Raises:
         RecipeError: a key is unknown, or a value has the wrong type.
@@ -87,10 +90,10 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """`--table.key value` as dotted names and values.
+    """Parse `--table.key value` into pairs of dotted name and value.
 
     Raises:
-        RecipeError: a word is no option, or an option has no value.
+        RecipeError: a word is not an option, or an option has no value.
     """
     found: list[tuple[str, Any]] = []
     rest = list(words)
@@ -98,7 +101,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
-            raise RecipeError(message(f"{word!r} is not an override", fix="write --steps 200 or --optimizer.lr=1e-4"))
+            raise RecipeError(message(f"{word!r} is not an override", fix="--steps 200 or --optimizer.lr=1e-4"))
         if not equals:
             if not rest:
                 raise RecipeError(message(f"--{name} has no value", fix=f"--{name} VALUE"))
@@ -108,7 +111,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """As TOML reads it; what TOML does not know is text."""
+    """The text parsed as a TOML value, or unchanged if it is not one."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -141,7 +144,7 @@ def _table(found: Mapping[str, Any], kind: type, name: str, source: str) -> Any:
 
 
 def _unknown(given: str, table: str, known: Sequence[str], what: str) -> str:
-    """The message about a key that does not exist: the nearest one of its table, of another, or all of its table."""
+    """The message for an unknown key. Its fix is a similar key of the table, or the table that the key belongs to."""
     near = difflib.get_close_matches(given, known, 1, 0.5)
     places = [other for other, kind in tables().items() if given in get_type_hints(kind)]
     fix = repr(near[0]) if near else None
@@ -151,7 +154,11 @@ def _unknown(given: str, table: str, known: Sequence[str], what: str) -> str:
 
 
 def _typed(value: Any, wanted: Any, what: str) -> Any:
-    """The value as its key wants it: ints serve as floats, lists as tuples, one text as a tuple of one."""
+    """The value converted to the key's type: int to float, list to tuple, and a single text to a tuple.
+
+    Raises:
+        RecipeError: the value has another type, or is not one of the allowed values.
+    """
     allowed = choices(wanted)
     if allowed:
         if value in allowed and type(value) is type(allowed[0]):
@@ -159,8 +166,8 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
         near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], 1, 0.5)
         raise RecipeError(
             message(
-                f"{what} = {value!r} is not possible",
-                f"possible: {', '.join(map(repr, allowed))}",
+                f"{what} = {value!r} is not allowed",
+                f"allowed: {', '.join(map(repr, allowed))}",
                 fix=repr(near[0] if near else allowed[0]),
             )
         )
@@ -177,7 +184,7 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        raise RecipeError(message(f"{what} = {value!r} is of type {type(value).__name__}", fix=f"give one of type {wanted.__name__}"))
+        raise RecipeError(message(f"{what} = {value!r} is of type {type(value).__name__}", fix=f"a value of type {wanted.__name__}"))
     return value
 
 

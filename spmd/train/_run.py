@@ -1,10 +1,10 @@
-"""A training run: what a recipe says, made, trained, saved, and gone on with.
+"""A training run: creates the objects that a recipe describes, trains, saves checkpoints, and resumes from them.
 
     run = Run("gpt2.toml", steps=200)
-    run.train()                          # 0, or mesh.PREEMPTED where the job was told to stop and has saved
+    run.train()                          # 0, or mesh.PREEMPTED if the job received SIGTERM and has saved
 
-Everything a run needs to go on bit for bit is in its checkpoints: model, optimizer, schedule, average, random streams, place in the
-data; and the seconds that it has taken.
+A checkpoint contains everything that is needed to resume bit for bit: model, optimizer, schedule, weight average, random streams and
+position in the data. It also contains the seconds that the run has taken.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class Run:
     """One training run: its model, optimizer, data and counters.
 
     Attributes:
-        recipe: the recipe it was created from.
-        mesh: the devices.
-        model, optimizer, schedule, batches: torch's own objects, and a loader over the devices.
-        update: the compiled step.
-        step: the number of optimizer steps so far.
+        recipe: the recipe, including `changes`.
+        mesh: the mesh of the model and the batches.
+        model, optimizer, schedule: ordinary torch objects.
+        batches: a loader that yields batches on the devices.
+        update: the compiled step, `update.step`, and its loss function.
+        step: number of optimizer steps so far.
         clock: seconds by kind of work.
 
     Args:
         recipe: a recipe, or the path of one.
-        changes: keys at the top level, as steps=200, and of tables, as optimizer={"lr": 1e-4}.
+        changes: changed keys of the top level, as steps=200, and of tables, as optimizer={"lr": 1e-4}.
 
     Raises:
         RecipeError: the recipe is invalid.
@@ -63,9 +64,9 @@ class Run:
         count = mesh.device_count()
         self.mesh = mesh.Mesh.from_string(recipe.mesh.axes) if recipe.mesh.axes else mesh.Mesh(range(count), (count,), ("data",))
         torch.manual_seed(recipe.seed)
-        dataset = dataset_of(recipe.data, recipe.seed)  # before the model, which may take minutes: most mistakes are in paths
+        dataset = dataset_of(recipe.data, recipe.seed)  # before the model, which may take minutes: most errors are in paths
         held_out = held_out_of(recipe, dataset) if recipe.evaluation.every else None
-        torch.manual_seed(recipe.seed)  # whatever a dataset has drawn
+        torch.manual_seed(recipe.seed)  # a dataset may have drawn random numbers
         self.model = built_model(recipe.model, recipe.precision, self.mesh)
         self.optimizer = built_optimizer(recipe.optimizer, self.model)
         self.schedule = built_schedule(recipe.schedule, self.optimizer, recipe.steps)
@@ -88,7 +89,11 @@ class Run:
         self._meter = Meter(recipe.metrics, self.clock, self._writers(), units)
 
     def train(self) -> int:
-        """Train from the latest checkpoint, if there is one, to the last step; returns the exit code of the process."""
+        """Train to the last step, from the latest checkpoint if there is one.
+
+        Returns:
+            Exit code of the process: 0, or `mesh.PREEMPTED` if the job received SIGTERM and has saved.
+        """
         self._resume()
         self.clock.to("step")
         while self.step < self.recipe.steps:
@@ -97,7 +102,7 @@ class Run:
                 self._after_step()
                 if self.step == self.recipe.steps:
                     break
-                if mesh.should_stop(self.step):  # asked here, where no batch is taken and not used
+                if mesh.should_stop(self.step):  # checked here, where no loaded batch is lost
                     self._save()
                     self._finish()
                     return mesh.PREEMPTED
@@ -109,7 +114,7 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state that is saved in a checkpoint."""
+        """The objects that are saved in a checkpoint, by name."""
         state = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "batches": self.batches, "clock": self.clock}
         return state | ({"ema": self.update.ema} if self.update.ema is not None else {})
 
@@ -126,9 +131,9 @@ class Run:
             self._meter.note(self.step, event="resumed")
 
     def _timed_batches(self) -> Iterator[Any]:
-        """The batches of one pass, or of its rest; the time that they take is noted."""
+        """The remaining batches of this epoch. The time to load them counts as "data"."""
         batches = iter(self.batches)
-        has_batch = self.batches.batch > 0  # of a pass that goes on
+        has_batch = self.batches.batch > 0  # batches of this epoch that were used before a restart
         while True:
             with self.clock.during("data"):
                 batch = next(batches, None)
@@ -137,11 +142,11 @@ class Run:
             has_batch = True
             yield batch
         if not has_batch:
-            what = f"[data] holds less than a batch of {self.recipe.data.batch} samples"
+            what = f"[data] contains fewer samples than a batch of {self.recipe.data.batch}"
             raise _recipe.RecipeError(message(what, fix="a smaller [data] batch, or more data"))
 
     def _one_step(self, batch: Any) -> None:
-        """Dispatch a step and note its numbers."""
+        """Dispatch a step and queue its metrics."""
         rate = float(self.schedule.get_last_lr()[0])
         with self.clock.during("profile"):
             self._trace.before(self.step + 1)
@@ -157,7 +162,7 @@ class Run:
         self._meter.after_step(self.step, numbers, rate, is_last=self.step == self.recipe.steps, was_compiled=was_compiled)
 
     def _after_step(self) -> None:
-        """What a recipe wants now and then."""
+        """Evaluate, sample and save a checkpoint, if they are due after this step."""
         if self._is_due(self.recipe.evaluation.every):
             self.evaluate()
         if self._is_due(self.recipe.samples.every):
@@ -169,7 +174,10 @@ class Run:
         return every > 0 and (self.step % every == 0 or self.step == self.recipe.steps)
 
     def evaluate(self) -> dict[str, torch.Tensor]:
-        """Mean loss on the held-out data, with the averaged weights if the recipe keeps them; 0-dim device tensors.
+        """Mean loss on the held-out data, with the averaged weights if the recipe has [ema].
+
+        Returns:
+            0-dim device tensors: "evaluation_loss" and, with the loss cross_entropy, "evaluation_accuracy".
 
         Raises:
             RecipeError: the recipe has no held-out data.
@@ -183,7 +191,7 @@ class Run:
         return numbers
 
     def sample(self) -> list[str]:
-        """Texts that the model generates from the recipe's prompts, with the averaged weights if the recipe keeps them.
+        """Texts that the model generates from the recipe's prompts, with the averaged weights if the recipe has [ema].
 
         Raises:
             RecipeError: the recipe has no prompts.
@@ -196,7 +204,7 @@ class Run:
         return texts
 
     def _save(self) -> None:
-        """In the background; an error of it comes with the next save. Where the recipe keeps no checkpoints nothing happens."""
+        """Save a checkpoint in the background, unless [checkpoint] every is 0. The next save raises an error of this one."""
         if self.recipe.checkpoint.every:
             with self.clock.during("checkpoint"):
                 spmd.checkpoint.save(self.out / "checkpoints", self.step, self.state, keep=self.recipe.checkpoint.keep)

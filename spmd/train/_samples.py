@@ -1,8 +1,8 @@
-"""What a language model goes on with after some prompts, now and then during training.
+"""Sample texts that a language model generates from prompts during training.
 
-One compiled program gives the logits of a window that holds the prompts and what was drawn so far; what comes after a position cannot
-change its logits, so the window's end may hold anything. Tokens are drawn on the host from a generator of their own: samples change no
-random number of the training.
+One compiled program computes the logits of a window of fixed length, which contains each prompt and the tokens drawn so far. The
+attention is causal, so the unused end of the window may contain anything. Tokens are drawn on the host from a generator of their
+own, so samples do not change the random numbers of the training.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from spmd.train._update import logits_of
 
 
 class Sampler:
-    """Draws texts from a model.
+    """Samples texts from a model.
 
     Args:
-        table: prompts, how many tokens, how likely the unlikely.
-        tokenizer: of the prompts and of what is drawn.
-        model: returns logits [B, T, V] of tokens [B, T], of which none depends on later tokens.
-        mesh: where it lies.
-        longest: tokens that the model was trained on at a time.
-        seed: of what is drawn, with the step.
+        table: the recipe's table [samples]: prompts, number of tokens, temperature.
+        tokenizer: encodes the prompts and decodes the result.
+        model: a causal model: tokens int64[B, T] -> logits [B, T, V].
+        mesh: the mesh of the model.
+        longest: length of the sequences that the model is trained on, in tokens.
+        seed: seed of the draws, together with the step.
 
     Raises:
-        RecipeError: prompts and what is drawn are longer than `longest`.
+        RecipeError: there is no prompt, or a prompt and its new tokens are longer than `longest`.
     """
 
     def __init__(self, table: Samples, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, longest: int, seed: int) -> None:
@@ -42,17 +42,19 @@ class Sampler:
             raise RecipeError(message("[samples] prompts contain no prompt", fix='prompts = ["Once upon a time"]'))
         self.window = max(map(len, self.prompts)) + table.tokens
         if self.window > longest:
-            what = f"[samples] prompts of up to {self.window - table.tokens} tokens and {table.tokens} more are {self.window}"
-            raise RecipeError(message(what, f"the model is trained on {longest} at a time", fix="fewer [samples] tokens"))
+            prompt = self.window - table.tokens
+            what = f"[samples] prompts of up to {prompt} tokens and {table.tokens} new tokens need {self.window} positions"
+            fix = f"[samples] tokens = {longest - prompt}" if prompt < longest else "shorter [samples] prompts"
+            raise RecipeError(message(what, f"the model is trained on sequences of {longest}", fix=fix))
         self.logits = spmd.compile(torch.no_grad()(self._logits))
 
     def _logits(self, tokens_BT: Tensor, positions_B: Tensor) -> Tensor:
         logits_BTV = logits_of(self.model(tokens_BT))
         rows_B = torch.arange(len(positions_B), device=positions_B.device)
-        return spmd.mark_sharding(logits_BTV[rows_B, positions_B], self.mesh, (None, None))  # whole on every host
+        return spmd.mark_sharding(logits_BTV[rows_B, positions_B], self.mesh, (None, None))  # replicated: every host reads it
 
     def draw(self, step: int, clock: Clock) -> list[str]:
-        """What comes after each prompt, with the prompt."""
+        """Each prompt with its continuation, as text."""
         generator = torch.Generator().manual_seed(self.seed + step)
         ends = torch.tensor([len(prompt) for prompt in self.prompts])
         tokens_BT = torch.zeros(len(self.prompts), self.window, dtype=torch.int64)

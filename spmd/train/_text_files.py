@@ -1,10 +1,10 @@
-"""Text read as it is needed, turned into tokens and packed: no token of a pass is left out but a last, uneven batch's.
+"""Streams text files as packed windows of tokens. Every token of an epoch is used, except those of a last batch that is not full.
 
     batches = TextFeed(TextFiles(files, tokenizer), seq=1024, batch=32, rows=range(32), shuffle=True, seed=0)
 
-Documents follow each other, an end-of-text token between them; windows run across their ends. A .jsonl file has one document in the "text"
-of each line, any other file is one document. The order of the files is drawn for each pass. Every process reads all of the text, since
-where a window begins depends on what came before, and hands out the rows of its own devices.
+Documents are concatenated with an end-of-text token after each, and windows cross document boundaries. A .jsonl file has one document
+per line, under the key "text"; any other file is one document. The order of the files is drawn for each epoch. Every process reads all
+of the text, since the start of a window depends on all text before it, and yields the rows of its own devices.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from torch import Tensor
 from spmd.base._errors import message
 from spmd.train._recipe import RecipeError
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".py")  # of files that a folder is searched for
+SUFFIXES = (".txt", ".md", ".jsonl", ".py")  # files that are read from a folder
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Files of text, UTF-8, and what makes tokens of them.
+    """UTF-8 text files and their tokenizer.
 
     Attributes:
-        tokenizer: has `encode(text)` and `end`, the token between documents or None.
-        vocabulary: tokens from here on are an error when they are met; 0: any.
+        files: the files, in order.
+        tokenizer: has `encode(text)` and `end`, the end-of-text token or None.
+        vocabulary: a token >= this is an error when it is read. 0: no check.
     """
 
     files: Sequence[Path]
@@ -40,17 +41,17 @@ class TextFiles:
 
 
 class TextFeed:
-    """A loader of (tokens, next tokens), int64[rows, seq] each, for `spmd.shard_loader`; its place is kept exactly.
+    """Loader of (tokens, next tokens), int64[rows, seq] each, for `spmd.shard_loader`. It resumes at its exact position.
 
     Args:
-        text: what is read.
-        seq: tokens of a window.
-        batch: windows of a global batch.
-        rows: which of them are this process's.
-        shuffle: another order of the files in every pass.
-        seed: of these orders.
-        accumulate: micro-batches that a batch is stacked of; 0: none.
-        whole: leave out a last batch of fewer windows.
+        text: the files to read.
+        seq: length of a window, in tokens.
+        batch: number of windows in a global batch.
+        rows: the rows of a global batch that this process yields.
+        shuffle: draw a new order of the files for every epoch.
+        seed: seed of these orders.
+        accumulate: number of micro-batches in a batch; both tensors get a leading dim of this size. 0 adds no dim.
+        whole: drop the last batch if it is not full.
     """
 
     def __init__(
@@ -72,15 +73,15 @@ class TextFeed:
         self._resumes = False
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next pass."""
+        """Set the number of the next epoch."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Which file of the pass, the byte where its next line begins, and tokens that were read and not handed out."""
+        """The position: the file's index in this epoch's order, the byte where its next line begins, and tokens read but not yielded."""
         return dict(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there."""
+        """Resume at a saved position."""
         self._place, self._resumes = dict(state), True
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,7 +106,7 @@ class TextFeed:
             yield self._windows(rest[: rows * self.seq + 1])
 
     def _lines(self, file: Path, start: int) -> Iterator[tuple[int, list[int]]]:
-        """The tokens of each line from byte `start` on, and the byte after it; the last line's end with the document's."""
+        """Yields (byte after the line, its tokens) for each line from byte `start` on. A document's last line ends with `end`."""
         is_records = file.suffix == ".jsonl"
         with file.open("rb") as stream:
             stream.seek(start)
@@ -120,7 +121,7 @@ class TextFeed:
                     text = json.loads(line)["text"] if is_records else line.decode()
                 except (ValueError, KeyError, TypeError) as error:
                     found = 'no record with a "text"' if is_records else "not UTF-8"
-                    raise RecipeError(message(f"{file}, byte {begin}: {found}", fix="mend the file, or leave it out")) from error
+                    raise RecipeError(message(f"{file}, byte {begin}: {found}", fix="repair the file, or leave it out")) from error
                 tokens, separator = self.text.tokenizer.encode(text), self.text.tokenizer.end
                 yield end, [*tokens, separator] if is_last and separator is not None else tokens
 
@@ -129,7 +130,7 @@ class TextFeed:
         whole = torch.tensor(tokens)
         if self.text.vocabulary and int(whole.max()) >= self.text.vocabulary:
             what = f"the tokenizer gives token {int(whole.max())}, the model's vocabulary is {self.text.vocabulary}"
-            raise RecipeError(message(what, fix="a model of this vocabulary, or another [data] tokenizer"))
+            raise RecipeError(message(what, fix="a model with a larger vocabulary, or another [data] tokenizer"))
         num_rows = (len(tokens) - 1) // self.seq
         mine = [row for row in self.rows if row < num_rows]
         x_BT, y_BT = (part.view(num_rows, self.seq)[mine] for part in (whole[:-1], whole[1:]))

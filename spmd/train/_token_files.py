@@ -1,10 +1,10 @@
-"""Files of token numbers, memory-mapped, as windows: nanoGPT's plain form and the .bin of Megatron's pair.
+"""Memory-mapped token files as windows: nanoGPT's .bin files, and the .bin of Megatron's .bin/.idx pairs.
 
     dataset = TokenFiles(["data/train.bin"], seq=1024)
     x_T, y_T = dataset[0]                # int64[1024] each; y is x one token later
 
-A file is nothing but numbers of one dtype. Beside Megatron's lies an .idx, of which the dtype alone is read: documents follow
-each other in the file, and windows run across their ends.
+A file contains only numbers of one dtype. Of Megatron's .idx file only the dtype is read: documents are concatenated, and windows
+cross document boundaries.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.utils.data import Dataset
 from spmd.base._errors import message
 from spmd.train._recipe import RecipeError
 
-_MEGATRON = b"MMIDIDX\x00\x00"  # then uint64 version, uint8 code of a dtype
+_MEGATRON = b"MMIDIDX\x00\x00"  # then a uint64 version and a uint8 dtype code
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `seq` tokens and the same windows one token later, file after file; a file's last, short window is left out.
+    """Windows of `seq` tokens, each with the same window one token later. A short last window of a file is dropped.
 
     Args:
-        paths: files, patterns, or folders, whose .bin files are taken in order.
-        seq: tokens of a window.
-        dtype: of the numbers in the files; empty: see `dtype_of`.
-        vocabulary: numbers from here on are an error when they are met; 0: any.
+        paths: files, glob patterns, or folders, whose .bin files are read in sorted order.
+        seq: length of a window, in tokens.
+        dtype: dtype of the files; empty: see `dtype_of`.
+        vocabulary: a token >= this is an error when it is read. 0: no check.
 
     Raises:
-        RecipeError: no file is there, one has no whole number of tokens, or too few of them.
+        RecipeError: a path names no file, a file's size is not a multiple of the dtype's, or all files are shorter than a window.
     """
 
     def __init__(self, paths: Sequence[str], seq: int, dtype: str = "", vocabulary: int = 0) -> None:
@@ -59,7 +59,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
         window = torch.from_numpy(self._map(number)[start : start + self.seq + 1].astype(np.int64))
         if self.vocabulary and int(window.max()) >= self.vocabulary:
             what = f"{self.files[number]}: token {int(window.max())} near position {start}, the model's vocabulary is {self.vocabulary}"
-            raise RecipeError(message(what, fix="the [data] dtype that the file was written in, or a model of this vocabulary"))
+            raise RecipeError(message(what, fix="[data] dtype = the dtype of the file, or a model with a larger vocabulary"))
         return window[:-1], window[1:]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,12 +74,16 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor]]):
         num_bytes = file.stat().st_size
         if num_bytes % dtype.itemsize:
             what = f"{file} has {num_bytes} bytes, not a multiple of the size of {dtype}"
-            raise RecipeError(message(what, fix="name the [data] dtype that the file was written in"))
+            raise RecipeError(message(what, fix="[data] dtype = the dtype of the file"))
         return max(0, num_bytes // dtype.itemsize - 1) // self.seq
 
 
 def dtype_of(file: Path) -> str:
-    """The dtype that the .idx beside the file names; uint16 without one, which holds vocabularies up to 65,536."""
+    """The dtype in the .idx file next to `file`. Without one uint16, enough for vocabularies of up to 65,536 tokens.
+
+    Raises:
+        RecipeError: the .idx file is not a Megatron index.
+    """
     index = file.with_suffix(".idx")
     if not index.is_file():
         return "uint16"
@@ -92,10 +96,10 @@ def dtype_of(file: Path) -> str:
 
 
 def files_of(paths: Sequence[str], *suffixes: str) -> list[Path]:
-    """The files that paths and patterns name; of folders those with one of the suffixes.
+    """The files that paths and glob patterns name. From a folder, all files below it with one of the suffixes.
 
     Raises:
-        RecipeError: one of the paths names none.
+        RecipeError: one of the paths names no file.
     """
     found: list[Path] = []
     for path in paths:

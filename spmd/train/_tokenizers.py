@@ -1,4 +1,4 @@
-"""Tokenizers that a recipe names: Hugging Face's, and the bytes of UTF-8."""
+"""The tokenizers of a recipe: Hugging Face's, and UTF-8 bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmd.train._recipe import RecipeError
 
 
 class Tokenizer(Protocol):
-    """Text to token numbers and back; `end` is the token after a document, or None."""
+    """Encodes text as tokens and decodes it. `end` is the token after a document, or None."""
 
     @property
     def end(self) -> int | None: ...
@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """The bytes of UTF-8 as tokens; 256 ends a document."""
+    """UTF-8 bytes as tokens; token 256 ends a document."""
 
     end = 256
 
@@ -34,7 +34,7 @@ class Bytes:
 
 
 class HuggingFace:
-    """A tokenizer of transformers, without the tokens that it adds by itself."""
+    """A tokenizer of transformers that adds no special tokens."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.end = inner, inner.eos_token_id
@@ -47,24 +47,28 @@ class HuggingFace:
 
 
 def tokenizer_of(name: str, key: str) -> Tokenizer:
-    """The tokenizer that a recipe names: "bytes", a folder, or a name on the hub.
+    """Load the tokenizer that a recipe names.
+
+    Args:
+        name: "bytes", a folder, or a name on the Hugging Face hub.
+        key: the recipe's key, for errors: "[data] tokenizer".
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: `name` is empty, cannot be loaded, or needs transformers, which is not installed.
     """
     if name == "bytes":
         return Bytes()
     if not name:
-        raise RecipeError(message(f"{key} is not given", fix='a folder or name of Hugging Face, or "bytes"'))
+        raise RecipeError(message(f"{key} is not given", fix=f'{key} = "bytes", or a Hugging Face folder or name'))
     if importlib.util.find_spec("transformers") is None:
-        raise RecipeError(message(f"{key} = {name!r} is of Hugging Face, transformers is not installed", fix="pip install 'spmd-mesh[hf]'"))
-    transformers = importlib.import_module("transformers")  # after an import statement type checkers read all of its models
+        raise RecipeError(message(f"{key} = {name!r} needs transformers, which is not installed", fix="pip install 'spmd-mesh[hf]'"))
+    transformers = importlib.import_module("transformers")  # with an import statement type checkers would analyze all of its models
 
     try:
         return HuggingFace(transformers.AutoTokenizer.from_pretrained(name))
     except (OSError, ValueError) as error:
         what = f"{key} = {name!r}: {str(error).splitlines()[0]}"
-        raise RecipeError(message(what, fix='a folder with tokenizer.json, or a name that the hub or its cache has; or "bytes"')) from error
+        raise RecipeError(message(what, fix='a folder with tokenizer.json, a name on the hub or in its local cache, or "bytes"')) from error
 
 
 __all__ = ["Bytes", "HuggingFace", "Tokenizer", "tokenizer_of"]

@@ -1,4 +1,4 @@
-"""The command `spmd train`: a recipe and overrides; processes are started by the launcher where the recipe wants several."""
+"""The command `spmd train`: reads a recipe and overrides, and runs it, in several processes if the recipe asks for them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from spmd.train._run import Run
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
-    """Run the command line; the exit code.
+    """Run the command line and return the exit code.
 
     Args:
-        argv: arguments after the program's name; those of the process when None.
+        argv: arguments after the program's name. None: those of the process.
         prog: the command's name in its messages.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    is_debugging, told = "--debug" in words, list(words)
+    is_debugging, all_words = "--debug" in words, list(words)
     words = [word for word in words if word != "--debug"]
     if not words or not {"-h", "--help"}.isdisjoint(words):
         show_help(Console(markup=False, highlight=False, soft_wrap=True))
@@ -41,34 +41,35 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
         if words[0] == "--init":
             return initialise(words[1:], prog)
         if words[0].startswith("-"):
-            raise RecipeError(message(f"{prog}: {words[0]!r} stands where the recipe belongs", fix=f"{prog} RECIPE.toml {' '.join(words)}"))
+            what = f"{prog}: the first argument is {words[0]!r}, not a recipe"
+            raise RecipeError(message(what, fix=f"{prog} RECIPE.toml {' '.join(words)}"))
         recipe = read_recipe(words[0], words[1:])
     except RecipeError as error:
         return failed(str(error), 2)
     if recipe.launch.processes > 1 and _join.place().count == 1:
-        return launched(recipe, told, prog)
+        return launched(recipe, all_words, prog)
     return Run(recipe).train() if is_debugging else run(recipe, prog)
 
 
 def run(recipe: Recipe, prog: str) -> int:
-    """Train; what ends the run too early is said in a line, and its traceback is in a file of the run's folder. The exit code."""
+    """Train and return the exit code. An error is reported in one line, with its traceback in a file in the run's folder."""
     try:
         return Run(recipe).train()
     except SpmdError as error:
         return failed(str(error), 2)
     except KeyboardInterrupt:
-        return failed(f"{prog}: stopped by Ctrl-C; the same command goes on from the last checkpoint", 130)
-    except Exception as error:  # of a library, or of the user's own parts
+        return failed(f"{prog}: stopped by Ctrl-C; the same command resumes from the last checkpoint", 130)
+    except Exception as error:  # from a library or from the user's code
         index = mesh.init().index
         log = write_traceback(error, Path(recipe.out) / (f"error-{index}.txt" if index else "error.txt"))
         return failed(f"{prog}: {line_of_failure(error, log)}", 1)
 
 
 def initialise(words: Sequence[str], prog: str) -> int:
-    """Write a recipe; at a terminal what the words do not say is asked."""
+    """Write a recipe. At a terminal, ask for what the options leave open."""
     console = Console(markup=False, highlight=False, soft_wrap=True)
     if not words or words[0].startswith("-"):
-        raise RecipeError(message(f"{prog} --init does not say which file", fix=f"{prog} --init RECIPE.toml"))
+        raise RecipeError(message(f"{prog} --init needs a file name", fix=f"{prog} --init RECIPE.toml"))
     ask = (lambda question, default: console.input(f"{question} [{default}]: ")) if sys.stdin.isatty() else None
     write_recipe(Path(words[0]), words[1:], ask)
     console.print(f"wrote {words[0]}; now: {prog} {words[0]}")
@@ -76,7 +77,7 @@ def initialise(words: Sequence[str], prog: str) -> int:
 
 
 def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:
-    """The same command in each process of a job on this machine; the job's exit code."""
+    """Run the same command in every process of a job on this machine, and return the job's exit code."""
     options = ["-n", str(recipe.launch.processes), "--restarts", str(recipe.launch.restarts)]
     if recipe.mesh.devices:
         options += ["--devices-per-process", str(recipe.mesh.devices // recipe.launch.processes)]
@@ -84,7 +85,7 @@ def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:
 
 
 def failed(text: str, code: int) -> int:
-    """Say it, and return the exit code; in a job of several processes it ends all of them, with this as the reason."""
+    """Print the error and return the exit code. In a job of several processes all of them end, with this text as the reason."""
     Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(Text(text, style="red"))
     job = _join.job()
     if job is not None:

@@ -1,4 +1,4 @@
-"""The functions of a run that become programs: one optimizer step, and the loss of held-out batches."""
+"""The compiled optimizer step of a run, and its loss functions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Update:
-    """One optimizer step: forward, loss, backward, over micro-batches, clipping, optimizer, average.
+    """One optimizer step: forward, loss and backward of each micro-batch, then clipping, optimizer and weight average.
 
     Attributes:
-        step: compiled; takes a batch, every tensor [micro-batches, rows, ...] where the recipe accumulates, and returns named numbers,
-            0-dim tensors: the mean loss, and where gradients are clipped their norm before.
-        ema: the average of the model, or None.
+        step: the compiled step. It takes a batch, with tensors [micro-batches, rows, ...] if the recipe accumulates gradients. It returns
+            0-dim tensors: "loss", the mean loss, and with clipping "grad_norm", the gradients' norm before clipping.
+        ema: the averaged model, or None.
     """
 
     def __init__(self, recipe: _recipe.Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +48,7 @@ class Update:
         return numbers
 
     def _backward(self, batch: Any) -> Tensor:
-        """The mean loss; gradients are added to."""
+        """Accumulate the gradients of a batch and return its mean loss."""
         if self.accumulate == 1:
             loss = self.loss(self.model, batch)
             loss.backward()
@@ -64,31 +64,35 @@ class Update:
 
 
 def loss_of(name: str) -> Loss:
-    """The function (model, batch) -> 0-dim loss that a recipe names."""
+    """The loss function (model, batch) -> 0-dim tensor that a recipe names.
+
+    Raises:
+        RecipeError: `name` is neither a known loss nor package.module:name of an object.
+    """
     known: dict[str, Loss] = {"cross_entropy": cross_entropy, "model": own_loss}
     if ":" in name:
         return imported(name, "[model] loss")
     if name not in known:
         raise RecipeError(
-            message(f"[model] loss = {name!r} is not known", f"known: {', '.join(known)}", fix="package.module:name of yours")
+            message(f"[model] loss = {name!r} is not known", f"known: {', '.join(known)}", fix='loss = "package.module:name"')
         )
     return known[name]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """Mean cross entropy of a batch (inputs, classes): logits [B, ..., C] of any number of positions, classes [B, ...]."""
+    """Mean cross entropy of a batch (inputs, classes): classes int64[B, ...] and the model's logits [B, ..., C]."""
     inputs, classes = batch
     logits = logits_of(model(inputs))
     return F.cross_entropy(logits.flatten(0, -2), classes.flatten())
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model of Hugging Face computes itself of a batch of named entries."""
+    """The loss that a Hugging Face model computes itself from a batch of keyword arguments."""
     return model(**batch).loss
 
 
 def logits_of(output: Any) -> Tensor:
-    """A model's logits, float32 if they are narrower."""
+    """The logits in a model's output. Narrower dtypes are converted to float32."""
     logits = output if isinstance(output, Tensor) else output.logits
     return logits.float() if logits.dtype.itemsize < 4 else logits
 

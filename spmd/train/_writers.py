@@ -1,4 +1,4 @@
-"""Where records of a run go: the terminal, a file of JSON lines, TensorBoard, Weights & Biases. Only process 0 of a job writes."""
+"""Writes the records of a run: to the terminal, a JSON lines file, TensorBoard, Weights & Biases. Only process 0 of a job writes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _log = logging.getLogger("spmd.train")
 
 @dataclass(frozen=True)
 class Record:
-    """Numbers, or texts, of a step.
+    """Metrics or texts of one step.
 
     Attributes:
-        step: steps made so far.
-        time: seconds since 1970.
-        values: by name; tables of numbers inside it are one metric each.
+        step: number of steps so far.
+        time: Unix time, in seconds.
+        values: metrics by name. Each entry of a nested dict or list is one metric.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Record:
 
 
 class Writer(Protocol):
-    """Takes records, in order."""
+    """Receives records in the order of the steps."""
 
     def write(self, record: Record) -> None: ...
 
@@ -42,21 +42,21 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, appended: a run that goes on goes on in its file."""
+    """One JSON object per line. A resumed run appends to its file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, record: Record) -> None:
         line = json.dumps({"step": record.step, "time": record.time, **record.values})
-        with self._path.open("a", encoding="utf-8") as file:  # closed after each line: a run that is killed leaves whole ones
+        with self._path.open("a", encoding="utf-8") as file:  # closed after each line, so a killed run leaves complete lines
             file.write(line + "\n")
 
     def flush(self) -> None: ...
 
 
 class Terminal:
-    """A line for a person."""
+    """One line per record, for people."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
@@ -70,7 +70,7 @@ class Terminal:
 
 
 class TensorBoard:
-    """Files for TensorBoard: each number a scalar, each text a text."""
+    """TensorBoard event files: numbers as scalars, texts as texts."""
 
     def __init__(self, folder: Path) -> None:
         self._board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, which goes on where a run of the recipe does."""
+    """A Weights & Biases run. It is resumed when the recipe's run is resumed."""
 
     def __init__(self, project: str, name: str) -> None:
         self._run = importlib.import_module("wandb").init(project=project, name=name, id=name, resume="allow")
@@ -94,11 +94,11 @@ class WeightsAndBiases:
         self._run.log(flat(record.values), step=record.step)
 
     def flush(self) -> None:
-        """Nothing to do: what was logged is sent as it comes, and the rest when the process ends."""
+        """Do nothing: wandb sends records in the background, and the rest when the process ends."""
 
 
 class Writers:
-    """All that a recipe asks for; none but in process 0."""
+    """All writers of a recipe. Empty in every process except process 0."""
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = writers
@@ -112,11 +112,11 @@ class Writers:
             writer.flush()
 
 
-_OPTIONAL = ("tensorboard", "wandb")  # packages by the name of their writer
+_OPTIONAL = ("tensorboard", "wandb")  # writers that need a package of the same name
 
 
 def writers_of(table: Metrics, out: Path, steps: int) -> Writers:
-    """The writers that a recipe names, for a run of `steps` steps in `out`; one whose package is missing says so and is left out."""
+    """The writers that a recipe names, for a run of `steps` steps in `out`. A writer whose package is missing is skipped with a warning."""
     make: dict[str, Callable[[], Writer]] = {
         "terminal": lambda: Terminal(steps),
         "json": lambda: JsonLines(out / "metrics.jsonl"),
@@ -126,14 +126,14 @@ def writers_of(table: Metrics, out: Path, steps: int) -> Writers:
     made: list[Writer] = []
     for name in table.writers:
         if name in _OPTIONAL and importlib.util.find_spec(name) is None:
-            _log.warning("[metrics] writers: %s is not installed, nothing is written for it; pip install %s", name, name)
+            _log.warning("[metrics] writers: %s is not installed, so its records are not written; fix: pip install %s", name, name)
         else:
             made.append(make[name]())
     return Writers(made)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Numbers and texts by name: those of a table or list inside under the joined names, as "seconds/step"."""
+    """Flatten nested dicts and lists into one dict whose names are joined with a slash: "seconds/step"."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

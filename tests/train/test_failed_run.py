@@ -28,7 +28,7 @@ export = false
 # overrides -> how the line begins, after "spmd train: "
 FAILURES = {
     "--data.arguments.path no/pairs.jsonl": "[data]: FileNotFoundError: [Errno 2] No such file or directory: 'no/pairs.jsonl' (at",
-    "--data.arguments.fails_at 9": "taking a batch: ValueError: sample 9 is damaged (at failing_parts.py:",
+    "--data.arguments.fails_at 9": "loading a batch: ValueError: sample 9 is damaged (at failing_parts.py:",
     "--model.arguments.features 6": "step 1: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x8 and 6x4)",
     "--model.arguments.name tests": "[model]: ValueError: Unrecognized model in tests.",
 }
@@ -82,7 +82,7 @@ def test_ctrl_c_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
     monkeypatch.setattr(_train_command, "Run", stopped)
     assert main([str(recipe(tmp_path))]) == 130
-    assert capsys.readouterr().err == "spmd train: stopped by Ctrl-C; the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == "spmd train: stopped by Ctrl-C; the same command resumes from the last checkpoint\n"
 
 
 @pytest.mark.slow

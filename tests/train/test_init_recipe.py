@@ -19,7 +19,7 @@ def test_empty_answers_make_a_recipe(tmp_path: Path) -> None:
     recipe = read_recipe(path)
     assert (recipe.model.config, recipe.steps, recipe.mesh.devices, recipe.out) == ("GPT2Config", 7, 8, "runs/a")
     assert asked == [question for key, question, _ in QUESTIONS if key != "steps"]
-    assert "steps = 7 # optimizer steps in all" in path.read_text(encoding="utf-8")
+    assert "steps = 7 # total number of optimizer steps" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_without_a_terminal_options_make_a_recipe(tmp_path: Path, capsys: pytest
     assert read_recipe(path).model.arguments == {"n_layer": 2}
     assert capsys.readouterr().out == f"wrote {path}; now: spmd train {path}\n"
     assert main(words) == 2
-    assert "exists, nothing is overwritten" in capsys.readouterr().err
+    assert "exists and is not overwritten" in capsys.readouterr().err
     assert main(["--init"]) == 2
-    assert "--init does not say which file" in capsys.readouterr().err
+    assert "--init needs a file name" in capsys.readouterr().err
 
 
 def test_what_no_run_can_follow_is_not_written(tmp_path: Path) -> None:

@@ -32,17 +32,17 @@ WRONG = {
     "a misspelt table": ({**LEAST, "optimiser": {"lr": 1.0}}, "the top level has no key 'optimiser'", "fix: write 'optimizer'"),
     "a key of another table": (with_keys("model", lr=1.0), "[model] has no key 'lr'", "fix: it is a key of [optimizer]"),
     "a key of the top": (with_keys("model", steps=5), "[model] has no key 'steps'", "it is a key of the top level, above all tables"),
-    "text for a number": (with_keys("optimizer", lr="high"), "[optimizer] lr = 'high' is of type str", "fix: give one of type float"),
-    "a float for an int": (with_keys("", steps=1.5), "the top level steps = 1.5 is of type float", "fix: give one of type int"),
-    "a bool for an int": (with_keys("data", seq=True), "[data] seq = True is of type bool", "fix: give one of type int"),
+    "text for a number": (with_keys("optimizer", lr="high"), "[optimizer] lr = 'high' is of type str", "fix: a value of type float"),
+    "a float for an int": (with_keys("", steps=1.5), "the top level steps = 1.5 is of type float", "fix: a value of type int"),
+    "a bool for an int": (with_keys("data", seq=True), "[data] seq = True is of type bool", "fix: a value of type int"),
     "a number for a table": (with_keys("", mesh=8), "'mesh' is a table, got 8", "fix: [mesh]"),
-    "no such choice": (with_keys("schedule", name="cosin"), "[schedule] name = 'cosin' is not possible", "fix: 'cosine'"),
+    "no such choice": (with_keys("schedule", name="cosin"), "[schedule] name = 'cosin' is not allowed", "fix: 'cosine'"),
     "a number for a list": (with_keys("data", paths=3), "[data] paths = 3 is not a list", "fix: [...]"),
     "two models": (with_keys("model", own="a:b"), "[model] names config and own", "fix: one of pretrained"),
     "no model": ({**LEAST, "model": {}}, "[model] names no model", "fix: one of pretrained"),
     "no data": ({**LEAST, "data": {}}, "[data] names no data of kind 'tokens'", "fix: paths = ..."),
     "a key without effect": (with_keys("data", own="a:b"), "[data] own has no effect where kind is 'tokens'", "fix: drop it, or kind"),
-    "no steps": (with_keys("", steps=0), "steps = 0 is not possible", "fix: at least 1"),
+    "no steps": (with_keys("", steps=0), "steps = 0 is out of range", "fix: at least 1"),
     "uneven micro-batches": (with_keys("optimizer", accumulate=3), "[data] batch = 8 does not divide into 3", "a divisor of 8"),
     "an average of nothing": (with_keys("ema", decay=1.0), "[ema] decay = 1.0 is out of range", "fix: between 0 and 1"),
 }
@@ -95,7 +95,11 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "told"),
-    [("torch", "names no object"), ("no.such:x", "no module 'no'"), ("torch.nn:Linaer", "has no 'Linaer'\n  fix: torch.nn:Linear")],
+    [
+        ("torch", "is not of the form package.module:name"),
+        ("no.such:x", "no module 'no'"),
+        ("torch.nn:Linaer", "has no 'Linaer'\n  fix: torch.nn:Linear"),
+    ],
 )
 def test_an_import_path_that_leads_nowhere_is_told(path: str, told: str) -> None:
     with pytest.raises(RecipeError) as error:

@@ -53,7 +53,7 @@ def test_samples_are_the_same_again(temperature: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"tokens": SEQ}, "[samples] prompts of up to 3 tokens and 8 more are 11"),
+        ({"tokens": SEQ}, "[samples] prompts of up to 3 tokens and 8 new tokens need 11 positions"),
         ({"prompts": []}, "[samples] prompts contain no prompt"),
         ({"tokenizer": ""}, "[samples] tokenizer is not given"),
     ],
