@@ -1,4 +1,4 @@
-"""The step of `depth.py` by hand in JAX: the layers in a `lax.scan`, their weights stacked [layers, ...] all the time; or one by one."""
+"""The step of `depth.py` hand-written in JAX: the layers in a `lax.scan` with weights stacked permanently as [layers, ...], or unrolled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rms_norm(x_BTD: jax.Array, weight_D: jax.Array) -> jax.Array:
 
 
 def llama_block(x_BTD: jax.Array, own: Params, name: str) -> jax.Array:
-    """Hugging Face's decoder layer, weights [out, in]."""
+    """Hugging Face's Llama decoder layer, with weights [out, in]."""
     B, T, D = x_BTD.shape
     size = D // HEADS
     angles_TK = jnp.tile(jnp.outer(jnp.arange(T), 10000.0 ** (-jnp.arange(0, size, 2) / size)), 2).astype(jnp.float32)
@@ -34,17 +34,17 @@ def llama_block(x_BTD: jax.Array, own: Params, name: str) -> jax.Array:
     return x_BTD + (jax.nn.silu(y_BTD @ gate) * (y_BTD @ up)) @ down
 
 
-def loss(params: Params, stacked: Params, tokens_BT: jax.Array, model: str, layers: int, hold: Any) -> jax.Array:
-    """Mean cross entropy of the next token; `stacked`: the layers' weights by their name in the first one, or {}: each its own."""
+def loss(params: Params, stacked: Params, tokens_BT: jax.Array, model: str, layers: int, constrain: Any) -> jax.Array:
+    """Mean cross entropy of the next token. `stacked`: stacked weights by their names in the first layer, or {} to unroll the layers."""
     names = NAMES[model]
-    x_BTD = hold(jnp.take(params[f"{names.embedding}.weight"], tokens_BT, axis=0))
+    x_BTD = constrain(jnp.take(params[f"{names.embedding}.weight"], tokens_BT, axis=0))
     if model == "gpt2":
         x_BTD = x_BTD + params["transformer.wpe.weight"][: tokens_BT.shape[1]]
 
     def block(x_BTD: jax.Array, own: Params, name: str) -> jax.Array:
-        return hold(gpt2_jax.hf_block(x_BTD, own, name, HEADS) if model == "gpt2" else llama_block(x_BTD, own, name))
+        return constrain(gpt2_jax.hf_block(x_BTD, own, name, HEADS) if model == "gpt2" else llama_block(x_BTD, own, name))
 
-    x_BTD = hold(x_BTD)
+    x_BTD = constrain(x_BTD)
     if stacked:
         x_BTD, _ = jax.lax.scan(lambda x_BTD, own: (block(x_BTD, own, f"{names.blocks}.0"), None), x_BTD, stacked)
     else:
@@ -59,10 +59,10 @@ def loss(params: Params, stacked: Params, tokens_BT: jax.Array, model: str, laye
     return jnp.sum(jnp.where(is_counted, losses_BT, 0.0)) / jnp.sum(is_counted)
 
 
-def step(state: Any, tokens_BT: jax.Array, model: str, layers: int, hold: Any) -> tuple[Any, jax.Array]:
-    """One update of ((params, stacked), optimizer state), clipped to a norm of 1 as the PyTorch script does."""
+def step(state: Any, tokens_BT: jax.Array, model: str, layers: int, constrain: Any) -> tuple[Any, jax.Array]:
+    """One update of ((params, stacked), optimizer state), with gradients clipped to norm 1 as in the PyTorch script."""
     both, opt = state
-    value, grads = jax.value_and_grad(lambda both: loss(*both, tokens_BT, model, layers, hold))(both)
+    value, grads = jax.value_and_grad(lambda both: loss(*both, tokens_BT, model, layers, constrain))(both)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), grads)
     both, opt = OPTIMIZER.update(both, grads, opt)

@@ -1,4 +1,4 @@
-"""The step of `gpt2.py` by hand in JAX: parameters as a flat dict in torch's names and layouts, `jax.value_and_grad`, AdamW."""
+"""The step of `gpt2.py` hand-written in JAX, with parameters as a flat dict in torch's names and layouts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def norm(x_BTD: jax.Array, params: Params, name: str) -> jax.Array:
 
 
 def linear(x: jax.Array, params: Params, name: str) -> jax.Array:
-    """Weights [out, in]."""
+    """Linear layer with weights [out, in]."""
     return jnp.einsum("...i,oi->...o", x, params[f"{name}.weight"]) + params[f"{name}.bias"]
 
 
 def conv1d(x: jax.Array, params: Params, name: str) -> jax.Array:
-    """Hugging Face's linear, weights [in, out]."""
+    """Hugging Face's Conv1D, a linear layer with weights [in, out]."""
     return x @ params[f"{name}.weight"] + params[f"{name}.bias"]
 
 
 def attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
-    """Causal, softmax in float32; cuDNN's fused kernel on a GPU in 16 bits."""
+    """Causal attention with the softmax in float32. On a GPU in bfloat16 it uses cuDNN's fused kernel."""
     if jax.default_backend() == "gpu" and q_BTHK.dtype == jnp.bfloat16:
         return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation="cudnn")
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK, preferred_element_type=jnp.float32) / math.sqrt(q_BTHK.shape[-1])
@@ -60,22 +60,25 @@ def hf_block(x_BTD: jax.Array, params: Params, name: str, heads: int) -> jax.Arr
     return x_BTD + conv1d(h_BTF, params, f"{name}.mlp.c_proj")
 
 
-def forward(params: Params, config: Any, tokens_BT: jax.Array, hold: Any) -> jax.Array:
+def forward(params: Params, config: Any, tokens_BT: jax.Array, constrain: Any) -> jax.Array:
     names = {"own": ("tokens", "positions", "blocks", "norm"), "hf": tuple(f"transformer.{n}" for n in ("wte", "wpe", "h", "ln_f"))}
     tokens, positions, blocks, last = names[config.variant]
     block = own_block if config.variant == "own" else hf_block
     table_VD = params[f"{tokens}.weight"]
-    x_BTD = hold(jnp.take(table_VD, tokens_BT, axis=0)) + params[f"{positions}.weight"][: tokens_BT.shape[1]]
+    x_BTD = constrain(jnp.take(table_VD, tokens_BT, axis=0)) + params[f"{positions}.weight"][: tokens_BT.shape[1]]
     for layer in range(config.layers):
-        x_BTD = hold(block(x_BTD, params, f"{blocks}.{layer}", config.heads))
+        x_BTD = constrain(block(x_BTD, params, f"{blocks}.{layer}", config.heads))
     return jnp.einsum("btd,vd->btv", norm(x_BTD, params, last), table_VD)
 
 
-def loss(params: Params, buffers: Params, config: Any, x_BT: jax.Array, y_BT: jax.Array, hold: Any) -> tuple[jax.Array, Params]:
-    """Mean cross entropy; the label's logit by comparison, so that a split vocabulary stays split. `hold`: see `gpt2.ACTIVATIONS`."""
-    if config.variant == "hf":  # labels are the tokens themselves, shifted; the last position has none
+def loss(params: Params, buffers: Params, config: Any, x_BT: jax.Array, y_BT: jax.Array, constrain: Any) -> tuple[jax.Array, Params]:
+    """Mean cross entropy. It selects the label's logit by comparison, so that a sharded vocabulary stays sharded.
+
+    `constrain` applies the sharding constraint of `gpt2.ACTIVATIONS`.
+    """
+    if config.variant == "hf":  # the labels are the shifted tokens; the last position has no label
         y_BT = jnp.concatenate([x_BT[:, 1:], jnp.full_like(x_BT[:, :1], -100)], 1)
-    logits_BTV = forward(params, config, x_BT, hold).astype(jnp.float32)
+    logits_BTV = forward(params, config, x_BT, constrain).astype(jnp.float32)
     is_label = y_BT[..., None] == jnp.arange(logits_BTV.shape[-1], dtype=y_BT.dtype)
     losses_BT = jax.nn.logsumexp(logits_BTV, -1) - jnp.sum(jnp.where(is_label, logits_BTV, 0.0), -1)
     is_counted = y_BT != -100

@@ -1,4 +1,4 @@
-"""The step of `llama_pod.py` by hand in JAX: stacked layers in a checkpointed `lax.scan`, FSDP by shardings, a Pallas kernel."""
+"""The step of `llama_pod.py` hand-written in JAX: a checkpointed `lax.scan` over stacked layers, FSDP shardings, and a Pallas kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BETAS, EPS, RATE, DECAY = (0.9, 0.999), 1e-8, 1e-3, 1e-2
 
 
 def shapes(config: Any, layers: int) -> tuple[Params, Params]:
-    """Shapes of the model's own weights and of one layer's, weights [out, in]; the layers' with `layers` in front."""
+    """Shapes of the weights outside the layers, and of the stacked layer weights [layers, ...]. Linear weights are [out, in]."""
     width, hidden, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     keys = width * config.num_key_value_heads // config.num_attention_heads
     linears = {"q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width)}
@@ -35,7 +35,7 @@ def rotated(x_BHTK: jax.Array, cos_TK: jax.Array, sin_TK: jax.Array) -> jax.Arra
 
 
 def plain_attention(q_BHTK: jax.Array, k_BHTK: jax.Array, v_BHTK: jax.Array) -> jax.Array:
-    """Causal attention for devices that have no kernel."""
+    """Causal attention for devices without the Pallas kernel."""
     scores_BHTS = jnp.einsum("bhtk,bhsk->bhts", q_BHTK, k_BHTK) * q_BHTK.shape[-1] ** -0.5
     positions = jnp.arange(scores_BHTS.shape[-1])
     masked_BHTS = jnp.where(positions[:, None] >= positions, scores_BHTS, -jnp.inf)
@@ -78,7 +78,7 @@ def loss(both: Any, tokens_BT: jax.Array, config: Any, mesh: Mesh, kernel: Any =
 
 
 def step(state: Any, tokens_BT: jax.Array, config: Any, mesh: Mesh, kernel: Any = None) -> tuple[Any, jax.Array]:
-    """One update by AdamW, its moments in the parameters' dtype as torch has them. `kernel`: attention, instead of Pallas's for TPUs."""
+    """One AdamW update, with moments in the parameters' dtype as in torch. `kernel` replaces the Pallas attention kernel for TPUs."""
     both, first, second, count = state
     value, grads = jax.value_and_grad(loss)(both, tokens_BT, config, mesh, kernel)
     count = count + 1

@@ -1,4 +1,4 @@
-"""The step of `megatron.py` by hand in JAX: parameters as a flat dict in torch's names and layouts, AdamW."""
+"""The step of `megatron.py` hand-written in JAX, with parameters as a flat dict in torch's names and layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Params = dict[str, Any]
 
 
 def linear(x: jax.Array, params: Params, name: str) -> jax.Array:
-    """Weights [out, in], which XLA:CPU multiplies twice as fast as [in, out]."""
+    """Linear layer with weights [out, in], which XLA:CPU multiplies twice as fast as [in, out]."""
     return jnp.einsum("...i,oi->...o", x, params[f"{name}.weight"]) + params[f"{name}.bias"]
 
 
@@ -29,12 +29,12 @@ def mlp(x_BTD: jax.Array, params: Params, name: str) -> jax.Array:
     return linear(jax.nn.gelu(linear(x_BTD, params, f"{name}.up"), approximate=False), params, f"{name}.down")
 
 
-def loss(params: Params, buffers: Params, config: Any, x_BTD: jax.Array, y_BTD: jax.Array, hold: Any) -> tuple[jax.Array, Params]:
-    """Mean squared error. `hold` lays a block's result out as variant "sequence" wants it."""
+def loss(params: Params, buffers: Params, config: Any, x_BTD: jax.Array, y_BTD: jax.Array, constrain: Any) -> tuple[jax.Array, Params]:
+    """Mean squared error. `constrain` applies the sharding of variant "sequence" to a block's output."""
     out_BTD = x_BTD
     for layer in range(config.layers):
         if config.variant == "plain":
             out_BTD = mlp(out_BTD, params, f"{layer}")
         else:
-            out_BTD = hold(out_BTD + mlp(norm(out_BTD, params, f"{layer}.norm"), params, f"{layer}"))
+            out_BTD = constrain(out_BTD + mlp(norm(out_BTD, params, f"{layer}.norm"), params, f"{layer}"))
     return jnp.mean((out_BTD - y_BTD) ** 2), buffers

@@ -1,4 +1,4 @@
-"""torch.optim's AdamW and SGD by hand, on pytrees: what the hand-written peers update their parameters with."""
+"""torch.optim's AdamW and SGD on pytrees, for the hand-written JAX peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tree = Any
 
 
 class AdamW:
-    """torch.optim.AdamW's arithmetic; the state is (first moments, second moments, step)."""
+    """AdamW with torch.optim.AdamW's arithmetic. The state is (first moments, second moments, step)."""
 
     def __init__(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
@@ -20,7 +20,7 @@ class AdamW:
         return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
 
     def specs(self, params: Tree, scalar: Any) -> Tree:
-        """The state's shardings, from those of the parameters."""
+        """Shardings of the state: those of the parameters, and `scalar` for the step."""
         return params, params, scalar
 
     def update(self, params: Tree, grads: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -38,7 +38,7 @@ class AdamW:
 
 
 class SGD:
-    """torch.optim.SGD with momentum; the state is the momenta, which start at zero (torch's first equals the first gradient: the same)."""
+    """SGD with momentum. The momentum buffers start at zero; torch's start at the first gradient, with the same result."""
 
     def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay

@@ -42,7 +42,7 @@ def test_the_demo_learns_and_saves_what_cpu_torch_reads(num_devices: int, tmp_pa
 
 
 def test_a_mesh_that_does_not_fit_is_explained_without_a_traceback(num_devices: int, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"--mesh 'data=1000' has 1000 devices, --devices are {num_devices}"):
+    with pytest.raises(UsageError, match=f"--mesh 'data=1000' has 1000 devices, but --devices is {num_devices}"):
         main(DemoArgs(mesh="data=1000", devices=num_devices, out=tmp_path / "model.pt"))
 
 

@@ -1,12 +1,12 @@
-"""`spmd bench`: GPT-2, ResNet-50 and Megatron linears, sharded, beside hand-written JAX, torchax and torch, in one run.
+"""`spmd bench`: compares sharded GPT-2, ResNet-50 and Megatron linears with hand-written JAX, torchax and torch in one run.
 
     spmd bench megatron
     spmd bench gpt2 --variant hf --mesh data=2,model=4 --against jax,torch.compile
     spmd bench resnet50 --preset tiny --json out.json
 
-The benchmarks themselves are scripts to be read on their own, in `benchmarks/`; this package runs them. In reading order:
-`_run_command` what was asked, `_measure` the run, `_peer` and `peers/` what runs in the other processes, `_task` what they are told,
-`_facts` and `_timing_statistics` what comes out, `_goals`, `_result_table`, `_chart` and `_document` how it is shown.
+The benchmarks are scripts in `benchmarks/`, which can be read on their own; this package runs them. In reading order: `_run_command`
+parses the command, `_measure` runs one benchmark, `_peer` and `peers/` run in the contenders' processes, `_task` is the job that they
+receive, `_facts` and `_timing_statistics` compute the figures, and `_goals`, `_result_table`, `_chart` and `_document` present them.
 """
 
 from spmd.bench._run_command import BenchArgs as BenchArgs

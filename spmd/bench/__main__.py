@@ -1,4 +1,4 @@
-"""`python -m spmd.bench`: the suite that `make bench` runs."""
+"""`python -m spmd.bench`: the benchmark suite, as run by `make bench`."""
 
 import tyro
 

@@ -1,4 +1,4 @@
-"""A result as a chart: bars in the terminal, a PNG with step times and loss curves."""
+"""Charts of results: bars in the terminal, and a PNG with step times and loss curves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COLORS = {"ours": "#c44e52", "jax": "#4c72b0", "torchax": "#dd8452", "torch": "
 
 
 def bars(result: dict[str, Any]) -> Text:
-    """Median seconds of a step, one bar per contender."""
+    """The median step time of each contender as a bar."""
     medians = {name: peer["clocks"]["ready_s"]["median"] for name, peer in result["peers"].items() if "clocks" in peer}
     lines = [f"{name:>14} {'█' * max(1, round(_WIDTH * s / max(medians.values())))} {1e3 * s:.4g} ms" for name, s in medians.items()]
     return Text("\n".join(lines))
 
 
 def save(results: list[dict[str, Any]], path: Path) -> None:
-    """Step times as ratios to JAX by hand, and loss curves, one row per result that was timed.
+    """Write a PNG with one row per timed result: the contenders' step times and loss curves.
 
     Raises:
         SpmdError: matplotlib is not installed.
@@ -45,7 +45,7 @@ def save(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_times(axes: Any, result: dict[str, Any]) -> None:
-    """Each timed step as a dot, the median as a bar."""
+    """Draw each timed step as a tick and the median as a bar."""
     peers = {name: peer for name, peer in result["peers"].items() if "clocks" in peer}
     for position, (name, peer) in enumerate(peers.items()):
         color = _COLORS.get(name, "#333333")
@@ -59,7 +59,7 @@ def _draw_times(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_losses(axes: Any, result: dict[str, Any]) -> None:
-    """Ours thin over the peers' thick lines, so that curves which overlap are all seen."""
+    """Draw ours as a thin line over the peers' thick lines, so that overlapping curves stay visible."""
     for name, peer in sorted(result["peers"].items(), key=lambda item: item[0] == "ours"):
         if peer.get("losses"):
             style = {"linewidth": 1.2, "color": "black"} if name == "ours" else {"linewidth": 5, "alpha": 0.45, "color": _COLORS.get(name)}

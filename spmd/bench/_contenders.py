@@ -1,4 +1,4 @@
-"""Which contenders take part in a run, and why others cannot."""
+"""Selects the contenders of a run, with the reason for each that cannot take part."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ FILES = {"jax": "by_hand", "torchax": "with_torchax", "torch": "torch_cpu", "tor
 
 
 def entrants_of(against: list[str], job: Job, torchax_python: Path | None) -> list[Entrant]:
-    """Ours first, then the peers in the order given.
+    """The contenders of a run: ours first, then the peers in the given order.
 
     Raises:
-        UsageError: there is no peer of that name.
+        UsageError: `against` contains an unknown name.
     """
     for name in against:
         if name not in FILES:
             raise UsageError(f"--against names peers, {', '.join(FILES)}, not {name!r}{nearest(name, FILES)}")
     listed = [_entrant(name, job, torchax_python) for name in against]
-    return [Entrant("ours", "ours", sys.executable, _missing_ground(job)), *listed]
+    return [Entrant("ours", "ours", sys.executable, _missing_requirement(job)), *listed]
 
 
 def _entrant(name: str, job: Job, torchax_python: Path | None) -> Entrant:
     python = sys.executable
-    absent = _missing_ground(job)
+    absent = _missing_requirement(job)
     if name == "torchax":
         found = torchax_python or Path(__file__).resolve().parents[2] / ".venv-torchax" / "bin" / "python"
         python, absent = str(found), absent or _missing_torchax(found)
     if not absent and name != "jax" and job.topology:
-        absent = "programs for chips that are not here are compared with JAX by hand alone"
+        absent = "programs for a TPU topology are only compared with JAX by hand"
     if not absent and name == "torch.compile" and job.platform == "cpu" and not shutil.which("g++"):
-        absent = "torch.compile needs a C++ compiler on the CPU, and there is no g++"
+        absent = "torch.compile on the CPU needs a C++ compiler, and g++ was not found"
     if not absent and name == "fsdp" and job.platform == "gpu":
-        absent = "with gloo on the CPU only"
+        absent = "fsdp runs on the CPU only, over gloo"
     return Entrant(name, FILES[name], python, absent)
 
 
-def _missing_ground(job: Job) -> str:
-    """Why the job cannot be done here at all, or ""."""
+def _missing_requirement(job: Job) -> str:
+    """The reason why no contender can run the job on this machine, or ""."""
     if job.topology and importlib.util.find_spec("libtpu") is None:
         return "libtpu is not installed: pip install 'spmd-mesh[tpu]'"
     if job.platform == "gpu" and not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -57,6 +57,6 @@ def _missing_ground(job: Job) -> str:
 
 def _missing_torchax(python: Path) -> str:
     if not python.exists():
-        return "torchax has no environment here: make torchax, or --torchax-python"
+        return "torchax's environment was not found: run make torchax, or give --torchax-python"
     asked = subprocess.run([str(python), "-c", "import torchax"], capture_output=True, text=True, check=False)
-    return "" if asked.returncode == 0 else f"torchax does not import: {(asked.stderr.strip().splitlines() or ['no message'])[-1]}"
+    return "" if asked.returncode == 0 else f"torchax cannot be imported: {(asked.stderr.strip().splitlines() or ['no message'])[-1]}"

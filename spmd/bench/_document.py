@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, written from the results and from nothing else."""
+"""Generates docs/benchmarks.md from the results alone."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from spmd.bench._result_table import header_of, rows_of, title_of
 _HEAD = """# Benchmarks
 
 Written by `make bench` from `benchmarks/results/*.json`; do not edit. The scripts are in `benchmarks/`, one PyTorch file and one
-hand-written JAX file each. Every contender runs in a process of its own; in every round each runs one step, in turns, so that a
-busy machine slows all alike. **ratio** is the median over the rounds of a contender's step to that of JAX by hand in the same round.
+hand-written JAX file per benchmark. Every contender runs in its own process. In each round every contender runs one step, one after
+another, so that load on the machine slows all of them alike. **ratio** is the step time of a contender divided by that of JAX by hand
+in the same round; the table shows the median over the rounds.
 
-- *JAX by hand*: `jax.jit` of one step, state donated, every sharding pinned, the same math, precision and shardings.
+- *JAX by hand*: `jax.jit` of one step with donated state and explicit shardings; the same math, precision and shardings as ours.
 - *torchax*: the PyTorch script's loss through torchax, everything else as in JAX by hand. *torch*, *torch.compile*: one CPU
   process without sharding. *fsdp*: torch FSDP2 over gloo, one process per device.
-- Ours calls `mesh.virtual_devices`, which has glibc keep the memory that a step frees; the peers use jax and torch as they come. How
-  much of a CPU step that is: run all with `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184` in the environment.
-- *dispatch*: CPU time of the calling thread until the call returned. *trace + lower*, *compile*: median of fresh programs.
-- *peak*: arguments + outputs + temporaries - donated, per device. *GFLOP*: per device, dots and convolutions of the program.
-- {mfu}. Virtual CPU devices have no peak: MFU n/a.
-- Topologies (`on v5e:2x4`) are compiled ahead of time by libtpu, without a TPU: programs are compared, nothing runs.
+- Ours calls `mesh.virtual_devices`, which makes glibc keep the memory that a step frees. The peers use jax and torch with their
+  defaults. To measure this effect on a CPU step, run all with `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184` in the environment.
+- *dispatch*: CPU time of the calling thread until the call returned. *trace + lower*, *compile*: median over fresh programs.
+- *peak*: arguments + outputs + temporaries - donated bytes, per device. *GFLOP*: matmuls and convolutions of the program, per device.
+- {mfu}. Virtual CPU devices have no peak FLOPs, so there MFU is n/a.
+- Topologies (`on v5e:2x4`) are compiled ahead of time by libtpu, without a TPU. Their programs are compared but not run.
 """
 
 
 def document(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The page; one section per benchmark, a table of goals first."""
+    """The page as Markdown: a table of goals, then one section per benchmark."""
     parts = [_HEAD.format(mfu=MFU), *_goals([result for listed in results.values() for result in listed])]
     for name, listed in results.items():
         if not listed:

@@ -1,4 +1,4 @@
-"""What compiled programs and models say of themselves: FLOPs, collectives, memory; and from times the share of a chip's peak."""
+"""Figures of compiled programs and models: FLOPs, collectives, memory, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ MFU = "MFU = model FLOPs of a step / (seconds of a step * chips * peak FLOPs of 
 
 
 def program_facts(hlo: str, found: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Per device and step: collectives by kind and axis with bytes, FLOPs, instructions, memory; executables and retraces.
+    """Figures per device and step: collectives by kind and axis, FLOPs, instructions, memory; also executables and retraces.
 
     Args:
-        hlo: the program's text.
-        found: what the peer's `program` returned.
+        hlo: HLO text of the program.
+        found: the result of the peer's `program`.
+        job: gives the axes of the mesh.
     """
     names, sizes = tuple(name for name, _ in job.axes), tuple(size for _, size in job.axes)
     report = _hlo.collectives(hlo, names, sizes)
@@ -27,7 +28,7 @@ def program_facts(hlo: str, found: dict[str, Any], job: Job) -> dict[str, Any]:
         row = rows.setdefault(f"{item.kind} over {'+'.join(item.axes) or '?'}", {"count": 0, "bytes": 0})
         row["count"] += item.count
         row["bytes"] += item.count * item.num_bytes
-    memory = found["memory"]  # the peak as all allocations: XLA:CPU's own figure leaves the temporaries out
+    memory = found["memory"]  # the peak counts all allocations: XLA:CPU's own figure omits temporaries
     peak = memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - memory["alias_bytes"]
     return {
         "collectives": dict(sorted(rows.items())),
@@ -43,25 +44,25 @@ def program_facts(hlo: str, found: dict[str, Any], job: Job) -> dict[str, Any]:
 
 
 def read_program(path: Path, found: dict[str, Any], job: Job) -> dict[str, Any] | None:
-    """The facts of the program whose text the peer wrote to `path`; None if it has no such program."""
+    """The figures of the program whose text the peer wrote to `path`, or None if the peer has no program."""
     return program_facts(path.read_text(encoding="utf-8"), found, job) if found else None
 
 
 def model_flops(job: Job) -> int:
-    """FLOPs of forward and backward of the whole batch, counted by torch on a model without memory."""
+    """FLOPs of forward and backward on the whole batch, counted by torch on fake tensors."""
     import dataclasses
 
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    job = dataclasses.replace(job, topology=job.topology or "none", dtype="float32")  # a topology: tensors on the meta device
+    job = dataclasses.replace(job, topology=job.topology or "none", dtype="float32")  # with a topology the tensors are on the meta device
     model, batch = job.model(), job.batches()[0]
-    # Fake tensors made on the way, not only meta ones: a model that looks at values unless it is traced sees that it is.
+    # Fake tensors, not only meta tensors: some models read tensor values unless they detect that they are being traced.
     with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter, torch.device("meta"):
         job.script.loss(model, *batch).backward()
     return counter.get_total_flops()
 
 
 def mfu(flops: int, step_s: float, num_chips: int, peak: float | None) -> float | None:
-    """See `MFU`; None on a chip whose peak is not known."""
+    """Model FLOPs utilization, see `MFU`. None if the chip's peak is unknown."""
     return None if peak is None else flops / (step_s * num_chips * peak)

@@ -1,4 +1,4 @@
-"""The figures that are asked for beside those measured: ours to JAX by hand, and to torchax."""
+"""Compares our figures with their goals, which are ratios to JAX by hand and to torchax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STEP, COUNT, TRACE, DISPATCH, TORCHAX = 1.05, 1.03, 1.5, 1.5, 1.0
 
 
 def goals(peers: dict[str, Any], job: Job) -> list[dict[str, Any]]:
-    """One row per figure: what, ours, theirs, ratio, goal, and whether it is met."""
+    """One row per figure: its name, our value, the peer's value, their ratio, the goal (the largest allowed ratio), whether it is met."""
     ours, hand, torchax = (peers.get(name, {}) for name in ("ours", "jax", "torchax"))
     rows: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""What the figures depend on: processor, cores, versions, flags. No names of hosts or paths."""
+"""Describes the machine that figures were measured on: processor, cores, versions, flags. It includes no host names or paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLAGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_use_shardy_part
 
 
 def machine() -> dict[str, Any]:
-    """JSON-able."""
+    """The description as JSON-serializable data."""
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")), platform.processor())
     return {

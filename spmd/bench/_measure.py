@@ -1,4 +1,4 @@
-"""One benchmark on one mesh: contenders in processes of their own, taking turns; everything that the tables show, as data."""
+"""Runs one benchmark on one mesh: each contender in its own process, one step at a time in turn. Returns the figures as plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A contender: its name, its file in `peers/`, its interpreter, and why it stays out (or "")."""
+    """A contender of a run.
+
+    Attributes:
+        name: its name in tables.
+        file: its file in `peers/`, without `.py`.
+        python: its Python interpreter.
+        absent: the reason why it does not take part, or "".
+    """
 
     name: str
     file: str
@@ -33,12 +40,12 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """The number of measurements.
 
     Attributes:
-        rounds: timed steps of each contender; 0 reads the programs only.
-        losses: steps before them whose loss is recorded.
-        traces: times that a fresh program is traced, lowered and compiled with empty caches, and again with full ones.
+        rounds: timed steps of each contender. 0 only reads the programs.
+        losses: earlier steps whose loss is recorded.
+        traces: how many fresh programs are traced, lowered and compiled with empty caches, and as many again with warm caches.
     """
 
     rounds: int = 20
@@ -47,22 +54,36 @@ class Effort:
 
 
 def num_phases(entrants: list[Entrant], effort: Effort) -> int:
-    """How often `measure` reports progress."""
+    """The number of times that `measure` reports progress."""
     present = sum(not entrant.absent for entrant in entrants)
     return present * (2 + (effort.rounds + 1 if effort.rounds else 0) + 2 * effort.traces)
 
 
-def measure(job: Job, entrants: list[Entrant], effort: Effort, tell: Progress, save: Path | None = None) -> dict[str, Any]:
-    """Run it. `tell` is called with what was just done; `save`: a file for our trained weights."""
+def measure(job: Job, entrants: list[Entrant], effort: Effort, report: Progress, save: Path | None = None) -> dict[str, Any]:
+    """Run a benchmark.
+
+    Args:
+        job: the benchmark, its sizes and its mesh.
+        entrants: the contenders.
+        effort: the number of measurements.
+        report: called with a description of each phase that has ended.
+        save: a file for our trained weights.
+
+    Returns:
+        The result as JSON-serializable data: job, machine, figures of each contender, goals.
+
+    Raises:
+        PeerError: ours or JAX by hand failed.
+    """
     result: dict[str, Any] = {"job": _described(job), "machine": machine(), "unit": job.script.UNIT}
     result["items_per_step"], result["model_flops"] = job.script.num_items(job.config), _facts.model_flops(job)
     peers: dict[str, dict[str, Any]] = {entrant.name: {"absent": entrant.absent} for entrant in entrants if entrant.absent}
-    with _started(job, entrants, effort, peers, tell) as running:
+    with _started(job, entrants, effort, peers, report) as running:
         if save is not None:
             running["ours"].ask("save", path=str(save.resolve()))
-        _take_turns(running, effort.rounds, peers, tell)
-        _compile_again(running, effort.traces, peers, tell)
-        _read_programs(running, job, peers, tell)
+        _take_turns(running, effort.rounds, peers, report)
+        _compile_again(running, effort.traces, peers, report)
+        _read_programs(running, job, peers, report)
     _compare(result, peers, job)
     return result | {"peers": peers, "goals": goals(peers, job)}
 
@@ -73,8 +94,10 @@ def _described(job: Job) -> dict[str, Any]:
 
 
 @contextmanager
-def _started(job: Job, entrants: list[Entrant], effort: Effort, peers: dict[str, Any], tell: Progress) -> Generator[dict[str, PeerProcess]]:
-    """Processes that hold their contender; one that fails is left out with the reason, but for ours."""
+def _started(
+    job: Job, entrants: list[Entrant], effort: Effort, peers: dict[str, Any], report: Progress
+) -> Generator[dict[str, PeerProcess]]:
+    """Start the contenders' processes. A contender that fails is skipped with the reason, except ours and JAX by hand, which raise."""
     running: dict[str, PeerProcess] = {}
     try:
         for entrant in entrants:
@@ -91,49 +114,49 @@ def _started(job: Job, entrants: list[Entrant], effort: Effort, peers: dict[str,
                     raise
                 peers[entrant.name] = {"absent": str(error).splitlines()[0]}
                 running.pop(entrant.name).stop()
-            tell(f"{entrant.name}: first steps")
+            report(f"{entrant.name}: first steps")
         yield running
     finally:
         for process in running.values():
             process.stop()
 
 
-def _take_turns(running: dict[str, PeerProcess], rounds: int, peers: dict[str, Any], tell: Progress) -> None:
-    """One step of each per round; the order turns every round, so that nobody always follows the same one."""
+def _take_turns(running: dict[str, PeerProcess], rounds: int, peers: dict[str, Any], report: Progress) -> None:
+    """Run one step of each contender per round. The order rotates every round, so that each contender comes first equally often."""
     clocks = {name: {clock: list[float]() for clock in CLOCKS} for name in running}
     names = list(running)
-    for number in range(-1 if rounds else 0, rounds):  # one round to warm up
+    for number in range(-1 if rounds else 0, rounds):  # one warm-up round
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
             for clock, values in running[name].ask("steps", count=1).items():
                 if number >= 0:
                     clocks[name][clock].extend(values)
-            tell(f"round {number + 1} of {rounds}: {name}")
+            report(f"round {number + 1} of {rounds}: {name}")
     for name, of in clocks.items() if rounds else ():
         peers[name]["clocks"] = of
 
 
-def _compile_again(running: dict[str, PeerProcess], traces: int, peers: dict[str, Any], tell: Progress) -> None:
-    """Seconds to trace, lower and compile, `traces` times with empty caches and as often with full ones, in turns."""
+def _compile_again(running: dict[str, PeerProcess], traces: int, peers: dict[str, Any], report: Progress) -> None:
+    """Time tracing, lowering and compilation, alternating between empty ("cold") and warm caches, `traces` times each."""
     for number in range(2 * traces):
         kind = "warm" if number % 2 else "cold"
         for name, process in running.items():
             stages = process.ask("stages", cold=kind == "cold")
             if stages:
                 peers[name].setdefault(kind, []).append(stages)
-            tell(f"{name}: {kind} trace {number // 2 + 1} of {traces}")
+            report(f"{name}: {kind} trace {number // 2 + 1} of {traces}")
 
 
-def _read_programs(running: dict[str, PeerProcess], job: Job, peers: dict[str, Any], tell: Progress) -> None:
+def _read_programs(running: dict[str, PeerProcess], job: Job, peers: dict[str, Any], report: Progress) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, process in running.items():
             path = Path(folder) / f"{name}.hlo"
             peers[name]["program"] = _facts.read_program(path, process.ask("program", hlo_path=str(path)), job)
-            tell(f"{name}: program")
+            report(f"{name}: program")
 
 
 def _compare(result: dict[str, Any], peers: dict[str, Any], job: Job) -> None:
-    """Summaries in place of the single values, each with its ratio to JAX by hand within a round."""
+    """Replace the contenders' single measurements by summaries, and add their ratios to JAX by hand."""
     hand = peers.get("jax", {}).get("clocks")
     for peer in peers.values():
         clocks = peer.get("clocks")

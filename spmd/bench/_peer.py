@@ -1,14 +1,14 @@
-"""One contender in a process of its own. A script, run by its path: it imports no `spmd`, so torchax can run it too.
+"""Runs one contender in its own process. A script, run by its path: it does not import `spmd`, so torchax's environment can run it.
 
-    python _peer.py ours            # then one JSON command per line on standard input, one JSON answer per line back
+    python _peer.py ours            # reads one JSON command per line from stdin, and writes one JSON answer per line to stdout
 
-A contender is a class `Contender(job)` in `peers/<name>.py` (and `prepare(job)`, called before, which sets up devices) with
+A contender is a class `Contender(job)` in `peers/<name>.py`, with a function `prepare(job)` that sets up the devices first. Methods:
 
     step()          run one training step and return without waiting for the devices
-    wait()          until everything that `step` changed is there
-    loss()          of the last step
-    stages(cold)    seconds to trace, lower and compile a fresh program, or {} if there is no such thing
-    program()       HLO text, memory, executables and retraces of the program that runs, or {}
+    wait()          block until everything that `step` changed is computed
+    loss()          the loss of the last step
+    stages(cold)    seconds to trace, lower and compile a fresh program, or {} if the contender has no such stages
+    program()       HLO text, memory, executables and retraces of the running program, or {}
     save(file), close(), device_kind     optional
 """
 
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1]))  # where `mesh` and `spmd` are, for a checkout that is not installed
+sys.path.append(str(HERE.parents[1]))  # the checkout's root, in case `mesh` and `spmd` are not installed
 
 
 def loaded(path: Path) -> Any:
-    """`_task.load`, which is itself in a file to be loaded."""
+    """Load a file as a module with `_task.load`, after loading `_task.py` itself by its path."""
     spec = importlib.util.spec_from_file_location("_bench_job", HERE / "_task.py")
     assert spec is not None and spec.loader is not None
     if "_bench_job" not in sys.modules:
@@ -38,22 +38,22 @@ def loaded(path: Path) -> Any:
 
 
 class Peer:
-    """Answers commands about one contender."""
+    """Executes commands for one contender."""
 
     def __init__(self, name: str) -> None:
         self.module: Any = loaded(HERE / "peers" / f"{name}.py")
         self.contender: Any = None
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
-        """What `command["do"]` names, with its other fields as arguments."""
+        """Call the method that `command["do"]` names, with the other fields as arguments."""
         do = command.pop("do")
         return getattr(self, f"do_{do}")(**command)
 
     def do_make(self, job: dict[str, Any]) -> dict[str, Any]:
-        asked = loaded(HERE / "_task.py").Job.from_dict(job)
+        parsed = loaded(HERE / "_task.py").Job.from_dict(job)
         start = time.perf_counter()
-        self.module.prepare(asked)
-        self.contender = self.module.Contender(asked)
+        self.module.prepare(parsed)
+        self.contender = self.module.Contender(parsed)
         kind = getattr(self.contender, "device_kind", "cpu")
         return {"make_s": time.perf_counter() - start, "versions": versions(), "device_kind": kind}
 
@@ -67,7 +67,7 @@ class Peer:
         return {"losses": losses, "first_step_s": first_step_s}
 
     def do_steps(self, count: int) -> dict[str, Any]:
-        """Clocks of each step: seconds until its results are there, until the call returned, and CPU seconds of the calling thread."""
+        """Clocks of each step: seconds until the results are computed and until the call returned, CPU seconds of the calling thread."""
         clocks: dict[str, list[float]] = {"ready_s": [], "returned_s": [], "returned_cpu_s": []}
         for _ in range(count):
             cpu, start = time.thread_time(), time.perf_counter()
@@ -83,14 +83,14 @@ class Peer:
         return self.contender.stages(cold)
 
     def do_program(self, hlo_path: str) -> dict[str, Any]:
-        """The program's facts; its text goes to `hlo_path`, where the asking process reads it."""
+        """The figures of the program. Its text is written to `hlo_path`, from where the parent process reads it."""
         found = self.contender.program()
         if found:
             Path(hlo_path).write_text(found.pop("hlo"), encoding="utf-8")
         return found
 
     def do_save(self, path: str) -> dict[str, Any]:
-        """Write the trained weights as the script does."""
+        """Write the trained weights in the script's format."""
         self.contender.save(Path(path))
         return {}
 
@@ -101,17 +101,17 @@ class Peer:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that were imported here."""
+    """Versions of the packages that this process has imported."""
     names = ("torch", "jax", "jaxlib", "torchax", "numpy", "transformers")
     return {name: str(sys.modules[name].__version__) for name in names if hasattr(sys.modules.get(name), "__version__")}
 
 
 def main(name: str) -> None:
-    """Answer until standard input ends or a command fails."""
+    """Execute commands until standard input ends or a command fails."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to standard error
+    os.dup2(2, 1)  # output that libraries print goes to standard error
 
-    def say(value: dict[str, Any]) -> None:
+    def reply(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
@@ -120,10 +120,10 @@ def main(name: str) -> None:
         command = json.loads(line)
         try:
             peer = peer or Peer(name)
-            say({"answer": peer.answer(command)})
-        except Exception as error:  # whatever a contender raises, the asking process shows it
+            reply({"answer": peer.answer(command)})
+        except Exception as error:  # the parent process reports any exception of a contender
             traceback.print_exc()
-            say({"error": f"{type(error).__name__}: {error}"})
+            reply({"error": f"{type(error).__name__}: {error}"})
             return
 
 

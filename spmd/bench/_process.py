@@ -1,4 +1,4 @@
-"""A peer seen from the run: a process that is asked by JSON lines."""
+"""A contender's process as the benchmark run controls it: commands and answers are JSON lines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TAIL_LINES = 6
 
 
 class PeerError(SpmdError):
-    """A peer could not do what it was asked."""
+    """A peer failed to execute a command."""
 
 
 class PeerProcess:
-    """`_peer.py <file>` in a process of its own.
+    """Runs `_peer.py <file>` in its own process.
 
     Args:
-        name: as tables show it.
-        file: the contender's file in `peers/`, without `.py`.
-        python: the interpreter of its environment.
+        name: the contender's name in tables.
+        file: its file in `peers/`, without `.py`.
+        python: its Python interpreter.
     """
 
     def __init__(self, name: str, file: str, python: str = sys.executable) -> None:
@@ -39,7 +39,7 @@ class PeerProcess:
         """Send a command and wait for its answer.
 
         Raises:
-            PeerError: the peer raised or died; the message holds what it said last.
+            PeerError: the peer raised or died. The message contains its last lines of output.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -48,13 +48,13 @@ class PeerProcess:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        said: dict[str, Any] = json.loads(line) if line else {"error": f"the process ended with code {self._process.wait()}"}
-        if "error" in said:
-            raise PeerError(message(f"peer {self.name!r} failed at {do!r}: {said['error']}", *self._tail(), fix="see the lines above"))
-        return said["answer"]
+        reply: dict[str, Any] = json.loads(line) if line else {"error": f"the process exited with code {self._process.wait()}"}
+        if "error" in reply:
+            raise PeerError(message(f"peer {self.name!r} failed at {do!r}: {reply['error']}", *self._tail(), fix="see the lines above"))
+        return reply["answer"]
 
     def stop(self) -> None:
-        """End the process, politely where it still listens."""
+        """Stop the process: by the command "stop", or by killing it if that fails."""
         if self._process.poll() is None:
             try:
                 self.ask("stop")

@@ -1,4 +1,4 @@
-"""A result as tables for the terminal."""
+"""Results as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rich.table import Table
 from spmd.bench._facts import MFU
 
 _RATES, _TIMES = ("median", "mean", "p90", "std", "CV"), ("ratio", "step ms", "dispatch ms", "trace+lower s", "compile s")
-_WIDTH = 120  # columns that the table takes with a row for each contender
+_WIDTH = 120  # terminal columns that a table with one row per contender needs
 _HEADER = ("", *_RATES, *_TIMES, "peak MiB", "GFLOP")
 
 
 def title_of(result: dict[str, Any]) -> str:
-    """Benchmark, variant, preset and mesh."""
+    """Title of a result: benchmark, variant, preset and mesh."""
     job = result["job"]
     parts = (job["name"], job["config"]["variant"], job["preset"], job["mesh"], "" if job["dtype"] == "float32" else job["dtype"])
     return " ".join(part for part in parts if part) + (" on GPU" if job["platform"] == "gpu" else "")
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row per contender: rates per second, ratio of the step to JAX by hand, times, and facts of the program."""
+    """One row per contender: items per second, ratio of the step time to JAX by hand, times, and figures of the program."""
     rows: list[tuple[str, ...]] = []
     for name, peer in result["peers"].items():
         if "absent" in peer:
@@ -41,15 +41,15 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def header_of(result: dict[str, Any]) -> tuple[str, ...]:
-    """Column names; the first rate says of what."""
+    """Names of the columns. The name of the first rate contains its unit."""
     return (_HEADER[0], f"{result['unit']}/s", *_HEADER[2:])
 
 
 def table(result: dict[str, Any], width: int = _WIDTH) -> Table:
-    """Contenders below each other; side by side where `width` columns of the terminal are too few for that."""
+    """A table with one row per contender, or one column per contender if the terminal has too few columns for that."""
     shown = Table(title=title_of(result), caption=_caption(result), box=rich.box.SIMPLE_HEAD)
     if width < _WIDTH:
-        return _turned(shown, header_of(result), rows_of(result))
+        return _transposed(shown, header_of(result), rows_of(result))
     for name in header_of(result):
         shown.add_column(name, justify="right" if name else "left")
     for row in rows_of(result):
@@ -57,22 +57,22 @@ def table(result: dict[str, Any], width: int = _WIDTH) -> Table:
     return shown
 
 
-def _turned(shown: Table, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    """A column for each contender that took part; the others' reasons above them."""
-    there, absent = [row for row in rows if len(row) == len(header)], [row for row in rows if len(row) != len(header)]
+def _transposed(shown: Table, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    """A column per contender that took part. The title lists the others with their reasons."""
+    present, absent = [row for row in rows if len(row) == len(header)], [row for row in rows if len(row) != len(header)]
     shown.title = "\n".join([str(shown.title), *(f"{row[0]}: {row[1]}" for row in absent if len(row) > 1)])
     shown.add_column("")
-    for row in there:
+    for row in present:
         shown.add_column(row[0], justify="right")
     for i, name in enumerate(header[1:], start=1):
-        if any(row[i] for row in there):
-            shown.add_row(name, *(row[i] for row in there))
+        if any(row[i] for row in present):
+            shown.add_row(name, *(row[i] for row in present))
     shown.min_width = 72  # for the caption
     return shown
 
 
 def goals(result: dict[str, Any]) -> Table:
-    """The figures that are asked for."""
+    """The figures with goals, and whether each goal is met."""
     shown = Table("figure", "ours", "theirs", "ratio", "goal", "", box=rich.box.SIMPLE_HEAD)
     for goal in result["goals"]:
         mark = "[green]met[/]" if goal["met"] else "[red]missed[/]"

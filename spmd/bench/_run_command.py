@@ -1,4 +1,4 @@
-"""One run of a benchmark, as the command line asks for it."""
+"""The command `spmd bench`: one run of a benchmark."""
 
 from __future__ import annotations
 
@@ -28,57 +28,57 @@ NAMES = ("megatron", "gpt2", "resnet50")
 
 @dataclass(frozen=True)
 class BenchArgs:
-    """Run a benchmark beside its peers: each in a process of its own, taking turns."""
+    """Run a benchmark and its peers, each in its own process, one step at a time in turn."""
 
     name: Annotated[Literal["megatron", "gpt2", "resnet50"], tyro.conf.Positional]
-    """Which one."""
+    """The benchmark."""
     mesh: str = ""
-    """Mesh axes and their sizes, "data=4,model=2"; the script's own by default."""
+    """Mesh axes and their sizes, "data=4,model=2"; by default the script's mesh."""
     preset: str = "small"
     """Sizes: tiny, small or full."""
     variant: str = ""
     """Model: plain or sequence (megatron), own or hf (gpt2)."""
     against: str = "jax"
-    """Peers, separated by commas: jax, torchax, torch, torch.compile, fsdp."""
+    """Comma-separated peers: jax, torchax, torch, torch.compile, fsdp."""
     topology: str = ""
-    """Compile for these TPU chips ("v5e:2x4") and compare the programs; nothing runs."""
+    """Compile for this TPU topology ("v5e:2x4") and compare the programs without running them."""
     platform: Literal["cpu", "gpu"] = "cpu"
     """Virtual CPU devices, or the GPUs of this machine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters and floating inputs."""
+    """Dtype of parameters and floating inputs."""
     batch: int = 0
-    """Size of a batch over all devices; the preset's by default."""
+    """Batch size over all devices; by default the preset's."""
     rounds: int = 20
     """Timed steps of each contender."""
     losses: int = 20
-    """Steps before them whose loss is recorded."""
+    """Earlier steps whose loss is recorded."""
     traces: int = 2
-    """Times that a fresh program is traced and compiled with empty caches, and again with full ones."""
+    """Number of fresh programs that are traced and compiled with empty caches, and as many again with warm caches."""
     real_data: Path | None = None
-    """A text (gpt2) or a folder with one folder of images per class (resnet50)."""
+    """A text file (gpt2), or a folder with one folder of images per class (resnet50)."""
     weights: Path | None = None
     """Start from these weights (gpt2: Hugging Face's model.safetensors)."""
     save: Path | None = None
-    """Where our trained weights go, in the same form."""
+    """File for our trained weights, in the same format."""
     torchax_python: Path | None = None
-    """Interpreter of the environment that has torchax; that of `make torchax` by default."""
+    """Python interpreter of the environment with torchax; by default the one that `make torchax` creates."""
     json: Path | None = None
-    """Where the result goes."""
+    """File for the result."""
     chart: Path | None = None
-    """Where a PNG chart goes; needs the extra `bench`."""
+    """File for a PNG chart; needs the extra `bench`."""
 
 
 def scripts() -> Path:
-    """The folder of the benchmarks' scripts: inside an installed package, at the top of a checkout."""
+    """The folder of the benchmark scripts: inside an installed package, or at the top of a checkout."""
     packaged = Path(__file__).with_name("scripts")
     return packaged if packaged.exists() else Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def job_of(args: BenchArgs) -> Job:
-    """What the contenders are told.
+    """The job that the contenders run.
 
     Raises:
-        UsageError: the script has no such preset or variant, the mesh is none, a file is not there or cannot be written.
+        UsageError: unknown preset or variant, invalid mesh or topology, a number too small, or a file that is missing or not writable.
     """
     name = args.name
     script = load(scripts() / f"{name}.py")
@@ -88,7 +88,7 @@ def job_of(args: BenchArgs) -> Job:
             raise UsageError(f"--{what} of {name} is one of {', '.join(known)}, not {given!r}{nearest(given, known)}")
     axes = mesh_axes("--mesh", args.mesh or ("data=1" if args.platform == "gpu" else script.MESH), ("data", "model"))
     if args.topology and not _TOPOLOGY.fullmatch(args.topology):
-        raise UsageError(f"--topology {args.topology!r} is none: write the chips and their grid, as in v5e:2x4")
+        raise UsageError(f"--topology {args.topology!r} is not a topology: write the chips and their grid, as in v5e:2x4")
     require_least(vars(args), {"--batch": 0, "--rounds": 1, "--losses": 1, "--traces": 1})
     require_exists("--real-data", args.real_data)
     require_exists("--weights", args.weights)
@@ -110,7 +110,7 @@ def job_of(args: BenchArgs) -> Job:
 
 
 def run(args: BenchArgs) -> int:
-    """Measure, show a table, write what was asked for. The exit code is 0 when our step ran."""
+    """Measure, print the tables, and write the requested files. The exit code is 0 if our step ran."""
     console = Console(highlight=False)
     try:
         result = measured(args, console)
@@ -129,7 +129,7 @@ def run(args: BenchArgs) -> int:
 
 
 def measured(args: BenchArgs, console: Console) -> dict[str, Any]:
-    """The result, with a progress bar while it comes about."""
+    """The result of a run. Shows a progress bar meanwhile."""
     job = job_of(args)
     entrants = entrants_of(args.against.split(","), job, args.torchax_python)
     effort = Effort(0, 0, 0) if args.topology else Effort(args.rounds, args.losses, args.traces)

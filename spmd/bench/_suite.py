@@ -1,8 +1,8 @@
-"""`make bench`: every benchmark on its meshes, at small sizes; rewrites the results and the document.
+"""`make bench`: runs every benchmark on its meshes, at small sizes, and rewrites the results and docs/benchmarks.md.
 
-python -m spmd.bench                       # all of it
+python -m spmd.bench                       # all benchmarks
 python -m spmd.bench --only gpt2           # one benchmark
-python -m spmd.bench --document-only       # tables and charts from the results as they are
+python -m spmd.bench --document-only       # tables and charts from the existing results
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class SuiteArgs:
     ground: str = "cpu"
     """cpu, tpu (compiled ahead of time) or gpu."""
     scale: float = 1.0
-    """Factor of the rounds."""
+    """Factor for the number of rounds."""
     torchax_python: Path | None = None
-    """Interpreter of the environment that has torchax."""
+    """Python interpreter of the environment with torchax."""
     document_only: bool = False
-    """Write the document and charts from the results as they are."""
+    """Write the document and charts from the existing results."""
 
 
 def suite(args: SuiteArgs) -> int:
-    """Run what was asked for; results of other grounds and meshes stay as they are."""
+    """Run the selected benchmarks. Results of other platforms and meshes are kept."""
     console = Console(highlight=False)
     runs = {"cpu": RUNS, "tpu": TPU_RUNS, "gpu": gpu_runs()}[args.ground]
     for one in () if args.document_only else runs:
@@ -78,23 +78,23 @@ def suite(args: SuiteArgs) -> int:
 
 
 def gpu_runs() -> tuple[BenchArgs, ...]:
-    """One GPU, bfloat16, the full shapes: against JAX by hand and torch.compile."""
-    asked = {"platform": "gpu", "dtype": "bfloat16", "preset": "full", "against": "jax,torch,torch.compile"}
-    return BenchArgs("gpt2", **asked), BenchArgs("resnet50", **asked), BenchArgs("megatron", **asked)  # type: ignore[arg-type]
+    """Runs on one GPU in bfloat16 with the full shapes, against JAX by hand, torch and torch.compile."""
+    options = {"platform": "gpu", "dtype": "bfloat16", "preset": "full", "against": "jax,torch,torch.compile"}
+    return BenchArgs("gpt2", **options), BenchArgs("resnet50", **options), BenchArgs("megatron", **options)  # type: ignore[arg-type]
 
 
 def path_of(name: str) -> Path:
-    """Where a benchmark's results are."""
+    """The file with a benchmark's results."""
     return ROOT / "benchmarks" / "results" / f"{name}.json"
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The results so far; none if there is no such file."""
+    """The results in a benchmark's file. Empty if there is no file."""
     return json.loads(path_of(name).read_text(encoding="utf-8"))["runs"] if path_of(name).exists() else []
 
 
 def keep(result: dict[str, Any]) -> None:
-    """Put a result in its file, in the place of the one with the same title."""
+    """Write a result to its benchmark's file. It replaces the result with the same title."""
     name, title = result["job"]["name"], _result_table.title_of(result)
     kept = {_result_table.title_of(other): other for other in read(name)} | {title: result}
     path_of(name).parent.mkdir(parents=True, exist_ok=True)

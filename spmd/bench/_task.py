@@ -1,6 +1,6 @@
-"""What a contender is asked to run: a benchmark's script, its sizes and its mesh, as a plain value that crosses to another process.
+"""The job of a contender: a benchmark's script, sizes and mesh, as a plain value that can be sent to another process.
 
-It imports neither torch nor jax nor `spmd`: a peer in an environment of its own reads this file by its path.
+This file imports neither torch nor jax nor `spmd`, because peers in other environments load it by its path.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ class Job:
     """One benchmark on one mesh.
 
     Attributes:
-        folder: where the scripts `<name>.py` and `<name>_jax.py` are.
-        variant, preset: which model, and the row of the script's `PRESETS`.
+        name: name of the benchmark.
+        folder: folder of the scripts `<name>.py` and `<name>_jax.py`.
+        variant: the model's variant; "" is the script's first.
+        preset: a key of the script's `PRESETS`.
         overrides: sizes that differ from the preset's.
-        axes: mesh axes and their sizes; an empty mesh is one device.
-        dtype: of parameters and floating inputs, "float32" or "bfloat16".
-        topology: compile for these TPU chips ("v5e:2x4") without running; "" runs here.
-        num_batches: how many batches there are; step n uses batch n modulo this.
-        real_data, weights: files to read; the script knows how.
+        axes: mesh axes and their sizes. An empty mesh is one device.
+        dtype: dtype of parameters and floating inputs, "float32" or "bfloat16".
+        topology: compile for this TPU topology ("v5e:2x4") without running. "" runs on this machine.
+        platform: "cpu" or "gpu".
+        num_batches: number of different batches. Step n uses batch n modulo this.
+        real_data, weights: files that the script reads; "" for none.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Job:
-        """Undo `dataclasses.asdict` after a passage through JSON, where tuples are lists."""
+        """Inverse of `to_dict`, also after JSON has turned tuples into lists."""
         pairs: dict[str, Any] = {key: tuple((name, value) for name, value in fields[key]) for key in ("overrides", "axes")}
         return cls(**(fields | pairs))
 
@@ -60,12 +63,12 @@ class Job:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return math.prod(size for _, size in self.axes)
 
     @property
     def mesh_text(self) -> str:
-        """The mesh as `mesh.Mesh.from_string` reads it."""
+        """The mesh in the format of `mesh.Mesh.from_string`."""
         text = ",".join(f"{name}={size}" for name, size in self.axes) or "data=1"
         return f"{text} on {self.topology}" if self.topology else text
 
@@ -76,7 +79,7 @@ class Job:
 
     @cached_property
     def by_hand(self) -> ModuleType:
-        """The same step by hand in JAX."""
+        """The benchmark's hand-written JAX script."""
         return load(Path(self.folder) / f"{self.name}_jax.py")
 
     @cached_property
@@ -86,14 +89,14 @@ class Job:
         return dataclasses.replace(self.script.PRESETS[self.preset], variant=variant, **dict(self.overrides))
 
     def spec_of(self, name: str, rank: int) -> Spec:
-        """How the parameter `name` is split on this mesh; replicated when the script says nothing."""
+        """Partition spec of the parameter `name` on this mesh. Parameters without a spec in the script are replicated."""
         for pattern, spec in self.script.shardings(self.config).items():
             if fnmatch.fnmatchcase(name, pattern):
                 return self.known(spec)
         return (None,) * rank
 
     def known(self, spec: Spec) -> Spec:
-        """The spec without the axes that this mesh lacks."""
+        """The spec without axes that the mesh does not have."""
         return tuple(self._known_entry(entry) for entry in spec)
 
     def _known_entry(self, entry: Entry) -> Entry:
@@ -102,16 +105,16 @@ class Job:
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
     def batch_specs(self) -> list[Spec]:
-        """How a batch's tensors are split."""
+        """Partition specs of a batch's tensors."""
         return [self.known(spec) for spec in self.script.BATCH_SPECS]
 
     def activations(self) -> dict[str, Spec]:
-        """Modules by pattern whose result is held to a sharding."""
+        """Sharding constraints on the outputs of modules: pattern of the module's name -> spec."""
         listed = getattr(self.script, "activations", None)
         return {} if listed is None else {pattern: self.known(spec) for pattern, spec in listed(self.config).items()}
 
     def batches(self) -> list[tuple[Any, ...]]:
-        """The batches as CPU tensors, floating ones in this job's dtype; without values where nothing will run."""
+        """The batches as CPU tensors, with floating tensors in the job's dtype. With a topology, one batch without values."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -122,7 +125,7 @@ class Job:
         return [tuple(t.to(dtype) if t.is_floating_point() else t for t in batch) for batch in drawn]
 
     def model(self) -> Any:
-        """The model on the CPU, the same in every process; on the meta device where nothing will run."""
+        """The model on the CPU with the same weights in every process, or on the meta device with a topology."""
         import torch
 
         torch.manual_seed(0)
@@ -133,7 +136,7 @@ class Job:
         return model.to(getattr(torch, self.dtype))
 
     def train_step(self, model: Any, optimizer: Any) -> Callable[..., Any]:
-        """The step as anyone writes it, for every contender whose gradients are torch's: a function of a batch."""
+        """The usual PyTorch training step as a function of a batch, for every contender that uses torch's autograd."""
         loss_of = self.script.loss
 
         def train_step(*batch: Any) -> Any:
@@ -147,7 +150,7 @@ class Job:
 
 
 def load(path: Path) -> ModuleType:
-    """The file as a module, once per process; its neighbours can be imported by name."""
+    """Import a file as a module, once per process. The module can import other files of its folder by name."""
     name = f"_bench_{path.parent.name}_{path.stem}"
     if name not in sys.modules:
         if str(path.parent) not in sys.path:

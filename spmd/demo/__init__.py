@@ -3,8 +3,8 @@
     spmd demo
     spmd demo --mesh data=8 --steps 200 --out model.pt
 
-The files in reading order: `_train` is the program, `_training` the steps that it compiles, `_gpt2` the model, `_text` the characters,
-`_screens` what is printed.
+The files in reading order: `_train` is the program, `_training` contains the functions that it compiles, `_gpt2` is the model, `_text`
+loads the training data, `_screens` formats the output.
 """
 
 from spmd.demo._gpt2 import GPT as GPT

@@ -1,9 +1,9 @@
-"""GPT-2: an ordinary `nn.Module` in plain PyTorch, and the table that says how the demo splits its parameters.
+"""GPT-2 as an ordinary `nn.Module` in plain PyTorch, and the partition specs of its parameters in the demo.
 
-The one model of this name: the demo, the benchmark `gpt2` and the tests train it. It knows no device and no mesh; the file imports
-only torch, so that a process without `spmd` can run it by its path: the demo's checkpoint is read back so, and torchax takes part.
+The demo, the benchmark `gpt2` and the tests all train this model. It does not depend on a device or a mesh. The file imports only
+torch, so that a process without `spmd` can load it by its path: the demo's `_reader` does so, and the benchmark with torchax.
 
-Shapes are named by suffixes:
+Suffixes name the dims of a tensor:
 
     B  sequences in a batch        T  tokens in a sequence            V  vocabulary
     D  width of the model          H  heads                           K  width of one head, D = H * K
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Megatron tensor parallelism: the first linear of each pair is split by outputs, the second by inputs, so that each pair
-# needs one all-reduce over "model" forward and one backward. Parameters that no pattern names are replicated: the
-# embedding is, because a hundred characters are too few to be worth an all-reduce per look-up and one per softmax.
+# Megatron tensor parallelism: the first linear of each pair is split by outputs and the second by inputs, so each pair needs one
+# all-reduce over "model" in forward and one in backward. Parameters without a pattern are replicated. So is the embedding, because
+# a vocabulary of a hundred characters is not worth one all-reduce per lookup and one per softmax.
 SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "blocks.*.attention.qkv.weight": ("model", None),
     "blocks.*.attention.qkv.bias": ("model",),
@@ -32,7 +32,7 @@ SHARDINGS: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model."""
+    """Sizes of the model. `seq` is the longest sequence; `width` is divisible by `heads`."""
 
     vocabulary: int
     seq: int
@@ -43,15 +43,15 @@ class GPTConfig:
 
 
 def _dropout(config: GPTConfig) -> nn.Module:
-    """None at all where nothing is dropped, so that no random number is drawn."""
+    """Dropout, or the identity for probability 0, so that no random number is drawn."""
     return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
 
 class Attention(nn.Module):
     """Causal self-attention.
 
-    The rows of `qkv` are ordered [H, 3, K], heads outermost as in Megatron: splitting them over devices splits heads, and
-    no device needs the query, key or value of another one's heads. In GPT-2's own order, [3, H, K], it would.
+    The rows of `qkv` are ordered [H, 3, K], heads outermost as in Megatron. Splitting the rows over devices therefore splits heads, and
+    no device needs the queries, keys or values of another device's heads. With GPT-2's own order, [3, H, K], it would.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears around a GELU."""
+    """Two linears with a GELU between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, norms first."""
+    """One pre-norm transformer layer."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, the next token's logits out; the head is the token embedding."""
+    """Language model: tokens int64[B, T] -> logits of the next token [B, T, V]. The head shares the weight of the token embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -112,11 +112,11 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Draw the parameters; a subclass may have a way of its own."""
+        """Initialize the parameters. Subclasses may override it."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # GPT-2's 0.02 at its width of 768, for any width. Embeddings larger: at 0.05 and these few steps the held-out
-                # loss ends at 2.2 instead of 1.8, because attention to positions starts too weak to be learned.
+                # Scales GPT-2's 0.02 at width 768 to other widths. Embeddings get a larger value: with 0.05 and these few steps the
+                # held-out loss ends at 2.2 instead of 1.8, because attention to positions is too weak at first to be learned.
                 nn.init.normal_(parameter, std=0.1 if name in ("tokens.weight", "positions.weight") else 0.5 / parameter.shape[1] ** 0.5)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)

@@ -1,4 +1,4 @@
-"""Reads the demo's checkpoint with torch alone. A script: it runs in a process of its own, which never imports `spmd`.
+"""Reads the demo's checkpoint with torch alone. A script that runs in its own process and never imports `spmd`.
 
 python _reader.py config.json checkpoint.pt tokens.pt logits.pt
 """

@@ -1,4 +1,4 @@
-"""What the demo shows, as rich renderables: tables of values and a curve. It computes nothing and prints nothing."""
+"""The demo's output as rich renderables: tables and a curve. This module does not print."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mesh import Mesh, ShardingSpec, size_text
 from spmd import XLAShardedTensor
 
 _BRAILLE = 0x2800
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of each dot, by column and row of a character cell
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of each dot in a character cell, by column and row
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:
-    """Two columns without a frame."""
+    """A table of names and values without a frame."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     for row in rows:
@@ -32,7 +32,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def sharding_table(model: nn.Module, mesh: Mesh) -> Table:
-    """Every parameter with its spec and what one device holds of it; the layers of a stack share a row."""
+    """A table of all parameters with spec, shape of a shard and bytes per device. Parameters that repeat in each layer share a row."""
     groups: dict[tuple[str, tuple[int, ...], ShardingSpec], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         spec = parameter.partition_spec if isinstance(parameter, XLAShardedTensor) else None
@@ -58,13 +58,13 @@ def sharding_table(model: nn.Module, mesh: Mesh) -> Table:
 
 
 def dims(shape: Sequence[int]) -> str:
-    """`128×64`."""
+    """A shape as text: `128×64`."""
     return "×".join(map(str, shape))
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one line, x ascending."""
+    """The points of one line, with ascending x."""
 
     name: str
     x: Sequence[float]
@@ -74,7 +74,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Curve:
-    """Series drawn with braille dots, two by four to a character; a later one hides what it crosses."""
+    """Plot of series with braille dots, two by four per character. A later series hides an earlier one where they cross."""
 
     series: Sequence[Series]
     x_name: str
@@ -107,7 +107,7 @@ class Curve:
 
 
 def _joined(series: Series, num_points: int) -> Iterator[tuple[float, float]]:
-    """The series' points and, between each two, as many as keep the line closed."""
+    """The points of a series, with interpolated points between them so that the line has no gaps."""
     points = list(zip(series.x, series.y, strict=True))
     between = max(1, num_points // max(1, len(points) - 1))
     for (x0, y0), (x1, y1) in itertools.pairwise(points):

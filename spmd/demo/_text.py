@@ -1,4 +1,4 @@
-"""Characters to learn from, found on every machine: the source files of Python's standard library."""
+"""The demo's training data, which every machine has: the source files of Python's standard library as characters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _HELD_OUT = 20  # one file in this many
 
 @dataclass(frozen=True)
 class Text:
-    """Two texts as int64 tensors of character numbers.
+    """Training text and held-out text as tensors of character indices.
 
     Attributes:
-        train, held_out: characters of different files.
-        characters: what each number stands for.
-        num_files: files in both.
+        train, held_out: int64[N] each, from different files.
+        characters: all characters, by index.
+        num_files: number of files in both texts.
     """
 
     train: Tensor
@@ -29,12 +29,12 @@ class Text:
     num_files: int
 
     def decode(self, numbers: Tensor) -> str:
-        """The characters of a tensor of numbers, dim after dim."""
+        """The characters of a tensor of indices, in row-major order."""
         return "".join(self.characters[number] for number in numbers.flatten().tolist())
 
 
 def standard_library() -> Text:
-    """The top-level modules in alphabetical order, without characters beyond ASCII."""
+    """The source files of the top-level modules in alphabetical order, without non-ASCII characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
     sources = [source.encode("ascii", "ignore").decode() for source in sources]
@@ -52,7 +52,7 @@ def standard_library() -> Text:
 
 
 def batch(text_N: Tensor, size: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random windows of the text and the same windows one character later, int64[size, seq] each."""
+    """Random windows of a text, and the same windows one character later; int64[size, seq] each."""
     starts_B = torch.randint(len(text_N) - seq, (size,), generator=generator)
     windows_BT = text_N[starts_B[:, None] + torch.arange(seq + 1)]
     return windows_BT[:, :-1], windows_BT[:, 1:]

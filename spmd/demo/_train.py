@@ -1,4 +1,4 @@
-"""The demo's program: an ordinary PyTorch training loop, and what it shows."""
+"""The demo's program: an ordinary PyTorch training loop and its output."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from spmd.demo._training import Training
 
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 30
-EVALUATIONS = 8  # of the held-out loss in one run
+EVALUATIONS = 8  # number of evaluations on held-out text in one run
 EVALUATION_BATCHES = 8
 TEMPERATURE = 0.6
 SAMPLE_START = "\n    def "
-TOLERANCE = 1e-4  # between the logits of the sharded model and of the checkpoint read on the CPU
+TOLERANCE = 1e-4  # absolute, between the logits of the sharded model and of the checkpoint loaded on the CPU
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class DemoArgs:
     steps: int = 1000
     """Number of training steps."""
     mesh: str = "data=4,model=2"
-    """Mesh axes and their sizes; "data" splits batches, "model" splits the model, either may be left out."""
+    """Mesh axes and their sizes; "data" splits batches, "model" splits the model; either may be left out."""
     devices: int = 8
-    """Virtual CPU devices; 0 takes the machine's own devices."""
+    """Number of virtual CPU devices; 0 uses the machine's own devices."""
     batch: int = 16
     """Sequences per step, over all devices."""
     seq: int = 64
@@ -59,23 +59,23 @@ class DemoArgs:
     layers: int = 3
     """Number of blocks."""
     heads: int = 4
-    """Attention heads; divides the width."""
+    """Number of attention heads; must divide the width."""
     dropout: float = 0.05
-    """Probability that dropout drops a value."""
+    """Dropout probability."""
     sample: int = 400
-    """Characters to generate."""
+    """Number of characters to generate."""
     seed: int = 0
     """Seed of the parameters, the batches, dropout and the sample."""
     out: Path = Path("checkpoints/demo.pt")
-    """Where the model's state dict goes."""
+    """File for the model's state dict."""
 
 
 def main(args: DemoArgs) -> int:
     """Train a character-level GPT-2 on Python's standard library, sharded over a mesh, and save it for plain PyTorch.
 
-    The exit code is 0 if the model learned and a process without this package could read it.
+    The exit code is 0 if the held-out loss fell and a process without this package loaded the model with the same logits.
     """
-    require_sound(args)
+    require_valid(args)
     console = Console(highlight=False)
     try:
         return Demo(args, console).run()
@@ -84,13 +84,13 @@ def main(args: DemoArgs) -> int:
         return 2
 
 
-def require_sound(args: DemoArgs) -> None:
-    """The arguments make sense, and the model can be written.
+def require_valid(args: DemoArgs) -> None:
+    """Check the arguments, and that the output file can be written.
 
     Raises:
-        UsageError: they do not; one line.
+        UsageError: an argument is invalid. The message is one line.
     """
-    least = {
+    minima = {
         "--steps": 1,
         "--devices": 0,
         "--batch": 1,
@@ -101,7 +101,7 @@ def require_sound(args: DemoArgs) -> None:
         "--sample": 0,
         "--dropout": 0,
     }
-    require_least(vars(args), least)
+    require_least(vars(args), minima)
     if args.dropout >= 1:
         raise UsageError(f"--dropout is a probability below 1, not {args.dropout:g}")
     if args.width % args.heads:
@@ -109,20 +109,20 @@ def require_sound(args: DemoArgs) -> None:
         raise UsageError(f"--heads {args.heads} does not divide --width {args.width}; {', '.join(map(str, fitting))} do")
     axes = mesh_axes("--mesh", args.mesh, ("data", "model"))
     if args.devices and math.prod(axes.values()) > args.devices:
-        raise UsageError(f"--mesh {args.mesh!r} has {math.prod(axes.values())} devices, --devices are {args.devices}")
+        raise UsageError(f"--mesh {args.mesh!r} has {math.prod(axes.values())} devices, but --devices is {args.devices}")
     require_writable("--out", args.out)
 
 
 @dataclass
 class _Losses:
-    """Loss by step: of each training batch, and of held-out text now and then."""
+    """Training loss of every step, and held-out loss by number of steps."""
 
     train: list[Tensor] = field(default_factory=list[Tensor])
     held_out: dict[int, float] = field(default_factory=dict[int, float])
 
 
 class Demo:
-    """The training script's variables, which in a script of one's own would be globals."""
+    """The variables of the training script, which an ordinary script would have as globals."""
 
     def __init__(self, args: DemoArgs, console: Console) -> None:
         self.start = time.perf_counter()
@@ -138,13 +138,13 @@ class Demo:
         self.model = self.training.model
 
     def batch(self, text_N: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch drawn on the host, each device's part of it sent to that device."""
+        """A batch drawn on the host and sharded over the devices: (tokens, next tokens), int64[batch, seq] each."""
         x_BT, y_BT = _text.batch(text_N, self.args.batch, self.args.seq, self.host_rng)
         spec = self.training.known(("data", None))
         return spmd.mark_sharding(x_BT.to("jax"), self.mesh, spec), spmd.mark_sharding(y_BT.to("jax"), self.mesh, spec)
 
     def run(self) -> int:
-        """Everything, in order."""
+        """Run the whole demo, and return the exit code."""
         self.show_setting()
         losses = self.train()
         self.show_collectives()
@@ -159,7 +159,7 @@ class Demo:
         return 0 if is_good else 1
 
     def show_setting(self) -> None:
-        """Versions, devices, text, model; and how the model is split."""
+        """Print versions, devices, text and model, and the sharding of the parameters."""
         devices, text = mesh.devices(), self.text
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         rows = [
@@ -174,7 +174,7 @@ class Demo:
         self.console.print(_screens.sharding_table(self.model, self.mesh))
 
     def train(self) -> _Losses:
-        """The training loop, with a progress bar around it."""
+        """The training loop, with a progress bar."""
         losses = _Losses()
         self.evaluate(losses)
         self.advance(losses)
@@ -202,25 +202,25 @@ class Demo:
         return losses
 
     def advance(self, losses: _Losses) -> None:
-        """One step."""
+        """Run one training step."""
         losses.train.append(self.training.train_step(*self.batch(self.text.train)))
         self.training.schedule.step()
 
     def evaluate(self, losses: _Losses) -> None:
-        """The mean loss of a few held-out batches, without dropout."""
+        """Record the mean loss of a few held-out batches, without dropout."""
         batches = [self.batch(self.text.held_out) for _ in range(EVALUATION_BATCHES)]
         losses.held_out[len(losses.train)] = self.training.mean_loss(batches)
 
     def show_collectives(self) -> None:
-        """What the devices send each other in one step, read from the compiled program."""
+        """Print the collectives of one step, read from the compiled program."""
         report = self.training.train_step.collectives()
         others = report.counts().keys() - {"all-reduce"}
         self.console.print("\n[bold]collectives of one step[/]")
         self.console.print(report)
-        self.console.print("no all-gather, no all-to-all: no device needs another one's part of the model" if not others else "")
+        self.console.print("no all-gather and no all-to-all: no device needs another device's part of the model" if not others else "")
 
     def show_curve(self, losses: _Losses) -> None:
-        """Both losses over the steps."""
+        """Print a plot of both losses over the steps."""
         values = [loss.item() for loss in losses.train]
         train = _screens.Series("training", range(1, len(values) + 1), values, "blue")
         held_out = _screens.Series("held out, without dropout", list(losses.held_out), list(losses.held_out.values()), "bold yellow")
@@ -228,7 +228,7 @@ class Demo:
         self.console.print(_screens.Curve([train, held_out], "step"))
 
     def show_sample(self) -> None:
-        """Characters after held-out text that ends in `def`, each drawn on the host from the logits of a fixed window."""
+        """Print a continuation of held-out text that ends in `def`. Characters are drawn on the host from the logits of a fixed window."""
         past = self.text.decode(self.text.held_out)
         end = past.index(SAMPLE_START, self.args.seq) + len(SAMPLE_START)
         window_T = self.text.held_out[end - self.args.seq : end]
@@ -238,7 +238,7 @@ class Demo:
         self.console.print("\n", Panel(Syntax(sample, "python", word_wrap=True, background_color="default"), title="sample"), sep="")
 
     def save_and_read(self) -> float:
-        """Save the state dict, read it in a process that has only torch, and return how far its logits are from ours."""
+        """Save the state dict, load it in a process with torch alone, and return the largest difference between the logits."""
         path = self.args.out
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), path)
@@ -247,7 +247,7 @@ class Demo:
         difference = (_read_without_spmd(self.config, path, tokens_BT) - ours_BTV).abs().max().item()
         self.console.print(
             f"saved [bold]{path}[/], {size_text(path.stat().st_size)}\n"
-            f"loaded on the CPU by a process with torch alone: logits differ by {difference:.1e} (at most {TOLERANCE:g})",
+            f"loaded on the CPU by a process with torch alone: logits differ by {difference:.1e} (allowed: {TOLERANCE:g})",
             soft_wrap=True,
         )
         return difference
@@ -255,7 +255,7 @@ class Demo:
 
 @dataclass
 class _Clock:
-    """Tokens per second since it was last asked."""
+    """Measures tokens per second since the previous call."""
 
     tokens_per_step: int
     step: int = 0
@@ -269,7 +269,7 @@ class _Clock:
 
 
 def _read_without_spmd(config: GPTConfig, checkpoint: Path, tokens_BT: Tensor) -> Tensor:
-    """Logits of the checkpoint in a process that never imports `spmd` (see `_reader`)."""
+    """Logits of the checkpoint, computed in a process that never imports `spmd` (see `_reader`)."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")

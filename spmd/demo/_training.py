@@ -1,4 +1,4 @@
-"""The model, its optimizer and the functions that become programs: what the demo trains."""
+"""The demo's sharded model, its optimizer and schedule, and the functions that are compiled."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from spmd.demo._gpt2 import GPT, SHARDINGS, GPTConfig
 
 
 class Training:
-    """A GPT-2 whose parameters are marked, under AdamW with a warm-up and half a cosine.
+    """A GPT-2 with marked parameters, trained by AdamW with warm-up and cosine decay.
 
     Attributes:
-        model, optimizer, schedule: what a checkpoint holds.
-        train_step, loss, logits: compiled.
+        model, optimizer, schedule: ordinary torch objects.
+        train_step, loss: compiled functions (tokens, next tokens) -> 0-dim mean loss, with and without an optimizer step.
+        logits: compiled function int64[B, T] -> replicated logits [B, T, V].
 
     Args:
         config: sizes of the model.
-        mesh: with axes "data" and "model"; either may be missing.
-        learning_rate: peak of the schedule.
-        warm_up_steps, steps: until that peak, and until a twentieth of it.
+        mesh: a mesh with axes "data" and "model"; either may be missing.
+        learning_rate: peak learning rate.
+        warm_up_steps: number of steps until the peak.
+        steps: number of steps until the end of the decay, at a twentieth of the peak.
     """
 
     def __init__(self, config: GPTConfig, mesh: Mesh, learning_rate: float, warm_up_steps: int, steps: int) -> None:
@@ -43,7 +45,7 @@ class Training:
         self.loss = spmd.compile(torch.no_grad()(self._loss))
         self.logits = spmd.compile(self._logits)
 
-    # The three functions that become programs. They know of nothing that changes from step to step but tensors.
+    # The three compiled functions. Between steps only tensors change, so each is traced once.
 
     def _loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         return F.cross_entropy(self.model(x_BT).flatten(0, 1), y_BT.flatten())
@@ -57,26 +59,29 @@ class Training:
 
     @torch.no_grad()
     def _logits(self, tokens_BT: Tensor) -> Tensor:
-        return spmd.mark_sharding(self.model(tokens_BT), self.mesh, (None, None, None))  # whole on every host
+        return spmd.mark_sharding(self.model(tokens_BT), self.mesh, (None, None, None))  # replicated: every host reads it
 
     def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        """The spec without the axes that this mesh has not."""
+        """The spec without axes that the mesh does not have."""
         return tuple(axis if axis in self.mesh.axis_names else None for axis in spec)
 
     def factor(self, step: int) -> float:
-        """Of the learning rate: linear warm-up, then half a cosine to a twentieth."""
+        """The learning rate as a fraction of its peak: linear warm-up, then cosine decay to a twentieth."""
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.steps))
         return min((step + 1) / self.warm_up_steps, 0.05 + 0.95 * cosine)
 
     def mean_loss(self, batches: Iterable[Any]) -> float:
-        """Of batches of (tokens, next tokens), without dropout."""
+        """Mean loss over batches of (tokens, next tokens), without dropout."""
         self.model.eval()
         losses = [self.loss(*batch) for batch in batches]
         self.model.train()
         return sum(loss.item() for loss in losses) / len(losses)
 
     def sample(self, window_T: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """`count` tokens, int64[count], each drawn on the host from the logits of the `window_T` before it; the model must be in `eval`."""
+        """Draw `count` tokens, int64[count], that continue `window_T`. Each is drawn on the host from the logits of the window before it.
+
+        The model must be in eval mode.
+        """
         drawn: list[Tensor] = []
         for _ in range(count):
             logits_V = self.logits(window_T[None].to("jax")).cpu().as_subclass(Tensor)[0, -1]

@@ -45,7 +45,7 @@ def test_every_goal_is_reported(result: dict[str, Any]) -> None:
 
 
 def test_peer_that_is_not_there_says_so(result: dict[str, Any]) -> None:
-    assert "torchax has no environment here: make torchax" in result["peers"]["torchax"]["absent"]
+    assert "torchax's environment was not found: run make torchax" in result["peers"]["torchax"]["absent"]
     assert any("make torchax" in cell for row in _result_table.rows_of(result) for cell in row)
 
 

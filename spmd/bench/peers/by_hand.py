@@ -1,4 +1,4 @@
-"""JAX by hand: the script `<name>_jax.py` under `jax.jit`, state donated, every sharding pinned. Imports no `spmd`."""
+"""JAX by hand: the script `<name>_jax.py` under `jax.jit`, with donated state and explicit shardings. It does not import `spmd`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 
 class Contender:
-    """The hand-written step. See `spmd.bench._peer` for what each method means."""
+    """The hand-written step. See `spmd.bench._peer` for the methods."""
 
     def __init__(self, job: Any, hand: Any = None) -> None:
-        """`hand`: the script, `OPTIMIZER`, `BUFFERS` and `loss`; `<name>_jax.py` unless given."""
+        """`hand`: an object with `OPTIMIZER`, `BUFFERS` and `loss`. By default the script `<name>_jax.py`."""
         self.job, self.hand = job, hand or job.by_hand
         self.mesh, self.options = mesh_of(job)
         self.device_kind = self.mesh.devices.flat[0].device_kind
@@ -46,18 +46,18 @@ class Contender:
         return NamedSharding(self.mesh, P(*spec))
 
     def fresh(self) -> Any:
-        """The step as a fresh function, so that jax reuses nothing of an earlier trace."""
+        """The jitted step as a new function, so that jax reuses no earlier trace."""
         job, hand = self.job, self.hand
-        held = next(iter(job.activations().values()), None)
-        where = None if held is None else self.place(held)
+        spec = next(iter(job.activations().values()), None)
+        where = None if spec is None else self.place(spec)
 
-        def hold(x: Any) -> Any:
+        def constrain(x: Any) -> Any:
             return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
         def train_step(state: Any, batch: Any) -> Any:
             params, buffers, opt = state
             with_buffers = jax.value_and_grad(hand.loss, has_aux=True)
-            (loss, buffers), grads = with_buffers(params, buffers, job.config, *batch, hold)
+            (loss, buffers), grads = with_buffers(params, buffers, job.config, *batch, constrain)
             params, opt = hand.OPTIMIZER.update(params, grads, opt)
             return (params, buffers, opt), loss
 
@@ -77,7 +77,7 @@ class Contender:
     def stages(self, cold: bool) -> dict[str, float]:
         if cold:
             jax.clear_caches()
-            jax.jit(lambda x: x + 1).lower(1).compile()  # what jax does once in a process is nobody's
+            jax.jit(lambda x: x + 1).lower(1).compile()  # jax's one-time work per process is not measured
         jitted, marks = self.fresh(), [time.perf_counter()]
         traced = jitted.trace(self.abstract, self.abstract_batch)
         marks.append(time.perf_counter())
@@ -103,19 +103,19 @@ class Contender:
 
 
 def mesh_of(job: Any) -> tuple[jax.sharding.Mesh, dict[str, Any] | None]:
-    """Automatic axes: GSPMD places what is not written. With it the compiler's options."""
+    """The mesh, with automatic axes: the partitioner shards all values without a constraint. Also the compiler options, or None."""
     names, sizes = [name for name, _ in job.axes] or ["data"], [size for _, size in job.axes] or [1]
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     if not job.topology:
         return jax.make_mesh(sizes, names, axis_types=auto), None
-    import mesh  # for the compiler's settings; the peers that run need only jax
+    import mesh  # for the compiler's options; peers that run need only jax
 
     chips = np.array(mesh.topology_devices(job.topology)).reshape(sizes)
     return jax.sharding.Mesh(chips, names, axis_types=auto), mesh.topology_options()
 
 
 def array_of(tensor: Any) -> Any:
-    """A CPU tensor as numpy: 64-bit integers in 32 bits, as jax keeps them; a tensor without data as its shape."""
+    """A CPU tensor as a numpy array, with int64 as int32, jax's default. A meta tensor becomes a ShapeDtypeStruct."""
     if tensor.device.type == "meta":
         return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(str(tensor.dtype).removeprefix("torch.").replace("int64", "int32")))
     tensor = tensor.detach()
@@ -130,17 +130,17 @@ def abstract(value: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Per-device bytes, from the compiler."""
+    """Bytes per device, as reported by the compiler."""
     analysis = compiled.memory_analysis()
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")}
     total = sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]
     is_on_cpu = any(d.platform == "cpu" for s in jax.tree.leaves(compiled.input_shardings)[:1] for d in s.device_set)
-    peak = total if is_on_cpu else int(getattr(analysis, "peak_memory_in_bytes", 0)) or total  # XLA:CPU's own leaves temporaries out
+    peak = total if is_on_cpu else int(getattr(analysis, "peak_memory_in_bytes", 0)) or total  # XLA:CPU's figure omits temporaries
     return {f"{name}_bytes": size for name, size in sizes.items()} | {"peak_bytes": peak}
 
 
 def prepare(job: Any) -> None:
-    """As many virtual CPU devices as the mesh has, or the accelerator's."""
+    """Create as many virtual CPU devices as the mesh needs. With another platform the accelerator's devices are used."""
     if job.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1 if job.topology else job.num_devices)

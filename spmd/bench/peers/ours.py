@@ -1,4 +1,4 @@
-"""Ours: the PyTorch script unchanged, its parameters marked, its step compiled."""
+"""Ours: the unchanged PyTorch script with marked parameters and a compiled step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spmd.device._storage import load
 
 
 class Contender:
-    """The PyTorch step through `spmd`. See `spmd.bench._peer` for what each method means."""
+    """The PyTorch step compiled by `spmd`. See `spmd.bench._peer` for the methods."""
 
     def __init__(self, job: Any) -> None:
-        spmd.configure(cache_dir=False)  # compilations are measured
+        spmd.configure(cache_dir=False)  # compilation is measured
         self.job = job
         self.mesh = Mesh.from_string(job.mesh_text)
         self.device_kind = self.mesh.to_jax().devices.flat[0].device_kind
@@ -27,17 +27,17 @@ class Contender:
         for name, parameter in self.model.named_parameters():
             spmd.mark_sharding(parameter, self.mesh, job.spec_of(name, parameter.dim()))
         for pattern, spec in job.activations().items():
-            self._hold(pattern, spec)
+            self._constrain(pattern, spec)
         self.train_step = job.train_step(self.model, job.script.optimizer(self.model.parameters()))
         self.batches = [[self._placed(t, s) for t, s in zip(batch, job.batch_specs(), strict=True)] for batch in job.batches()]
         self.compiled: Any = spmd.compile(self.train_step)
         self.count, self.last = 0, None
 
     def _placed(self, tensor: Any, spec: Any) -> Any:
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, device="jax") if tensor.is_meta else tensor.to("jax")
-        return spmd.mark_sharding(there, self.mesh, spec)
+        moved = torch.empty(tensor.shape, dtype=tensor.dtype, device="jax") if tensor.is_meta else tensor.to("jax")
+        return spmd.mark_sharding(moved, self.mesh, spec)
 
-    def _hold(self, pattern: str, spec: Any) -> None:
+    def _constrain(self, pattern: str, spec: Any) -> None:
         for name, module in self.model.named_modules():
             if name and fnmatch.fnmatchcase(name, pattern):
                 module.register_forward_hook(lambda _module, _args, result: spmd.mark_sharding(result, self.mesh, spec))
@@ -55,7 +55,7 @@ class Contender:
     def stages(self, cold: bool) -> dict[str, float]:
         if cold:
             jax.clear_caches()
-            jax.jit(lambda x: x + 1).lower(1).compile()  # what jax does once in a process is nobody's
+            jax.jit(lambda x: x + 1).lower(1).compile()  # jax's one-time work per process is not measured
         fresh: Any = spmd.compile(self.train_step)
         return dataclasses.asdict(fresh.program(*self.batches[0]).timings)
 
@@ -76,6 +76,6 @@ class Contender:
 
 
 def prepare(job: Any) -> None:
-    """As many virtual CPU devices as the mesh has, or the accelerator's."""
+    """Create as many virtual CPU devices as the mesh needs. With another platform the accelerator's devices are used."""
     if job.platform == "cpu":
         virtual_devices(1 if job.topology else job.num_devices)

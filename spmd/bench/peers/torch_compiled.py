@@ -1,4 +1,4 @@
-"""torch.compile on one device, unsharded: `torch_cpu.Compiled` under the name that a peer process looks for."""
+"""torch.compile on one device, unsharded: `torch_cpu.Compiled` under the name `Contender`, which `_peer` looks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch alone on the CPU, unsharded: eager. `torch_compiled.py` is the same through `torch.compile`."""
+"""Eager torch on one device, unsharded. `torch_compiled.py` runs the same step through `torch.compile`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Contender:
-    """The PyTorch script as it stands, on one device. See `spmd.bench._peer` for what each method means."""
+    """The unchanged PyTorch script on one device. See `spmd.bench._peer` for the methods."""
 
     def __init__(self, job: Any) -> None:
         self.job, self.device = job, "cpu" if job.platform == "cpu" else "cuda"
@@ -38,7 +38,7 @@ class Contender:
 
 
 class Compiled(Contender):
-    """Forward and backward through `torch.compile`, the optimizer's step too."""
+    """Compiles forward with backward, and the optimizer's step, with `torch.compile`."""
 
     def __init__(self, job: Any) -> None:
         super().__init__(job)
@@ -56,4 +56,4 @@ class Compiled(Contender):
 
 
 def prepare(job: Any) -> None:
-    """Nothing: torch finds its device by itself."""
+    """Do nothing: torch needs no device setup."""

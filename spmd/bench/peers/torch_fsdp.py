@@ -1,7 +1,7 @@
-"""torch's own sharding: FSDP2 over gloo, one process per device of the mesh; megatron's linears as DTensor too.
+"""torch's own sharding: FSDP2 over gloo, with one process per device of the mesh. Megatron's linears also use DTensor.
 
-This process is rank 0 and starts the others, which run this same file. GPT-2 and ResNet-50 are split over all processes by
-`fully_shard`; megatron has `parallelize_module` over the axis `model` and `fully_shard` over the axis `data`.
+This process is rank 0. It starts the other ranks, which run the same file. `fully_shard` shards GPT-2 and ResNet-50 over all
+processes. The megatron benchmark uses `parallelize_module` over the axis `model` and `fully_shard` over the axis `data`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-_CONTENDER, _STEP, _STOP = 0, 1, 2
+_LOSS, _STEP, _STOP = 0, 1, 2  # commands that rank 0 broadcasts
 
 
 class Rank:
-    """One process of the group: its shards and its part of the batches."""
+    """One process of the group, with its shards of the model and of the batches."""
 
     def __init__(self, job: Any, rank: int, store: str) -> None:
         torch.set_num_threads(1)
@@ -36,7 +36,7 @@ class Rank:
         self.batches = [[t.chunk(data.size())[here] for t in batch] for batch in job.batches()]
 
     def _shard(self) -> Any:
-        """Split the model; the mesh over which the batch is split."""
+        """Shard the model, and return the mesh that the batch is split over."""
         sizes = dict(self.job.axes)
         model_size = sizes.get("model", 1) if self.job.name == "megatron" and self.job.config.variant == "plain" else 1
         mesh = init_device_mesh("cpu", (self.job.num_devices // model_size, model_size), mesh_dim_names=("data", "model"))
@@ -52,19 +52,19 @@ class Rank:
         return mesh["data"]
 
     def step(self) -> None:
-        """One training step; every rank calls it."""
+        """Run one training step. A collective: every rank calls it."""
         self.last = self.train_step(*self.batches[self.count % len(self.batches)])
         self.count += 1
 
     def mean_loss(self) -> float:
-        """Over the parts of the batch; every rank calls it."""
+        """Mean loss over the parts of the batch. A collective: every rank calls it."""
         total = self.last.detach().clone()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
 
 class Contender:
-    """Rank 0, which the others follow. See `spmd.bench._peer` for what each method means."""
+    """Rank 0, which sends commands to the other ranks. See `spmd.bench._peer` for the methods."""
 
     def __init__(self, job: Any) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -75,18 +75,18 @@ class Contender:
         ]
         self.rank = Rank(job, 0, str(folder / "store"))
 
-    def _say(self, what: int) -> None:
-        dist.broadcast(torch.tensor(what), 0)
+    def _send(self, command: int) -> None:
+        dist.broadcast(torch.tensor(command), 0)
 
     def step(self) -> None:
-        self._say(_STEP)
+        self._send(_STEP)
         self.rank.step()
 
     def wait(self) -> None:
-        """Nothing: gloo's step has ended when it returns."""
+        """Do nothing: with gloo a step is complete when it returns."""
 
     def loss(self) -> float:
-        self._say(_CONTENDER)
+        self._send(_LOSS)
         return self.rank.mean_loss()
 
     def stages(self, cold: bool) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Contender:
         return {}
 
     def close(self) -> None:
-        self._say(_STOP)
+        self._send(_STOP)
         dist.destroy_process_group()
         for other in self.others:
             other.wait()
@@ -104,11 +104,11 @@ class Contender:
 
 
 def prepare(job: Any) -> None:
-    """Nothing: a process per device is started by the contender."""
+    """Do nothing: the contender starts one process per device."""
 
 
 def follow(folder: Path, number: int) -> None:
-    """A rank beyond the first: do what rank 0 says."""
+    """Run a rank other than 0: execute the commands that rank 0 broadcasts."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("_bench_job", Path(__file__).resolve().parents[1] / "_task.py")
@@ -116,12 +116,12 @@ def follow(folder: Path, number: int) -> None:
     module = sys.modules["_bench_job"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     rank = Rank(module.Job.from_dict(json.loads((folder / "job.json").read_text(encoding="utf-8"))), number, str(folder / "store"))
-    said = torch.zeros((), dtype=torch.int64)
+    command = torch.zeros((), dtype=torch.int64)
     while True:
-        dist.broadcast(said, 0)
-        if said.item() == _STOP:
+        dist.broadcast(command, 0)
+        if command.item() == _STOP:
             break
-        if said.item() == _STEP:
+        if command.item() == _STEP:
             rank.step()
         else:
             rank.mean_loss()
