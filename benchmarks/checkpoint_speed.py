@@ -1,11 +1,11 @@
-"""How long a checkpoint takes, how long the step waits for it, and how much memory it needs; beside plain tensorstore.
+"""Time and memory of saving a checkpoint, and the time that it blocks the step, compared with plain tensorstore.
 
     python benchmarks/checkpoint_speed.py                          # 1 GB of parameters on 8 virtual devices
     python benchmarks/checkpoint_speed.py --mib 64 --rounds 2 --json /tmp/speed.json
 
-Plain tensorstore writes the same shards as zarr arrays, one chunk per shard, with its files synced as ours are; it writes no
-checksum and reads nothing back. Contenders alternate, ratios are medians over the rounds of the ratio within a round. Memory
-is the growth of the process's peak over its resident size before the save, in a process of its own.
+Plain tensorstore writes the same shards as zarr arrays, one chunk per shard, and syncs its files as we do. It writes no checksums and
+reads nothing back. Contenders alternate. A ratio is the median over the rounds of the ratio within a round. Memory is the growth of
+the peak over the resident size before the save, measured in its own process.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure and where the results go."""
+    """Options of the measurement."""
 
     mib: int = 1024
-    """Size of the parameters."""
+    """Size of the parameters, in MiB."""
     rounds: int = 5
-    """Saves of each contender."""
+    """Number of saves by each contender."""
     memory_of: Literal["", "wait", "async"] = ""
-    """Print the memory of one kind of save and leave; used by the program itself."""
+    """Only print the memory of one kind of save. The program starts itself with this option."""
     folder: Path | None = None
-    """Where to save; a temporary folder by default."""
+    """Folder for the checkpoints; by default a temporary folder."""
     json: Path = ROOT / "benchmarks" / "results" / "checkpoint_speed.json"
-    """Where the results go."""
+    """File for the results."""
 
 
 def state(mib: int) -> dict[str, Any]:
-    """Matrices of 16 MiB, split over both axes of the mesh."""
+    """float32 matrices of 16 MiB each, split over both axes of the mesh."""
     import torch
 
     mesh = Mesh(range(8), (4, 2), ("data", "model"))
@@ -68,7 +68,7 @@ def state(mib: int) -> dict[str, Any]:
 
 
 def plain(folder: Path, arrays: dict[str, Any]) -> None:
-    """Every shard a chunk of a zarr array, all at once."""
+    """Write every shard as a chunk of a zarr array, all concurrently."""
     opened: list[tuple[Any, Any]] = []
     for name, tensor in arrays.items():
         array = load(tensor)
@@ -100,13 +100,13 @@ def clocked(action: Any) -> float:
 
 
 def measured(base: Path, arrays: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds by contender and round."""
+    """Seconds of every round, by contender."""
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "wait", "blocked", "async", "restore")}
     contenders = [plain_seconds, wait_seconds, async_seconds]
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(rounds + 1):  # the first round warms up
         one: dict[str, float] = {}
         for contender in contenders:
-            os.sync()  # nobody pays for what the one before left to the disk
+            os.sync()  # so that no contender waits for writes of the previous one
             one |= contender(base / "run", arrays)
             shutil.rmtree(base / "run")
         contenders.append(contenders.pop(0))
@@ -134,11 +134,11 @@ def async_seconds(folder: Path, arrays: dict[str, Any]) -> dict[str, float]:
 
 
 def memory(kind: str, base: Path, arrays: dict[str, Any]) -> int:
-    """Bytes by which the process's peak grows."""
+    """Growth of the process's peak memory during a save, in bytes."""
     for tensor in arrays.values():
         jnp.asarray(load(tensor)).block_until_ready()
-    spmd.checkpoint.save(base / "small", 1, {"x": np.ones(3)}, wait=True)  # threads and libraries are there
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    spmd.checkpoint.save(base / "small", 1, {"x": np.ones(3)}, wait=True)  # starts threads and loads libraries
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     spmd.checkpoint.save(base / "big", 1, arrays, wait=kind == "wait")
     spmd.checkpoint.join()
@@ -180,12 +180,12 @@ def main(options: Options) -> int:
         "memory_to_shards": {kind: value / nbytes for kind, value in grown.items()},
     }
     options.json.write_text(json.dumps(report, indent=1) + "\n")
-    table = rich.table.Table("what", "measured", "to reach")
+    table = rich.table.Table("figure", "measured", "goal")
     table.add_row("plain tensorstore", f"{statistics.median(seconds['plain']):.2f} s", "")
     table.add_row("save, synchronous", f"{statistics.median(seconds['wait']):.2f} s, {report['save_to_plain']:.2f} x plain", "1.3")
     table.add_row("save, asynchronous", f"{statistics.median(seconds['async']):.2f} s, {report['async_save_to_plain']:.2f} x plain", "1.3")
     table.add_row("  the step waits", f"{statistics.median(seconds['blocked']):.3f} s, {100 * report['blocked_share']:.1f} %", "10 %")
-    table.add_row("restore, all checked", f"{statistics.median(seconds['restore']):.2f} s", "")
+    table.add_row("restore with checksums", f"{statistics.median(seconds['restore']):.2f} s", "")
     for kind in ("wait", "async"):
         table.add_row(f"memory, {kind}", f"{report['memory_to_shards'][kind]:.2f} x the shards", "1.3")
     rich.print(table)

@@ -1,4 +1,4 @@
-"""Which files of pytorch/xla are run, how, and what of them cannot be had here and why."""
+"""The files of pytorch/xla that `conformance.py` runs, and the reasons for the tests that cannot pass here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Case:
 
     Attributes:
         file: its path in the checkout.
-        arguments: its own flags; `{devices}` is the number of devices, `{folder}` an empty folder.
-        environment: variables that torch_xla's own test runner sets for it.
-        limit_s: seconds it may take.
-        is_script: it has no unittests: that it ends without an error is what counts.
+        arguments: command line arguments; `{devices}` is the number of devices, `{folder}` an empty folder.
+        environment: environment variables that torch_xla's test runner sets for it.
+        limit_s: timeout, in seconds.
+        is_script: it has no unittests and passes if it exits without an error.
     """
 
     file: str
@@ -26,7 +26,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The file, and what it is told to run."""
+        """The file, and its first argument if that is not an option."""
         what = [argument for argument in self.arguments[:1] if not argument.startswith("-")]
         return " ".join([self.file, *what])
 
@@ -88,13 +88,13 @@ EXAMPLES = (
     *(Case(f"examples/{name}.py", is_script=True) for name in _EXAMPLES.split()),
 )
 
-_GRAPH = "compares the text of the graph that torch_xla lowers, its names of instructions among it"
-_ONE = "the test itself is for one device"
-_SOME = "a mesh of some of the devices is a mesh here"
-_AUTO = "XLA's automatic sharding is not available (`xr.use_spmd(auto=True)` says so)"
-_LARGE = "trains 142 million parameters eagerly, several times over: too long for the machine of this record"
+_GRAPH = "compares the text of torch_xla's lowered graph, including names of instructions"
+_ONE = "the test is written for one device"
+_SOME = "expects an error for a mesh of some of the devices, which is allowed here"
+_AUTO = "XLA's automatic sharding is not available (`xr.use_spmd(auto=True)` raises an error)"
+_LARGE = "trains 142 million parameters eagerly several times, which takes too long on the machine of this record"
 
-# (pattern of "file test", why it cannot pass here)
+# (pattern of "file test", the reason why it cannot pass here)
 REASONS: tuple[tuple[str, str], ...] = (
     (
         r"test_(backward_optimization_barrier|inplace_add_with_sharding|mark_sharding_ir|xla_sharded_hlo_dump|spmd_full_to_shard_shape)",
@@ -102,46 +102,49 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (r"test_(spmd_shard_to_full_shape|annotate_custom_sharding|scan_with_rematerialization|scan_xla_patched_linear|fsdp_v2_basic)", _GRAPH),
     (r"test_scan_layers.py .*test_(decoder_model|linear_layers|tuple_layers)", _GRAPH),
-    (r"test_spmd_graph_dump|test_spmd_lowering_context", "asks torch_xla's C++ extension for its own graphs (`LoweringContext`, dumps)"),
-    (r"test_mark_manual_sharding", "marks a global value manual, which the test says XLA cannot run; refused here"),
+    (r"test_spmd_graph_dump|test_spmd_lowering_context", "reads graphs of torch_xla's C++ extension (`LoweringContext`, dumps)"),
+    (r"test_mark_manual_sharding", "marks a global value as manual, which XLA cannot run according to the test; an error here"),
     (r"test_(mismatch_global_devices|device_count_mismatch_assertion)", _SOME),
     (r"test_fsdp_v2_multi_slice_error", "on one device its mesh has the shape (2, 0, 1)"),
-    (r"test_xla_sharding.py .*test_clone", "on one device a result is not shown as replicated over a mesh: it lies on no other"),
-    (r"test_hybrid_mesh", "its mesh has 8 devices: those that do not exist are refused"),
+    (r"test_xla_sharding.py .*test_clone", "on one device a result is not shown as replicated over a mesh"),
+    (r"test_hybrid_mesh", "its mesh has 8 devices, and devices that do not exist are an error"),
     (r"test_xla_auto_sharding|test_dtensor_integration2", _AUTO),
     (r"test_(global|addressable)_runtime_device_count", _ONE),
     (r"test_spmd_debugging.py .*_cpu", _ONE),
-    (r"test_(async_redistribute|device_mesh_dimensions)", "the test itself is for 4 devices: it writes 2 and 4 where 8 have 4 and 2"),
+    (
+        r"test_(async_redistribute|device_mesh_dimensions)",
+        "the test is for 4 devices: it expects 2 and 4 where 8 devices give 4 and 2",
+    ),
     (
         r"test_xlashardedtensor_is_dtensor",
-        "it is the whole tensor and no DTensor, which libraries take for one process's piece",
+        "XLAShardedTensor is a global tensor and not a DTensor, which libraries treat as one process's shard",
     ),
-    (r"test_xla_placement", "reads a tensor that requires a gradient as an array, which PyTorch refuses"),
-    (r"test_xla_sharded_tensor_repr", "`mark_sharding` returns its argument, so that the result of what was marked is shown as sharded"),
-    (r"test_fallback", "`torch.polar` is computed on the device and not on the host"),
+    (r"test_xla_placement", "reads a tensor that requires grad as an array, which is an error in PyTorch"),
+    (r"test_xla_sharded_tensor_repr", "`mark_sharding` returns its argument, so results of a marked tensor are shown as sharded"),
+    (r"test_fallback", "expects a fallback to the CPU for `torch.polar`, which runs on the device here"),
     (
         r"test_(propagate_replicated_sharding|input_sharding_none)",
-        "what was not marked lies on one device until a program needs it elsewhere",
+        "a tensor that was not marked is on one device until a program needs it elsewhere",
     ),
-    (r"test_sharded_tensor_aliasing", "counts buffers that torch_xla's step gave back to its inputs; eager operations have none"),
-    (r"test_sharding_propagation", "counts gathers of values that lie in pieces; the result of the layer lies whole here"),
+    (r"test_sharded_tensor_aliasing", "counts buffers that torch_xla's step donates; eager operations donate none"),
+    (r"test_sharding_propagation", "counts gathers of sharded values; the result of the layer is replicated here"),
     (r"test_scan_debug", "counts torch_xla's cache of graphs, which eager operations do not fill"),
-    (r"test_scan_external_in_place_mutation", "a write to a tensor outside is what Python says it is, and no error"),
-    (r"test_scan_activation_aliases_input", "eagerly a scan is its loop, which keeps slices"),
-    (r"test_scan_tracing_does_not_allocate", "a tensor from the host is uploaded where it is first used, not at `sync`"),
-    (r"test_dynamo_input_sharding_changed", "counts compilations of a step; here each eager operation is compiled too"),
-    (r"test_dynamo_input_sharding_threashold", "asks whether a result is a placeholder after a crash, which does not happen"),
+    (r"test_scan_external_in_place_mutation", "expects an error for an in-place write to an outer tensor, which works here as in Python"),
+    (r"test_scan_activation_aliases_input", "an eager scan runs as a loop, which saves slices for backward"),
+    (r"test_scan_tracing_does_not_allocate", "a tensor from the host is uploaded at its first use, not at `sync`"),
+    (r"test_dynamo_input_sharding_changed", "counts compilations of a step, but each eager operation is compiled too"),
+    (r"test_dynamo_input_sharding_threashold", "checks that a result is a placeholder after a crash, which does not happen here"),
     (
         r"test_eager.py .*test_(eager_basic|eager_in_place)",
-        "counts the programs of one operation in torch_xla; here it is one, or none",
+        "counts torch_xla's programs for one operation; here it is one or none",
     ),
-    (r"test_eager.py .*execute_once", "counts by ATen operator; programs are counted here, not operators"),
-    (r"test_virtual_device_upload_after_tracing", "a tensor from the host is uploaded when the step runs that uses it"),
-    (r"test_assume_pure_avoid_retracing", "a function with a gradient is traced twice: what its results are comes first"),
+    (r"test_eager.py .*execute_once", "counts executions by ATen operator; here programs are counted"),
+    (r"test_virtual_device_upload_after_tracing", "a tensor from the host is uploaded when the step that uses it runs"),
+    (r"test_assume_pure_avoid_retracing", "a function with a gradient is traced twice, first for the shapes of its results"),
     (r"test_train_spmd_linear_model", _LARGE),
 )
 
 
 def reason(file: str, test: str) -> str | None:
-    """Why a test cannot be had here, or None if nothing is known."""
+    """The listed reason why a test cannot pass here, or None."""
     return next((why for pattern, why in REASONS if re.search(pattern, f"{file} {test}")), None)

@@ -1,4 +1,4 @@
-"""Runs one file of torch_xla's as `__main__` and writes down what became of each of its tests, a JSON line each.
+"""Runs one file of torch_xla as `__main__` and records the outcome of each of its tests as a JSON line.
 
 python -m spmd.compat.torch_xla benchmarks/conformance_file.py OUT FILE ARGUMENTS      # see benchmarks/conformance.py
 """
@@ -15,7 +15,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-# What torch_xla's tests import and only switch something on with; the package claims the same slot of PyTorch as we do.
+# Replaces torchax, which torch_xla's tests import only to set the matmul precision; torchax occupies the same device slot as `spmd`.
 _torchax: Any = types.ModuleType("torchax")
 
 
@@ -29,7 +29,7 @@ _torchax.enable_accuracy_mode = _enable_accuracy_mode
 
 
 def without_its_kernels() -> None:
-    """torchvision's models import without its compiled operators, which are for another build of torch and which they do not use."""
+    """Declare torchvision's operators, so that its models import without its compiled extension, which is for another build of torch."""
     import torch
 
     declared = torch.library.Library("torchvision", "FRAGMENT")
@@ -42,7 +42,7 @@ _kept: list[Any] = []
 
 
 class Record:
-    """Outcomes of tests, written as they come: a crash costs the test that crashed."""
+    """Writes outcomes immediately, so that a crash loses only the outcome of the running test."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -56,7 +56,7 @@ class Record:
         self.write(name_of(test), "no result: the process ended")
 
     def failed(self, test: Any, error: Any) -> None:
-        self._failed[name_of(test)] = f"fail: {said_by(error)}"
+        self._failed[name_of(test)] = f"fail: {summary_of(error)}"
         self.write(name_of(test), self._failed[name_of(test)])
 
     def skipped(self, test: Any, reason: str) -> None:
@@ -67,14 +67,14 @@ class Record:
 
 
 def name_of(test: Any) -> str:
-    """ "Class.method"; of a class that could not be set up its own name."""
+    """ "Class.method", or the name of a class whose set-up failed."""
     if hasattr(test, "_testMethodName"):
         return f"{type(test).__name__}.{test._testMethodName}"
     return f"{test.id()} (set-up)"
 
 
-def said_by(error: Any) -> str:
-    """The error's last line, without what differs from run to run."""
+def summary_of(error: Any) -> str:
+    """The type, the first line of the message and the place of an error, without details that differ between runs."""
     kind, value, tb = error
     text = str(value).strip().splitlines() or [""]
     where = traceback.extract_tb(tb)[-1]
@@ -82,24 +82,24 @@ def said_by(error: Any) -> str:
 
 
 def listen(record: Record) -> None:
-    """Hear what every unittest result hears."""
+    """Add hooks to unittest.TestResult that record every outcome."""
 
-    def also(name: str, hear: Callable[..., None]) -> None:
+    def hook(name: str, callback: Callable[..., None]) -> None:
         original = getattr(unittest.TestResult, name)
 
-        def heard(self: Any, test: Any, *details: Any) -> None:
-            hear(test, *details)
+        def hooked(self: Any, test: Any, *details: Any) -> None:
+            callback(test, *details)
             original(self, test, *details)
 
-        setattr(unittest.TestResult, name, heard)
+        setattr(unittest.TestResult, name, hooked)
 
-    also("startTest", record.started)
-    also("addSuccess", record.passed)
-    also("addError", record.failed)
-    also("addFailure", record.failed)
-    also("addSkip", record.skipped)
-    also("addExpectedFailure", lambda test, error: record.passed(test))
-    also("addUnexpectedSuccess", lambda test: record.write(name_of(test), "fail: passed and was not to"))
+    hook("startTest", record.started)
+    hook("addSuccess", record.passed)
+    hook("addError", record.failed)
+    hook("addFailure", record.failed)
+    hook("addSkip", record.skipped)
+    hook("addExpectedFailure", lambda test, error: record.passed(test))
+    hook("addUnexpectedSuccess", lambda test: record.write(name_of(test), "fail: unexpected success"))
     original_sub = unittest.TestResult.addSubTest
 
     def sub(self: Any, test: Any, subtest: Any, error: Any) -> None:
@@ -111,7 +111,7 @@ def listen(record: Record) -> None:
 
 
 def cut_sizes(examples: str) -> None:
-    """The examples' models, batches and numbers of steps as small as a laptop's, where they have no flag for them."""
+    """Reduce models, batches and numbers of steps of the examples where they have no option for it."""
     import torch_xla.utils.utils as xu
 
     sys.path.append(examples)
@@ -148,7 +148,7 @@ def main(out: str, file: str, arguments: list[str]) -> None:
         record.write("", "pass" if end.code in (None, 0, False) else f"fail: exit code {end.code}")
     except BaseException as error:
         traceback.print_exc()
-        record.write("", f"fail: {said_by((type(error), error, error.__traceback__))}")
+        record.write("", f"fail: {summary_of((type(error), error, error.__traceback__))}")
     else:
         record.write("", "pass")
 

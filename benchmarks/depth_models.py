@@ -1,4 +1,4 @@
-"""The models of `depth.py`: Hugging Face's GPT-2 and Llama as they are, their layouts, and the names of their parts."""
+"""The models of `depth.py`: Hugging Face's unmodified GPT-2 and Llama, their partition specs, and the names of their submodules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAMA_SHARDINGS: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True)
 class Names:
-    """Of a model's parts: what embeds tokens, the layers, the last norm, and the table that makes logits."""
+    """Names of a model's submodules: token embedding, list of layers, last norm, and the head whose weight gives the logits."""
 
     embedding: str
     blocks: str
@@ -36,7 +36,7 @@ HEADS, VOCABULARY, BATCH = 8, 512, 16
 
 
 def build(model: str, layers: int, width: int, seq: int) -> Any:
-    """The model where torch makes tensors now, from torch's seed."""
+    """The model on torch's current default device, initialized from torch's current seed."""
     if model == "gpt2":
         return gpt2.build(gpt2.Config("hf", vocabulary=VOCABULARY, seq=seq, width=width, layers=layers, heads=HEADS, batch=BATCH))
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,12 +46,12 @@ def build(model: str, layers: int, width: int, seq: int) -> Any:
 
 
 def spec_of(model: str, name: str, ndim: int, axes: tuple[str, ...]) -> tuple[str | None, ...]:
-    """The layout of a parameter, without the axes that a mesh lacks."""
+    """Partition spec of a parameter, without axes that the mesh does not have."""
     shardings = gpt2.HF_SHARDINGS if model == "gpt2" else LLAMA_SHARDINGS
     spec = next((spec for pattern, spec in shardings.items() if fnmatch.fnmatchcase(name, pattern)), (None,) * ndim)
     return tuple(axis if axis in axes else None for axis in spec)
 
 
 def rows_of(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes over which a batch is split."""
+    """The axes that split the batch."""
     return tuple(axis for axis in axes if axis in ("data", "fsdp"))

@@ -1,11 +1,11 @@
-"""GPT-2, trained as a language model: `GPT` of `spmd/demo/_gpt2.py`, and Hugging Face's `GPT2LMHeadModel` unmodified.
+"""GPT-2 language model training: `GPT` of `spmd/demo/_gpt2.py`, or Hugging Face's unmodified `GPT2LMHeadModel`.
 
     python benchmarks/gpt2.py                                     # 4 layers of width 256 on data 2 x model 4
     python benchmarks/gpt2.py --variant hf --mesh data=8
     python benchmarks/gpt2.py --preset full --real-data book.txt  # the 124M shape
 
-This file is the PyTorch script: loss, optimizer, data, and the table that says how parameters are split. It and the model's file
-import torch alone, so every contender that is torch runs them; `gpt2_jax.py` is the same step written by hand in JAX.
+This file is the PyTorch script: loss, optimizer, data, and the partition specs of the parameters. It and the model's file import
+only torch, so all torch contenders run them. `gpt2_jax.py` is the same step hand-written in JAX.
 
     B sequences   T tokens in one   V vocabulary   D width   H heads   K width of a head, D = H * K
 """
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 
 def _model() -> ModuleType:
-    """`spmd/demo/_gpt2.py` by its path, in a checkout or an installed package: `import spmd` would take the device slot of torchax."""
+    """Load `spmd/demo/_gpt2.py` by its path, from a checkout or an installed package: `import spmd` would occupy torchax's device slot."""
     here = Path(__file__).resolve().parent
     packages = here.parent / "spmd", here.parents[1]
     path = next(package / "demo" / "_gpt2.py" for package in packages if (package / "demo").exists())
@@ -45,10 +45,10 @@ MESH = "data=2,model=4"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model and of a batch. `variant`: "own" or "hf"."""
+    """Sizes of the model and of a batch. `variant` is "own" or "hf"."""
 
     variant: str = "own"
-    vocabulary: int = 50304  # GPT-2's 50257, padded to a multiple of 128: dims must divide by their mesh axes
+    vocabulary: int = 50304  # GPT-2's 50257 padded to a multiple of 128, because mesh axes must divide the dims that they split
     seq: int = 1024
     width: int = 768
     layers: int = 12
@@ -63,8 +63,8 @@ PRESETS = {
     "full": Config(),
 }
 
-# Megatron: the first linear of each pair is split by outputs, the second by inputs; the vocabulary is split too. "fsdp" splits
-# the other dim of each weight. Axes that the mesh lacks are left out; what no pattern names is replicated.
+# Megatron: the first linear of each pair is split by outputs and the second by inputs. The vocabulary is split too. "fsdp" splits
+# the other dim of each weight. Axes that the mesh does not have are dropped. Parameters without a pattern are replicated.
 SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "tokens.weight": ("model", "fsdp"),
     "positions.weight": (None, "fsdp"),
@@ -75,7 +75,7 @@ SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "blocks.*.mlp.up.bias": ("model",),
     "blocks.*.mlp.down.weight": ("fsdp", "model"),
 }
-# Hugging Face's linears are Conv1D, weights [in, out]. Its 50257 tokens divide by nothing, so the embedding is split by width.
+# Hugging Face's linears are Conv1D with weights [in, out]. No mesh axis divides its 50257 tokens, so the embedding is split by width.
 HF_SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "transformer.wte.weight": (None, "fsdp"),
     "transformer.wpe.weight": (None, "fsdp"),
@@ -87,12 +87,13 @@ HF_SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "transformer.h.*.mlp.c_proj.weight": ("model", "fsdp"),
 }
 BATCH_SPECS = ((("data", "fsdp"), None), (("data", "fsdp"), None))
-# Results of modules that are split by sequences alone. Without this, weights split over "fsdp" make GSPMD split activations by width.
+# Modules whose outputs are split by sequences only. Without this constraint, weights that are split over "fsdp" make the partitioner
+# split activations by width.
 ACTIVATIONS = {"own": ("tokens", "blocks.?", "blocks.??"), "hf": ("transformer.wte", "transformer.h.?", "transformer.h.??")}
 
 
 class GPT(MODEL.GPT):
-    """With GPT-2's parameters at first: weights from a normal of 0.02, biases zero, norms one."""
+    """The model with GPT-2's initialization: weights from a normal distribution with std 0.02, biases 0, norm weights 1."""
 
     def initialise(self) -> None:
         for module in self.modules():
@@ -103,12 +104,12 @@ class GPT(MODEL.GPT):
 
 
 def build(config: Config) -> nn.Module:
-    """The model on the CPU (or wherever torch makes tensors now), from torch's seed."""
+    """The model on torch's current default device, initialized from torch's current seed."""
     if config.variant == "own":
         return GPT(config)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    last = min(config.vocabulary, HF_TOKENS) - 1  # the token that ends a text
+    last = min(config.vocabulary, HF_TOKENS) - 1  # the end-of-text token
     sizes = {"n_positions": config.seq, "n_embd": config.width, "n_layer": config.layers, "n_head": config.heads}
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -138,7 +139,7 @@ HF_TOKENS = 50257
 
 
 def to_hugging_face(state: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Our block's parameters in Hugging Face's names and layouts: linears [in, out], rows of qkv as [3, H, K], no padded tokens."""
+    """Our parameters with Hugging Face's names and layouts: linears [in, out], qkv ordered [3, H, K], no padded tokens."""
     vocabulary = min(config.vocabulary, HF_TOKENS)
     out = {"wte.weight": state["tokens.weight"][:vocabulary], "wpe.weight": state["positions.weight"]}
     out |= {f"ln_f.{kind}": state[f"norm.{kind}"] for kind in ("weight", "bias")}
@@ -153,7 +154,7 @@ def to_hugging_face(state: dict[str, Tensor], config: Config) -> dict[str, Tenso
 
 
 def from_hugging_face(state: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The other way; tokens beyond Hugging Face's get zeros. Its files may leave the prefix `transformer.` out."""
+    """Inverse of `to_hugging_face`. Padded tokens get zeros. Names may lack the prefix `transformer.`, as in Hugging Face's files."""
     state = {name.removeprefix("transformer."): value for name, value in state.items()}
     table_VD = state["wte.weight"]
     padded_VD = torch.cat([table_VD, table_VD.new_zeros(config.vocabulary - len(table_VD), config.width)])
@@ -171,7 +172,7 @@ def from_hugging_face(state: dict[str, Tensor], config: Config) -> dict[str, Ten
 
 
 def load_weights(model: nn.Module, config: Config, file: Path) -> None:
-    """From Hugging Face's `model.safetensors`."""
+    """Load Hugging Face's `model.safetensors` into the model, in place."""
     from safetensors.torch import load_file
 
     state = load_file(file)
@@ -183,7 +184,7 @@ def load_weights(model: nn.Module, config: Config, file: Path) -> None:
 
 
 def save_weights(state: dict[str, Tensor], config: Config, file: Path) -> None:
-    """CPU tensors of either variant as Hugging Face's `model.safetensors`; the head is the embedding, as there."""
+    """Write the CPU tensors of either variant as Hugging Face's `model.safetensors`, without the head, which shares the embedding."""
     from safetensors.torch import save_file
 
     state = {name: value for name, value in state.items() if name not in ("head.weight", "lm_head.weight")}
@@ -195,22 +196,22 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Parameters by pattern, and how each is split."""
+    """Partition specs of the parameters: pattern of the name -> spec."""
     return SHARDINGS if config.variant == "own" else HF_SHARDINGS
 
 
 def activations(config: Config) -> dict[str, tuple[str | tuple[str, ...] | None, ...]]:
-    """Modules whose result is held to a sharding."""
+    """Sharding constraints on the outputs of modules: pattern of the name -> spec."""
     return {pattern: (("data", "fsdp"), None, None) for pattern in ACTIVATIONS[config.variant]}
 
 
 def num_items(config: Config) -> int:
-    """Tokens in a batch."""
+    """Number of tokens in a batch."""
     return config.batch * config.seq
 
 
 def tokens(config: Config, real_data: Path | None) -> Tensor:
-    """int64 tokens: bytes of a text, by default of Python's own modules; a `.bin` file holds uint16 tokens, as nanoGPT writes them."""
+    """int64 tokens: the bytes of a text, by default Python's standard library; a `.bin` file contains uint16 tokens in nanoGPT's format."""
     if real_data is not None and real_data.suffix == ".bin":
         return torch.from_file(str(real_data), size=real_data.stat().st_size // 2, dtype=torch.uint16).long() % config.vocabulary
     files = [real_data] if real_data is not None else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:100]
@@ -218,12 +219,12 @@ def tokens(config: Config, real_data: Path | None) -> Tensor:
 
 
 def example(config: Config) -> tuple[Tensor, Tensor]:
-    """A batch without values."""
+    """A batch of meta tensors."""
     return (torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta"),) * 2
 
 
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of (tokens, the token after each), int64[B, T], the same in every process."""
+    """`count` batches of (tokens, next tokens), int64[B, T] each, identical in every process."""
     text_N, rng = tokens(config, real_data), torch.Generator().manual_seed(0)
     drawn: list[tuple[Tensor, Tensor]] = []
     for _ in range(count):

@@ -1,9 +1,9 @@
-"""A loop under `spmd.lazy()` beside the same step compiled: GPT-2 and ResNet-50's blocks on 8 virtual devices.
+"""Step time of a loop under `spmd.lazy()`, compared with the same step under `spmd.compile`: GPT-2 and ResNet-50 on 8 virtual devices.
 
     python benchmarks/lazy.py                # writes benchmarks/results/lazy.json
     python benchmarks/lazy.py --script gpt2 --preset tiny
 
-Both train in one process, turn about; the figures are medians of the ratio of one turn to the other, and the number of programs.
+Both train in one process in alternating turns. The figures are the median of the ratios of their turns, and the number of programs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Trained:
         return loss
 
     def turn(self, count: int, step: Callable[..., Any]) -> float:
-        """Seconds for `count` steps, waited for."""
+        """Seconds of `count` steps, until all parameters are computed."""
         start = time.perf_counter()
         for i in range(count):
             loss = step(*self.batches[i % len(self.batches)])
@@ -67,7 +67,7 @@ def spmd_value(tensor: torch.Tensor) -> Any:
 
 
 def spec_of(table: dict[str, Any], name: str, dims: int, mesh: Mesh) -> tuple[Any, ...]:
-    """The layout that the script's table gives a parameter, without the axes that the mesh lacks."""
+    """Partition spec of a parameter in the script's table, without axes that the mesh does not have."""
     for pattern, spec in table.items():
         if fnmatch.fnmatchcase(name, pattern):
             return tuple(axis if axis in mesh.axis_names else None for axis in spec)
@@ -75,7 +75,7 @@ def spec_of(table: dict[str, Any], name: str, dims: int, mesh: Mesh) -> tuple[An
 
 
 def measured(name: str, preset: str, mesh_text: str, turns: int, steps: int) -> dict[str, Any]:
-    """The figures of one script."""
+    """Measure one script, and return its figures."""
     script = importlib.import_module(f"benchmarks.{name}")
     config, mesh = script.PRESETS[preset], Mesh.from_string(mesh_text)
     lazily, compiled = Trained(script, config, mesh), Trained(script, config, mesh)

@@ -1,9 +1,10 @@
-"""Does Llama-3-8B fit? Hugging Face's model under the preset "fsdp" on v5e:16x16, which is not here, beside JAX by hand.
+"""Memory of Llama-3-8B on a pod: Hugging Face's model under the preset "fsdp", and hand-written JAX, compiled for v5e:16x16.
 
-    python benchmarks/llama_pod.py                       # 32 layers, one sequence of 4,096 a chip; writes results/llama_pod.json
+    python benchmarks/llama_pod.py                       # 32 layers, one sequence of 4,096 per chip; writes results/llama_pod.json
     python benchmarks/llama_pod.py --layers 4 --json None
 
-Both are compiled ahead of time, each in a process of its own: seconds, the host's memory, and the peak of a chip by the TPU compiler.
+Both are compiled ahead of time without a TPU, each in its own process. The figures are the compile times, the host memory, and the
+peak memory of a chip as reported by the TPU compiler.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ TOPOLOGY, CHIPS = "v5e:16x16", 256
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    layers: of the model.
-    positions: tokens of a sequence.
-    json: where the result goes; None: printed only.
+    layers: number of layers.
+    positions: length of a sequence, in tokens.
+    json: file for the result; None only prints it.
     """
 
     layers: int = 32
@@ -106,8 +107,8 @@ def by_hand(layers: int, positions: int) -> tuple[dict[str, float], Any]:
 def main(options: Options) -> None:
     rows: dict[str, Any] = {}
     for contender in ("ours", "by hand"):
-        asked = json.dumps({"layers": options.layers, "positions": options.positions, "contender": contender})
-        done = subprocess.run([sys.executable, __file__, asked], capture_output=True, text=True, check=False)
+        task = json.dumps({"layers": options.layers, "positions": options.positions, "contender": contender})
+        done = subprocess.run([sys.executable, __file__, task], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
         rows[contender] = json.loads(done.stdout.splitlines()[-1])
@@ -121,9 +122,9 @@ def main(options: Options) -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def run_one(asked: dict[str, Any]) -> None:
-    """In a process of its own: the last line it prints is the result."""
-    stages, compiled = (ours if asked["contender"] == "ours" else by_hand)(asked["layers"], asked["positions"])
+def run_one(task: dict[str, Any]) -> None:
+    """Measure one contender in this process. The last line of output is the result."""
+    stages, compiled = (ours if task["contender"] == "ours" else by_hand)(task["layers"], task["positions"])
     memory, used = compiled.memory_analysis(), resource.getrusage(resource.RUSAGE_SELF)
     stages |= {"cpu_s": used.ru_utime + used.ru_stime, "host_bytes": used.ru_maxrss * 1024}
     sizes = {

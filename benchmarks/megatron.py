@@ -1,13 +1,13 @@
-"""A Megatron MLP stack: the first linear of each pair split by outputs, the second by inputs.
+"""A stack of Megatron MLPs: the first linear of each pair is split by outputs, the second by inputs.
 
     python benchmarks/megatron.py                                        # 1024 -> 4096 -> 1024 on data 4 x model 2
-    python benchmarks/megatron.py --mesh model=8                         # one-dimensional
+    python benchmarks/megatron.py --mesh model=8                         # one mesh axis
     python benchmarks/megatron.py --variant sequence --mesh data=2,model=4
 
-Variant "plain" is a stack of MLPs. Variant "sequence" has a residual and a norm around each, split by sequence over the same
-axis that splits the weights: the all-reduce after each pair becomes a reduce-scatter, and an all-gather before the next.
+Variant "plain" is a stack of MLPs. Variant "sequence" adds a norm and a residual to each MLP, with activations split by sequence over
+the same axis that splits the weights. The all-reduce after each pair then becomes a reduce-scatter, and an all-gather before the next.
 
-This file is the PyTorch script and imports torch alone; `megatron_jax.py` is the same step by hand in JAX.
+This file is the PyTorch script and imports only torch. `megatron_jax.py` is the same step hand-written in JAX.
 
     B batch   T sequence   D width   H hidden
 """
@@ -29,7 +29,7 @@ MESH = "data=4,model=2"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. `variant`: "plain" or "sequence"."""
+    """Sizes of the model and of a batch. `variant` is "plain" or "sequence"."""
 
     variant: str = "plain"
     width: int = 8192
@@ -42,7 +42,7 @@ class Config:
 PRESETS = {
     "tiny": Config(width=64, hidden=256, batch=8, seq=8, layers=2),
     "small": Config(width=1024, hidden=4096, batch=8, seq=32, layers=1),
-    "dispatch": Config(width=8, hidden=16, batch=8, seq=4, layers=75),  # 300 parameters: what a call costs the host
+    "dispatch": Config(width=8, hidden=16, batch=8, seq=4, layers=75),  # 300 parameters: measures the host time of a call
     "full": Config(),
 }
 SHARDINGS: dict[str, tuple[str | None, ...]] = {
@@ -51,11 +51,11 @@ SHARDINGS: dict[str, tuple[str | None, ...]] = {
     "*.down.weight": (None, "model"),
 }
 BATCH_SPECS = (("data", None, None), ("data", None, None))
-SEQUENCE_SPEC = ("data", "model", None)  # of a block's input and output, variant "sequence"
+SEQUENCE_SPEC = ("data", "model", None)  # input and output of each block in variant "sequence"
 
 
 class MLP(nn.Module):
-    """torch's Linear.weight is [out, in]."""
+    """Two linears with a GELU between them. torch's Linear.weight is [out, in]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class MLP(nn.Module):
 
 
 class SequenceMLP(MLP):
-    """With a norm before and a residual around."""
+    """An MLP with a norm before it and a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -78,7 +78,7 @@ class SequenceMLP(MLP):
 
 
 def build(config: Config) -> nn.Module:
-    """The model on the CPU (or wherever torch makes tensors now), from torch's seed."""
+    """The model on torch's current default device, initialized from torch's current seed."""
     block = MLP if config.variant == "plain" else SequenceMLP
     return nn.Sequential(*(block(config) for _ in range(config.layers)))
 
@@ -92,31 +92,31 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Parameters by pattern, and how each is split."""
+    """Partition specs of the parameters: pattern of the name -> spec."""
     return SHARDINGS
 
 
 def activations(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Modules whose result is held to a sharding."""
+    """Sharding constraints on the outputs of modules: pattern of the name -> spec."""
     return {} if config.variant == "plain" else {"?": SEQUENCE_SPEC, "??": SEQUENCE_SPEC}
 
 
 def num_items(config: Config) -> int:
-    """Rows in a batch."""
+    """Number of rows (positions of all sequences) in a batch."""
     return config.batch * config.seq
 
 
 def example(config: Config) -> tuple[Tensor, Tensor]:
-    """A batch without values."""
+    """A batch of meta tensors."""
     return (torch.empty(config.batch, config.seq, config.width, device="meta"),) * 2
 
 
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of (x, y), float32[B, T, D], y a fixed linear function of x; the same in every process."""
+    """`count` batches of (x, y), float32[B, T, D] each, identical in every process. y is a fixed linear function of x."""
     rng = torch.Generator().manual_seed(0)
-    turn_DD = torch.randn(config.width, config.width, generator=rng) / config.width**0.5
+    weight_DD = torch.randn(config.width, config.width, generator=rng) / config.width**0.5
     drawn = [torch.randn(config.batch, config.seq, config.width, generator=rng) for _ in range(count)]
-    return [(x_BTD, x_BTD @ turn_DD) for x_BTD in drawn]
+    return [(x_BTD, x_BTD @ weight_DD) for x_BTD in drawn]
 
 
 if __name__ == "__main__":

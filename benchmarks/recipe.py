@@ -1,11 +1,11 @@
-"""A run of a recipe with all its metrics on beside the same loop written by hand: GPT-2 on 8 virtual devices.
+"""Overhead of a recipe's run with all metrics, compared with the same hand-written loop: GPT-2 on 8 virtual devices.
 
     python -m benchmarks.recipe              # writes benchmarks/results/recipe.json
     python -m benchmarks.recipe --pairs 4 --json None
 
-Both train in one process, some steps of each in turn, on the same batches from the same file; the loop by hand is what a user writes with
-`spmd.compile` and `spmd.shard_loader`, and reads no number. A record is written at every step. The figures are medians of the ratios, of
-seconds of the clock and of CPU seconds, which other work on the machine changes less.
+Both train in one process, alternating after a few steps, on the same batches from the same file. The hand-written loop uses
+`spmd.compile` and `spmd.shard_loader` and reads no metric. The recipe writes a record at every step. The figures are medians of the
+ratios of wall time and of CPU time, which depends less on other load on the machine.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ RATE, CLIP = 1e-3, 1.0
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    pairs: turns of each; the first two compile and are not counted.
-    steps: in a turn.
-    json: where the result goes; None: printed only.
+    pairs: number of turns of each loop; the first two compile and are not counted.
+    steps: number of steps in a turn.
+    rows, positions: sequences in a batch, and tokens in a sequence.
+    json: file for the result; None only prints it.
     """
 
     pairs: int = 24
@@ -64,7 +65,7 @@ class Options:
 
 
 class ByRecipe:
-    """The run's own loop, some steps at a time."""
+    """The loop of a recipe's run, a few steps at a time."""
 
     def __init__(self, options: Options, tokens: Path, out: Path) -> None:
         tables = {
@@ -93,7 +94,7 @@ class ByRecipe:
 
 
 class ByHand:
-    """The loop that the recipe stands for."""
+    """The equivalent hand-written loop."""
 
     def __init__(self, options: Options, mesh: Mesh, tokens: Path) -> None:
         torch.manual_seed(0)
@@ -126,7 +127,7 @@ class ByHand:
 
 
 def seconds_of(side: ByRecipe | ByHand, count: int) -> tuple[float, float]:
-    """Of so many steps until all parameters are there, each: of the clock, and of all threads of this process."""
+    """Seconds per step until all parameters are computed: wall time, and CPU time of all threads of this process."""
     start, start_cpu = time.perf_counter(), time.process_time()
     side.steps(count)
     jax.block_until_ready([load(parameter) for parameter in side.model.parameters()])
@@ -140,7 +141,7 @@ def _compared(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def run(options: Options) -> None:
-    """Both, in turn; who begins changes from pair to pair."""
+    """Run both loops in turn, with alternating order, and write the result."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         tokens = Path(folder) / "tokens.bin"
         np.random.default_rng(0).integers(0, 1024, 400 * options.positions).astype(np.uint16).tofile(tokens)
@@ -153,7 +154,7 @@ def run(options: Options) -> None:
             pairs.append((seconds[id(recipe)], seconds[id(hand)]))
     counted = [tuple(zip(*pair, strict=True)) for pair in pairs[2:]]  # ((recipe's seconds, by hand), (recipe's CPU seconds, by hand))
     result = {
-        "what": "seconds of a step: the recipe's run with a record at every step, and the loop by hand; alternating, medians",
+        "what": "median seconds per step of the recipe's run with a record at every step, and of the hand-written loop, in turn",
         "machine": machine(),
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         **{name: _compared([pair[number] for pair in counted]) for number, name in enumerate(("clock", "cpu"))},
@@ -161,7 +162,7 @@ def run(options: Options) -> None:
     seconds = recipe.run.clock.count()
     result["load"] = os.getloadavg()  # of the machine, in the last 1, 5 and 15 minutes
     result["data"] = {
-        "what": "part of the recipe's seconds in steps that its loop spent taking batches",
+        "what": "fraction of the recipe's time that its loop spent loading batches",
         "part": seconds["data"] / (seconds["data"] + seconds["step"]),
     }
     text = json.dumps(result, indent=2)

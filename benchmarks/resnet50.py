@@ -1,12 +1,12 @@
-"""ResNet-50 v1.5 on ImageNet shapes: batches split over devices, images too where the mesh has a `spatial` axis.
+"""ResNet-50 v1.5 on ImageNet shapes. Batches are split over devices; images are split too if the mesh has an axis `spatial`.
 
-    python benchmarks/resnet50.py                                    # a small one on data 8
+    python benchmarks/resnet50.py                                    # a small ResNet on data 8
     python benchmarks/resnet50.py --mesh data=4,spatial=2            # rows of the images split over two devices
     python benchmarks/resnet50.py --preset full --real-data folder   # one folder of images per class
 
-This file is the PyTorch script; it imports torch alone (and Pillow to read images). `resnet50_jax.py` is the same step by
-hand in JAX. BatchNorm's statistics are over the whole batch, wherever its parts lie. Fake data, as in the PyTorch/XLA report,
-unless a folder is given.
+This file is the PyTorch script and imports only torch (and Pillow to read images). `resnet50_jax.py` is the same step hand-written
+in JAX. BatchNorm computes its statistics over the global batch, however it is sharded. Without a folder the data are random, as in
+the PyTorch/XLA report.
 
     N images   C channels   H rows   W columns
 """
@@ -28,7 +28,7 @@ MESH = "data=8"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. `blocks`: of each of the four stages; `width`: channels of the first."""
+    """Sizes of the model and of a batch. `blocks`: number of blocks in each stage; `width`: channels of the first stage."""
 
     variant: str = "v1.5"
     blocks: tuple[int, ...] = (3, 4, 6, 3)
@@ -43,13 +43,13 @@ PRESETS = {
     "small": Config(blocks=(1, 1, 1, 1), width=32, classes=64, size=64, batch=32),
     "full": Config(),
 }
-NUM_PARAMETERS = 25_557_032  # of the full preset, as torchvision counts them
-SHARDINGS: dict[str, tuple[str | None, ...]] = {}  # every parameter on every device
+NUM_PARAMETERS = 25_557_032  # parameters of the full preset, equal to torchvision's
+SHARDINGS: dict[str, tuple[str | None, ...]] = {}  # all parameters are replicated
 BATCH_SPECS = (("data", None, "spatial", None), ("data",))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1; v1.5: the stride is in the 3x3."""
+    """Convolutions 1x1, 3x3, 1x1. In v1.5 the 3x3 convolution has the stride."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Names of parameters are torchvision's, so its weights load."""
+    """ResNet with torchvision's parameter names, so that its weights can be loaded."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class ResNet(nn.Module):
 
 
 def build(config: Config) -> nn.Module:
-    """The model on the CPU (or wherever torch makes tensors now), from torch's seed."""
+    """The model on torch's current default device, initialized from torch's current seed."""
     return ResNet(config)
 
 
@@ -117,25 +117,25 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def shardings(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """None: every parameter is on every device."""
+    """No partition specs: all parameters are replicated."""
     return SHARDINGS
 
 
 def num_items(config: Config) -> int:
-    """Images in a batch."""
+    """Number of images in a batch."""
     return config.batch
 
 
 def example(config: Config) -> tuple[Tensor, Tensor]:
-    """A batch without values."""
+    """A batch of meta tensors."""
     images_NCHW = torch.empty(config.batch, 3, config.size, config.size, device="meta")
     return images_NCHW, torch.empty(config.batch, dtype=torch.int64, device="meta")
 
 
 def batches(config: Config, count: int, real_data: Path | None = None) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of (images float32[N, 3, H, W], classes int64[N]), the same in every process.
+    """`count` batches of (images float32[N, 3, H, W], classes int64[N]), identical in every process.
 
-    Fake images are noise around one picture per class, so that there is something to learn.
+    Random images are noise around one picture per class, so that the model can learn.
     """
     rng = torch.Generator().manual_seed(0)
     if real_data is not None:
@@ -151,16 +151,16 @@ def batches(config: Config, count: int, real_data: Path | None = None) -> list[t
 
 
 def images(folder: Path) -> tuple[list[Path], list[int]]:
-    """The files of a folder of folders, and each one's class: the number of its folder in alphabetical order."""
+    """The files in a folder of folders, and the class of each: the index of its folder in alphabetical order."""
     folders = sorted(path for path in folder.iterdir() if path.is_dir())
     found = [(file, number) for number, inner in enumerate(folders) for file in sorted(inner.iterdir())]
     if not found:
-        raise SystemExit(f"{folder} has no folders of images\n  fix: one folder per class, images inside")
+        raise SystemExit(f"{folder} contains no folders of images\n  fix: create one folder of images per class")
     return [file for file, _ in found], [number for _, number in found]
 
 
 def picture(file: Path, size: int) -> Tensor:
-    """float32[3, size, size], the middle square, ImageNet's mean and deviation taken out."""
+    """The centre square as float32[3, size, size], normalized by ImageNet's mean and standard deviation."""
     from PIL import Image
 
     with Image.open(file) as opened:

@@ -1,6 +1,6 @@
-"""Random trials, each a seed, in a process of their own: one that crashes or hangs costs itself and not the run.
+"""Runs random trials, one per seed, in a worker process, so that a trial that crashes or hangs does not end the run.
 
-for seed, answer in trials("benchmarks.fuzz_trials", range(100), timeout_s=60.0):   # its `trial(seed)`, or why there was none
+for seed, answer in trials("benchmarks.fuzz_trials", range(100), timeout_s=60.0):   # the result of `trial(seed)`, or of its failure
     ...
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from benchmarks.worker import Worker, serve
 
-# The partitioner runs as ever; what LLVM would do to make the programs fast takes longer than to run them once.
+# These flags do not affect the partitioner. LLVM's optimizations would take longer than running each program once.
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-TRIALS_PER_WORKER = 100  # compiled programs pile up in its memory
-_FORGET_EVERY = 25
+TRIALS_PER_WORKER = 100  # compiled programs accumulate in a worker's memory
+_FORGET_EVERY = 25  # trials between two `jax.clear_caches()`
 
 
 def trials(module: str, seeds: Iterable[int], timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each seed with what the module's `trial` says of it; {"result": "abort: ..."} where the process did not live to say it."""
+    """Yields each seed with the result of the module's `trial`, or {"result": "abort: ..."} if the worker crashed or timed out."""
     worker, began = _start(module), time.monotonic()
     try:
         for number, seed in enumerate(seeds, 1):
@@ -48,7 +48,7 @@ def _start(module: str) -> Worker:
 
 
 def _serve(module: str) -> None:
-    """Answer one JSON line per seed on standard output until standard input ends."""
+    """Run in the worker: reply with one JSON line per seed on standard output until standard input ends."""
     warnings.simplefilter("ignore")
     import torch
 

@@ -1,8 +1,8 @@
-"""A slow cable between two network namespaces: what enters one end leaves the other some time later.
+"""A network link with a delay between two network namespaces, for kernels without netem.
 
     python benchmarks/slow_link.py slow fault-a fault-b 0.05      # 50 ms each way, until it is killed
 
-Each namespace gets a network device of that name (a TUN device); whoever wants the delay routes over it. For kernels without netem.
+Each namespace gets a TUN device of that name. Traffic that is routed over it is delayed.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import time
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
-_LARGEST = 65_536  # bytes of a packet
+_LARGEST = 65_536  # maximum packet size, in bytes
 
 
 def opened(device: str, namespace: str) -> int:
-    """The near end of a new device in `namespace`, as a file: one packet for each read and write."""
+    """Create a TUN device in `namespace`, and return its file descriptor. Each read or write is one packet."""
     with open(f"/var/run/netns/{namespace}", encoding="utf-8") as entered:
         if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), namespace)
-    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)  # it belongs to the namespace that this process is in
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)  # the device belongs to the current namespace of the process
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
     return end
 
 
 def carry(ends: tuple[int, int], delay_s: float) -> None:
-    """Packets from each end to the other, in order, `delay_s` later; for ever."""
+    """Forward packets from each end to the other in order, after `delay_s` seconds. Does not return."""
     other = dict(zip(ends, reversed(ends), strict=True))
-    under_way: list[tuple[float, int, int, bytes]] = []
+    in_flight: list[tuple[float, int, int, bytes]] = []
     count = 0
     while True:
-        wait_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        wait_s = max(0.0, in_flight[0][0] - time.monotonic()) if in_flight else None
         for end in select.select(ends, (), (), wait_s)[0]:
-            heapq.heappush(under_way, (time.monotonic() + delay_s, count, other[end], os.read(end, _LARGEST)))
+            heapq.heappush(in_flight, (time.monotonic() + delay_s, count, other[end], os.read(end, _LARGEST)))
             count += 1
-        while under_way and under_way[0][0] <= time.monotonic():
-            _, _, end, packet = heapq.heappop(under_way)
+        while in_flight and in_flight[0][0] <= time.monotonic():
+            _, _, end, packet = heapq.heappop(in_flight)
             os.write(end, packet)
 
 

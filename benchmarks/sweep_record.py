@@ -1,7 +1,7 @@
-"""A sweep's record: JSON whose leaves begin with "pass" where something passes. What passed must go on passing.
+"""Checks a sweep's results against its record: nested JSON whose leaves start with "pass" for entries that pass.
 
 failed = regressions(json.loads(path.read_text()), results, is_whole=True)      # {"add float32 grad": "AssertionError: ..."}
-guard(path, results, is_whole=True, accepts=False)                              # ends the program where there are some
+guard(path, results, is_whole=True, accepts=False)                              # exits with an error if there are any
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def _leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def regressions(record: dict[str, Any], results: dict[str, Any], is_whole: bool) -> dict[str, str]:
-    """What passes in the record and not in the results, and what came of it.
+    """The entries that pass in the record but not in the results, with their outcomes.
 
     Args:
-        is_whole: whether what the results lack was lost; False where only a part was run.
+        record: the recorded results.
+        results: the new results.
+        is_whole: whether the results are complete. If so, an entry that they do not contain is a regression.
     """
     found = dict(_leaves(results))
     return {
@@ -35,19 +37,22 @@ def regressions(record: dict[str, Any], results: dict[str, Any], is_whole: bool)
 
 
 def guard(record: Path, results: dict[str, Any], is_whole: bool, accepts: bool) -> None:
-    """End the program with an error if something has stopped passing and nobody accepts that; the results are kept beside the record.
+    """Exit with an error if entries of the record no longer pass, unless `accepts`. Complete results are saved next to the record.
 
     Raises:
-        SystemExit: names what passes no longer.
+        SystemExit: the message lists the entries that no longer pass.
     """
     if accepts or not record.exists():
         return
     failed = regressions(json.loads(record.read_text(encoding="utf-8")), results, is_whole)
     if not failed:
         return
-    lines = [f"{len(failed)} entries of {record.name} pass no longer; the record is as it was", *(f"  {n}: {t}" for n, t in failed.items())]
+    lines = [
+        f"{len(failed)} entries of {record.name} no longer pass; the record is unchanged",
+        *(f"  {n}: {t}" for n, t in failed.items()),
+    ]
     if is_whole:
         kept = record.with_suffix(".new.json")
         kept.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        lines += [f"  fix: mend them, or, to change the record on purpose: --merge {kept} --accept"]
+        lines += [f"  fix: repair them, or change the record on purpose with --merge {kept} --accept"]
     raise SystemExit("\n".join(lines))

@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer over a mesh beside the same step compiled: GPT-2 on 8 virtual devices.
+"""Step time of Hugging Face's Trainer over a mesh, compared with the same step under `spmd.compile`: GPT-2 on 8 virtual devices.
 
     python -m benchmarks.trainer             # writes benchmarks/results/trainer.json
     python -m benchmarks.trainer --steps 12 --json None
 
-Both train in one process, a step of each in turn. The Trainer's time has its data loader, schedule, clipping and log; the compiled
-function clips too and takes batches that are on the devices. The figure is the median of the ratios.
+Both train in one process, one step of each in turn. The Trainer's time includes its data loader, schedule, clipping and logging. The
+compiled function also clips, but takes batches that are already on the devices. The figure is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ RATE = 1e-3
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    steps: of each; the first eight compile and are not counted.
-    json: where the result goes; None: printed only.
+    steps: number of steps of each; the first eight compile and are not counted.
+    rows, positions: sequences in a batch, and tokens in a sequence.
+    json: file for the result; None only prints it.
     """
 
     steps: int = 48
@@ -47,7 +48,7 @@ class Options:
 
 
 def model_of(options: Options) -> GPT2LMHeadModel:
-    """The same weights for both."""
+    """The model, with the same weights for both contenders."""
     torch.manual_seed(0)
     sizes = {"n_layer": options.layers, "n_embd": options.width, "n_head": 8, "n_positions": options.positions, "vocab_size": 1024}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -55,7 +56,7 @@ def model_of(options: Options) -> GPT2LMHeadModel:
 
 
 def wait(model: torch.nn.Module) -> None:
-    """Until all parameters are there."""
+    """Block until all parameters are computed."""
     jax.block_until_ready([load(parameter) for parameter in model.parameters()])
 
 
@@ -80,7 +81,7 @@ class Compiled:
 
 
 class InTurn(TrainerCallback):
-    """After each step of the Trainer one of the compiled function; seconds of both."""
+    """Runs one compiled step after each step of the Trainer, and measures the seconds of both."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled, self.seconds = compiled, list[tuple[float, float]]()
@@ -99,7 +100,7 @@ class InTurn(TrainerCallback):
 
 
 def run(options: Options) -> None:
-    """Both, in turn."""
+    """Run both in turn, and write the result."""
     virtual_devices(8)
     mesh = Mesh(range(8), (2, 4), ("data", "model"))
     data = torch.randint(0, 1024, (4 * options.rows, options.positions), generator=torch.Generator().manual_seed(0))

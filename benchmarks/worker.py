@@ -1,4 +1,4 @@
-"""A worker process that answers one JSON line per request: what crashes or hangs costs one answer, not the run."""
+"""A worker process that replies to each request with one JSON line, so that a crash or a hang loses one reply and not the run."""
 
 from __future__ import annotations
 
@@ -20,53 +20,59 @@ T = TypeVar("T")
 
 
 def sweep_parser(what: str, description: str | None, timeout_s: float, results: Path) -> argparse.ArgumentParser:
-    """The options that every sweep over `what` has: which of them, how long one may take, and where the results go."""
+    """The options that all sweeps share: which `what` to run, the timeout of one, and the file for the results."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(f"--{what}", default="", metavar="REGEX", help="only those in whose name the pattern is found")
-    parser.add_argument("--shard", default=WHOLE, metavar="I/N", help="every N-th of them, starting with the I-th")
-    parser.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="seconds for each")
-    parser.add_argument("--json", type=Path, default=None, metavar="OUT", help=f"default: {results} for a whole run, else nowhere")
-    parser.add_argument("--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing: put these shards' results together")
-    parser.add_argument("--accept", action="store_true", help="write the record although something that passed in it does not any more")
+    parser.add_argument(f"--{what}", default="", metavar="REGEX", help="only those whose name matches")
+    parser.add_argument("--shard", default=WHOLE, metavar="I/N", help="every N-th of them, starting with the I-th, counted from 0")
+    parser.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="timeout of each, in seconds")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=None,
+        metavar="OUT",
+        help=f"file for the results; default: {results} for a complete run, otherwise none",
+    )
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], metavar="JSON", help="run nothing; merge the results of these shards")
+    parser.add_argument("--accept", action="store_true", help="write the record even if some of its entries no longer pass")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def merged(shards: Sequence[Path]) -> dict[str, Any]:
-    """The results of several runs: what is deeper than a name comes from every one, the last one's where they differ."""
+    """The merged results of several runs. Nested dicts are merged; for other values the last run counts."""
     found: dict[str, Any] = {}
     for path in shards:
-        _put_in(found, json.loads(path.read_text(encoding="utf-8")))
+        _merge(found, json.loads(path.read_text(encoding="utf-8")))
     return found
 
 
-def _put_in(old: dict[str, Any], new: dict[str, Any]) -> None:
+def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
     for name, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(name), dict):
-            _put_in(old[name], value)
+            _merge(old[name], value)
         else:
             old[name] = value
 
 
 def shard_of(names: Sequence[T], shard: str) -> list[T]:
-    """The shard "I/N": every N-th, starting with the I-th."""
+    """The shard "I/N": every N-th name, starting with the I-th, counted from 0."""
     first, step = map(int, shard.split("/"))
     return list(names[first::step])
 
 
-class _NoAnswerError(Exception):
-    """The process did not answer; the message says why."""
+class _NoReplyError(Exception):
+    """The process did not reply. The message is the reason."""
 
 
 class Worker:
-    """A process and the queue of lines that it wrote.
+    """A worker process and the queue of its output lines.
 
     Attributes:
-        hello: the JSON of its first line, which says that it is ready.
+        hello: the JSON value of its first line, which it writes when it is ready.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """`env`: the whole environment; None: this process's."""
+        """`env`: the complete environment; None inherits that of this process."""
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=env
         )
@@ -75,7 +81,7 @@ class Worker:
         self._reader.start()
         try:
             self.hello: Any = self._next(START_TIMEOUT_S)
-        except _NoAnswerError as error:
+        except _NoReplyError as error:
             raise SystemExit(f"the worker did not start: {error}; try: {' '.join(command)}") from error
 
     def _read(self) -> None:
@@ -88,24 +94,24 @@ class Worker:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise _NoAnswerError(f"timed out after {timeout_s:.0f} s") from None
+            raise _NoReplyError(f"timed out after {timeout_s:.0f} s") from None
         if line is None:
-            raise _NoAnswerError(f"the process died with exit code {self.process.wait()}")
+            raise _NoReplyError(f"the process died with exit code {self.process.wait()}")
         return json.loads(line)
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | str:
-        """The answer, or why there is none."""
+        """Send a request. Returns the reply, or as a string the reason why there is none."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died after its last answer: there is none to this one
+        with contextlib.suppress(BrokenPipeError):  # the process has died; `_next` returns the reason
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         try:
             return self._next(timeout_s)
-        except _NoAnswerError as error:
+        except _NoReplyError as error:
             return str(error)
 
     def stop(self) -> None:
-        """End the process, and close its pipes: a sweep starts a hundred workers."""
+        """Kill the process and close its pipes, because a sweep starts a hundred workers."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.kill()
         self.process.wait()
@@ -116,22 +122,23 @@ class Worker:
 
 
 def serve(answer_to: Callable[[dict[str, Any]], Any], hello: Any = "ready", forget_every: int = 1) -> None:
-    """What the process does: an answer to each line of standard input, until that ends; what is printed meanwhile goes to stderr.
+    """Run in the worker: reply to each line of standard input until it ends. Other output goes to stderr.
 
     Args:
-        hello: the first line, which says that it is ready.
-        forget_every: after so many answers jax forgets its programs.
+        answer_to: computes the reply to a request.
+        hello: the first line, which means that the worker is ready.
+        forget_every: number of replies after which jax's caches are cleared.
     """
     import jax
 
     answers, sys.stdout = sys.stdout, sys.stderr
 
-    def say(value: Any) -> None:
+    def reply(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    say(hello)
+    reply(hello)
     for number, line in enumerate(sys.stdin, 1):
-        say(answer_to(json.loads(line)))
+        reply(answer_to(json.loads(line)))
         if number % forget_every == 0:
             jax.clear_caches()
