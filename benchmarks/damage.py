@@ -1,12 +1,12 @@
-"""Damaged and hostile files: does any load silently, crash, run something, or lead out of its folder?
+"""Loads damaged and hostile files, and checks that none loads silently, crashes, executes code or accesses files outside its folder.
 
     python benchmarks/damage.py                                    # 2,000 damaged checkpoints, 10,000 hostile inputs
     python benchmarks/damage.py --damaged 100 --hostile 500 --json /tmp/damage.json
 
-A damaged checkpoint is one with two steps, of which the later is damaged in one of many ways; a restore must find the
-earlier one, bit for bit, and say so. A hostile input is a safetensors file, an index, a manifest (with a checksum that is
-right), a state or a foreign checkpoint made to do harm; the only answers allowed are a result or a CheckpointError. Python's
-audit hook watches what is opened and run meanwhile. Results go to benchmarks/results/damage.json; a table is printed.
+A damaged checkpoint has two steps, of which the later is damaged in one of many ways. A restore must return the earlier step, bit for
+bit, with a warning. A hostile input is a safetensors file, an index, a manifest with a correct checksum, a state or another library's
+checkpoint that is made to do harm. The only allowed outcomes are a result or a CheckpointError. An audit hook reports files that are
+opened and code that is executed meanwhile. Results are written to benchmarks/results/damage.json, and a table is printed.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ DAMAGED_STEP = "step_00000002"
 
 @dataclass(frozen=True)
 class Options:
-    """How much of each, and where the results go."""
+    """Options of the run."""
 
     damaged: int = 2000
-    """Damaged checkpoints."""
+    """Number of damaged checkpoints."""
     hostile: int = 10_000
-    """Hostile inputs."""
+    """Number of hostile inputs."""
     seed: int = 0
-    """Of the choices."""
+    """Seed of the random choices."""
     json: Path = ROOT / "benchmarks" / "results" / "damage.json"
-    """Where the results go."""
+    """File for the results."""
 
 
 def state(step: int) -> dict[str, Any]:
-    """Several arrays, so that there are several files and pieces of one size."""
+    """The state of a step, with several arrays, so that there are several files and several pieces of one size."""
     rng = np.random.default_rng(step)
     arrays = {f"layer.{i}": rng.standard_normal((16, 32)).astype(np.float32) for i in range(6)}
     return {**arrays, "counts": rng.integers(0, 9, 11), "step": step, "rate": 0.1 * step}
@@ -69,7 +69,7 @@ def is_step(found: Any, step: int) -> bool:
 
 
 def template(folder: Path) -> Path:
-    """A checkpoint of steps 1 and 2, each in several files."""
+    """Save an intact checkpoint of steps 1 and 2, each in several files."""
     kept, _snapshot.PACK_BYTES = _snapshot.PACK_BYTES, 5000
     try:
         for step in (1, 2):
@@ -139,9 +139,9 @@ def swapped_pieces(folder: Path, rng: random.Random) -> None:
 
 def swapped_files(folder: Path, rng: random.Random) -> None:
     one, other = rng.sample([p for p in files_of(folder) if p.stat().st_size == 4096], 2)
-    held = one.read_bytes()
+    content = one.read_bytes()
     one.write_bytes(other.read_bytes())
-    other.write_bytes(held)
+    other.write_bytes(content)
 
 
 def of_another_step(folder: Path, rng: random.Random) -> None:
@@ -215,7 +215,7 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def damaged(sound: Path, base: Path, number: int, rng: random.Random) -> tuple[str, str]:
-    """One damaged checkpoint: (how, what came of it); "found" is right, all else is not."""
+    """Restore one damaged checkpoint. Returns the damage and the outcome, which must be "found"."""
     damage = DAMAGES[number % len(DAMAGES)]
     folder = base / f"damaged{number}"
     shutil.copytree(sound, folder)
@@ -225,10 +225,10 @@ def damaged(sound: Path, base: Path, number: int, rng: random.Random) -> tuple[s
             warnings.simplefilter("always")
             found = checkpoint.restore(folder, state(0), random=False)
         if found.step == 1 and is_step(found.state, 1):
-            is_said = damage is linked_step or any(
+            has_warning = damage is linked_step or any(
                 "newer steps that are damaged or do not match the program" in str(w.message) for w in caught
             )
-            return damage.__name__, "found" if is_said else "fell back without a word"
+            return damage.__name__, "found" if has_warning else "fell back without a warning"
         return damage.__name__, "loaded" if found.step == 2 else "wrong values"
     except CheckpointError:
         return damage.__name__, "gave up"
@@ -236,14 +236,14 @@ def damaged(sound: Path, base: Path, number: int, rng: random.Random) -> tuple[s
         shutil.rmtree(folder)
 
 
-# Hostile inputs. Each function makes one in `folder` and gives it to what reads it.
+# Hostile inputs. Each function creates one in `folder` and loads it.
 
 NUMBERS = (-1, 0, 1, 2**31, 2**62, 2**63, 2**64, 10**30, 1.5, float("inf"), True)
 TEXTS = ("", "../../etc/passwd", "/etc/passwd", "..\\..\\x", "a\0b", "\ud800", "x" * 5000, "__metadata__", "bfloat16", "F32", "os.system")
 
 
 def odd(rng: random.Random) -> Any:
-    """Something that is probably not expected."""
+    """A random unexpected value."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.choice(NUMBERS)
@@ -253,7 +253,7 @@ def odd(rng: random.Random) -> Any:
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
-    """JSON with one node somewhere replaced, removed or repeated."""
+    """JSON data with one random node replaced, removed or repeated."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
         return odd(rng)
     if isinstance(value, dict):
@@ -308,7 +308,7 @@ def climbing_index(folder: Path, rng: random.Random, sound: Path) -> None:
 
 
 def mutated_manifest(folder: Path, rng: random.Random, sound: Path) -> None:
-    """Its checksum is right: only what it says is wrong."""
+    """A manifest with a correct checksum and wrong content."""
     shutil.copytree(sound, folder, dirs_exist_ok=True)
     shutil.rmtree(folder / "step_00000001")
     path = folder / DAMAGED_STEP / _manifest.NAME
@@ -331,7 +331,7 @@ def random_manifest(folder: Path, rng: random.Random, sound: Path) -> None:
 
 
 def climbing_names(folder: Path, rng: random.Random, sound: Path) -> None:
-    """A state whose names are paths: they name nothing on the disk, and come back."""
+    """A state whose names are paths. They must not be used as paths, and must be restored unchanged."""
     name = rng.choice([text for text in TEXTS if text != "\ud800"])
     given = {name: {name: np.ones(3, np.float32)}}
     checkpoint.save(folder / "run", 1, given, wait=True)
@@ -341,7 +341,7 @@ def climbing_names(folder: Path, rng: random.Random, sound: Path) -> None:
 
 
 def foreign_pickle(folder: Path, rng: random.Random, sound: Path) -> None:
-    """What other libraries unpickle."""
+    """Pickles under file names that other libraries unpickle."""
     name = rng.choice([".metadata", "__0_0.distcp", "pytorch_model.bin", "model.safetensors", "data.pkl", "_METADATA"])
     (folder / name).write_bytes(Bomb.pickled(folder))
     if rng.random() < 0.5:
@@ -351,7 +351,7 @@ def foreign_pickle(folder: Path, rng: random.Random, sound: Path) -> None:
 
 
 class Bomb:
-    """Unpickled, it writes a file."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -379,7 +379,7 @@ HOSTILE: tuple[Callable[[Path, random.Random, Path], None], ...] = (
 
 
 class Watch:
-    """What happens in the process while hostile input is read: files opened outside of `inside`, code executed."""
+    """Audit hook that records files opened outside `inside`, and executed code, while a hostile input is loaded."""
 
     def __init__(self) -> None:
         self.inside: tuple[str, ...] | None = None
@@ -399,7 +399,7 @@ class Watch:
 
 
 def hostile(sound: Path, base: Path, number: int, rng: random.Random, watch: Watch) -> tuple[str, str]:
-    """One hostile input: (kind, what came of it); "refused" and "read" are right, all else is not."""
+    """Load one hostile input. Returns its kind and the outcome, which must be "refused" or "read"."""
     attack = HOSTILE[number % len(HOSTILE)]
     folder = base / "hostile"
     shutil.rmtree(folder, ignore_errors=True)
@@ -413,7 +413,7 @@ def hostile(sound: Path, base: Path, number: int, rng: random.Random, watch: Wat
         outcome = "read"
     except CheckpointError:
         outcome = "refused"
-    except Exception as error:  # the very thing that is looked for
+    except Exception as error:  # a failure: the loader must raise a CheckpointError
         outcome = f"{type(error).__name__}: {error}"[:200]
     finally:
         watch.inside = None
@@ -432,7 +432,7 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         sound = template(base / "sound")
-        checkpoint.save_safetensors(base / "outside", torch.nn.Linear(4, 4))  # what a climbing name would reach
+        checkpoint.save_safetensors(base / "outside", torch.nn.Linear(4, 4))  # files that a path traversal would reach
         shutil.copy(base / "outside" / "model.safetensors", base / "model.safetensors")
         watch = Watch()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

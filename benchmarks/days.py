@@ -1,11 +1,11 @@
-"""A small job for many steps with everything on: what of the host it has taken more after the first 500 steps.
+"""Runs a small job with all features for many steps, and measures the growth of its host resources after the first 500 steps.
 
     python benchmarks/days.py                 # 10,000 steps
     python benchmarks/days.py --steps 1200
 
-Each step takes a new batch object. Every 50 steps it evaluates on batches that nobody reads, every 100 comes a length that is not
-among the programs kept, so that one is traced, compiled and dropped, and every 250 it saves a checkpoint and restores it. Counted:
-resident and allocated memory, threads, open files, tensors' buffers, jax's arrays, kernels' plans.
+Each step takes a new batch object. Every 50 steps the job evaluates batches whose results are never read. Every 100 steps a batch has a
+size without a cached program, so a program is traced and compiled, and another is evicted. Every 250 steps the job saves a checkpoint
+and restores it. The figures are resident and allocated memory, threads, open files, buffers of tensors, jax arrays and cached plans.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    warm: steps before the first look, and between two.
-    json: where the result goes; None: printed only.
+    warm: steps before the first measurement, and between measurements.
+    json: file for the result; None only prints it.
     """
 
     steps: int = 10_000
@@ -48,14 +48,14 @@ class Options:
 
 
 class _Allocated(ctypes.Structure):
-    """glibc's `struct mallinfo2`, of all arenas."""
+    """glibc's `struct mallinfo2`, which covers all arenas."""
 
     _NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = [(name, ctypes.c_size_t) for name in _NAMES]
 
 
 def allocated_mb() -> float | None:
-    """Memory that the process has allocated and not freed; None where the C library is not glibc."""
+    """MiB that the process has allocated and not freed. None if the C library is not glibc."""
     if platform.libc_ver()[0] != "glibc":
         return None
     mallinfo2 = ctypes.CDLL(None).mallinfo2
@@ -65,7 +65,7 @@ def allocated_mb() -> float | None:
 
 
 def counts() -> dict[str, float | None]:
-    """What this process holds now: resident memory has what it freed and the allocator keeps, allocated memory has not."""
+    """Current resources of this process. Resident memory includes memory that the allocator has not returned; allocated memory does not."""
     gc.collect()
     status = Path("/proc/self/statm").read_text(encoding="ascii").split()
     adapters = [o for o in gc.get_objects() if type(o).__name__ == "Adapter" and hasattr(o, "plans")]
@@ -87,7 +87,7 @@ def _tensors_buffers() -> list[Any]:
 
 
 def run(options: Options) -> None:
-    """The job."""
+    """Run the job."""
     virtual_devices(options.devices)
     mesh = Mesh(range(options.devices), (options.devices,), ("data",))
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def run(options: Options) -> None:
     def batch(rows: int) -> torch.Tensor:
         return spmd.mark_sharding(torch.randn(rows, 8).to("jax"), mesh, ("data", None))
 
-    held: dict[int, dict[str, float | None]] = {}
+    measured: dict[int, dict[str, float | None]] = {}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for i in range(1, options.steps + 1):
@@ -131,17 +131,17 @@ def run(options: Options) -> None:
                 spmd.checkpoint.save(folder, i, state, keep=2, wait=True)
                 spmd.checkpoint.restore(folder, state)
             if i % options.warm == 0:
-                held[i] = counts()
-                write(options, held, time.perf_counter() - start)
+                measured[i] = counts()
+                write(options, measured, time.perf_counter() - start)
 
 
-def write(options: Options, held: dict[int, dict[str, float | None]], seconds: float) -> None:
-    """What was held at every look so far, and what the last one has more than the first."""
-    first, last = held[min(held)], held[max(held)]
+def write(options: Options, measured: dict[int, dict[str, float | None]], seconds: float) -> None:
+    """Write all measurements so far, and the growth from the first to the last."""
+    first, last = measured[min(measured)], measured[max(measured)]
     pairs = ((name, first[name], now) for name, now in last.items())
     growth = {name: round(now - before, 1) for name, before, now in pairs if before is not None and now is not None}
     machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
-    result = {"steps": max(held), "since": min(held), "growth": growth, "seconds": round(seconds), **machine, "held": held}
+    result = {"steps": max(measured), "since": min(measured), "growth": growth, "seconds": round(seconds), **machine, "held": measured}
     print(json.dumps(result), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

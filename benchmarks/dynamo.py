@@ -1,17 +1,17 @@
-"""torch.compile(backend="spmd"): whole steps beside spmd.compile, host time, what is kept for the backward pass, sizes that vary.
+"""torch.compile(backend="spmd"): step time, host time, memory of saved tensors, and varying sizes.
 
 python -m benchmarks.dynamo                       # writes benchmarks/results/dynamo.json and docs/images/compile-sizes.png
 python -m benchmarks.dynamo --only host
 
-step    seconds of a training step (forward, backward, AdamW) of GPT-2, BERT and Llama under torch.compile over those under
-        spmd.compile; the two take turns, medians
-host    CPU seconds of the calling thread of one call of a graph with 100 parameters, above those of jax.jit of the same flat
-        arrays, and of the whole call with Dynamo's guards; the lowest tenth and the median
-kept    a forward and a backward pass as graphs of Dynamo's, and through AOTAutograd with its default partitioner and with min-cut:
-        seconds, and bytes that live between the passes beside parameters and inputs
-sizes   an MLP, forward and backward, with 100 random batch sizes: programs, largest relative error of a gradient from CPU
-        torch's, and milliseconds by size beside the eager device and inductor on the CPU, at 15 sizes, the lowest of 15 calls that
-        take turns
+step    seconds of a training step (forward, backward, AdamW) of GPT-2, BERT and Llama under torch.compile, relative to spmd.compile:
+        medians of alternating runs
+host    CPU seconds of the calling thread for a call of a graph with 100 parameters, in excess of jax.jit on the same flat arrays, and of
+        the whole call with Dynamo's guards: lowest tenth and median
+kept    forward and backward as Dynamo graphs, and through AOTAutograd with its default partitioner and with min-cut: seconds, and bytes
+        saved between the passes in addition to parameters and inputs
+sizes   an MLP, forward and backward, with 100 random batch sizes: number of programs, largest relative error of a gradient compared with
+        CPU torch, and milliseconds by size, compared with the eager device and with inductor on the CPU: at 15 sizes, the minimum of 15
+        alternating calls
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCH, LENGTH, VOCABULARY = 4, 64, 1000
 
 
 def language_models() -> dict[str, Callable[[], nn.Module]]:
-    """Hugging Face's, small, without dropout."""
+    """Small Hugging Face models without dropout, by name."""
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     common = {"vocab_size": VOCABULARY, "use_cache": False}
@@ -118,7 +118,7 @@ def alternated(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def host() -> dict[str, Any]:
-    """Seconds."""
+    """CPU seconds of a call on the host, by kind of call."""
     model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(50)]).to("jax"), torch.randn(4, 8).to("jax")
     fast = torch.compile(model, backend=compile_graph, fullgraph=True)
     cpu, on_cpu = copy.deepcopy(model).cpu(), torch.randn(4, 8)
@@ -149,7 +149,7 @@ def host() -> dict[str, Any]:
 
 
 def kept() -> dict[str, Any]:
-    """By model and way of making the two passes."""
+    """Seconds and bytes saved between the passes, by model and by the way in which the two passes are made."""
     from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -167,7 +167,7 @@ def kept() -> dict[str, Any]:
         torch.manual_seed(0)
         model, ids = make(), tokens().to("jax")
         runs: dict[str, Callable[[], Any]] = {}
-        held: dict[str, int] = {}
+        saved_bytes: dict[str, int] = {}
         for way, backend in ways.items():
             torch._dynamo.reset()
             ours = copy.deepcopy(model).to("jax")
@@ -178,15 +178,15 @@ def kept() -> dict[str, Any]:
                 ours.zero_grad()
 
             both()
-            held[way] = between(fast, ids, ours)
+            saved_bytes[way] = between(fast, ids, ours)
             runs[way] = both
         times = alternated(runs)
-        found[name] = {way: {"seconds": statistics.median(times[way]), "bytes kept": held[way]} for way in ways}
+        found[name] = {way: {"seconds": statistics.median(times[way]), "bytes kept": saved_bytes[way]} for way in ways}
     return found
 
 
 def between(fast: Any, ids: torch.Tensor, model: nn.Module) -> int:
-    """Bytes of what autograd saves between the passes that is no parameter, counted by storage."""
+    """Bytes of the tensors that autograd saves between the passes, without parameters, buffers and the input. Each storage counts once."""
     own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())} | {ids.untyped_storage()._cdata}
     seen: dict[int, int] = {}
 
@@ -203,7 +203,7 @@ def between(fast: Any, ids: torch.Tensor, model: nn.Module) -> int:
 
 
 def sizes() -> dict[str, Any]:
-    """100 sizes from 1 to 512, each once."""
+    """Figures for 100 different batch sizes from 1 to 512."""
     torch.manual_seed(0)
     host = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     model, eager = copy.deepcopy(host).to("jax"), copy.deepcopy(host).to("jax")
@@ -252,7 +252,7 @@ def sizes() -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Milliseconds by size, a line for each way."""
+    """Plot milliseconds by size, with one line for each of the three ways to run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -271,7 +271,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def inductor_works() -> bool:
-    """Whether there is a compiler for its code."""
+    """Whether a C++ compiler for inductor's code is installed."""
     return shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 

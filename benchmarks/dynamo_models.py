@@ -1,14 +1,14 @@
-"""Which models of Hugging Face and timm run under `torch.compile(model, backend="spmd")` and give what CPU torch gives.
+"""Runs models of Hugging Face and timm under `torch.compile(model, backend="spmd")`, and compares them with CPU torch.
 
-    python -m benchmarks.dynamo_models                           # every one of CHOSEN; writes dynamo_models.json and docs/compile_models.md
-    python -m benchmarks.dynamo_models --models '^(GPT-2|T5)$'   # some, printed only
+    python -m benchmarks.dynamo_models                           # all of CHOSEN; writes dynamo_models.json and docs/compile_models.md
+    python -m benchmarks.dynamo_models --models '^(GPT-2|T5)$'   # some models; only prints
 
-The models, their inputs and the comparison are those of `benchmarks.models`. Two columns:
+The models, their inputs and the comparison are those of `benchmarks.models`. There are two columns:
 
-    inference   the forward pass: every tensor of the result, caches included; decoders then get one more token and the cache
-    training    loss.backward() through the compiled model and a step of SGD: loss, gradients, parameters and buffers
+    inference   the forward pass: every tensor of the result, including caches; decoders then get one more token and the cache
+    training    loss.backward() through the compiled model and an SGD step: loss, gradients, parameters and buffers
 
-With each stands what Dynamo made of it: graphs, programs, why a graph ended, and graphs that ran operation by operation.
+Each result also records the graphs, programs and graph breaks, and the graphs that ran operation by operation.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class Captured(Subject):
     def inference(self) -> None:
         fast = torch.compile(self.device, backend="spmd")
         with torch.no_grad():
-            self._judge_forward(fast)
+            self._compare_forward(fast)
 
     def training(self) -> None:
         want = trained(self.row, copy.deepcopy(self.host), self.inputs())
-        judge = self.judge(lambda: trained(self.row, self.double(), models.in_double(self.row.inputs())))
+        comparison = self.comparison(lambda: trained(self.row, self.double(), models.in_double(self.row.inputs())))
         model = copy.deepcopy(self.device).train(not self.row.samples)
         fast: Any = torch.compile(model, backend="spmd")
         loss = train_step(fast, torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE), models.on_device(self.inputs()))
-        judge.require("step", state(model, loss), want)
-        self.notes += judge.notes
+        comparison.require("step", state(model, loss), want)
+        self.notes += comparison.notes
 
 
 def check(name: str) -> dict[str, Any]:
-    """Per column "pass", "pass in float64" (see `benchmarks.models.check`) or why not; and what Dynamo made of the model."""
+    """The result of each column: "pass", "pass in float64" (see `benchmarks.models.check`) or a failure's reason; and Dynamo's graphs."""
     import spmd.dynamo
 
     row, found = ZOO[name], dict[str, Any]()
@@ -81,7 +81,7 @@ def check(name: str) -> dict[str, Any]:
                 found[column] = PASSES[1]
             except Exception:
                 found[column] = reason(error)
-        except Exception as error:  # whatever a model raises is a finding about it
+        except Exception as error:  # any exception is a result
             found[column] = reason(error)
         made = [graph for graph in spmd.dynamo.graphs() if graph not in before]
         found[f"{column}_graphs"] = {
@@ -94,7 +94,7 @@ def check(name: str) -> dict[str, Any]:
 
 
 def work() -> None:
-    """Answer one JSON line per name on standard output until standard input ends."""
+    """Run in the worker: reply with one JSON line per model on standard output until standard input ends."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -116,7 +116,7 @@ def start() -> Worker:
 
 
 def run(names: list[str], timeout_s: float, out: Path | None) -> None:
-    """Check the models; the results so far are written after each."""
+    """Check the models, and write the results so far after each."""
     worker = start()
     for number, name in enumerate(names):
         began = time.monotonic()
@@ -133,7 +133,7 @@ def run(names: list[str], timeout_s: float, out: Path | None) -> None:
 
 
 def write(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """Write the results down in the table's order; those that are kept, also as docs/compile_models.md."""
+    """Write the results in the order of the table. The record is also written as docs/compile_models.md."""
     results = {n: results[n] for n in ZOO if n in results}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
@@ -142,7 +142,7 @@ def write(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """docs/compile_models.md."""
+    """The text of docs/compile_models.md."""
     passed = {c: sum(found[c] in PASSES for found in results.values()) for c in COLUMNS}
     whole = sum(found.get("inference_graphs", {}).get("graphs") == 1 for found in results.values())
     lines = [
@@ -167,19 +167,19 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         for text in sorted({t for c in COLUMNS for t in found.get(f"{c}_graphs", {}).get("refused", [])})
     ]
     lines += refused or ["None."]
-    lines += ["", "## What fails, and why", ""]
+    lines += ["", "## Failures", ""]
     failures = [f"- {name}, {c}: {models.plain(found[c])}" for name, found in results.items() for c in COLUMNS if found[c] not in PASSES]
-    return "\n".join([*lines, *(failures or ["Nothing."])]) + "\n"
+    return "\n".join([*lines, *(failures or ["None."])]) + "\n"
 
 
 PREFACE = """# Models under torch.compile
 
-Generated by `python -m benchmarks.dynamo_models`, which says what each column compares; do not edit.
+Generated by `python -m benchmarks.dynamo_models`; do not edit.
 
-torch {torch}, `torch.compile(model, backend="spmd")`: **{inference} of {total} models infer and {training} train as CPU torch
-does**, each in a small configuration with random weights, compared as in [models.md](models.md); inference of {whole} is one graph. A
-decoder's inference is three calls, the last two with a cache: up to three graphs without a break. `pass in float64`: rounding in
-float32 decides, and in float64 both agree.
+torch {torch}, `torch.compile(model, backend="spmd")`: **{inference} of {total} models agree with CPU torch in inference, and {training} in
+training**. Each has a small configuration and random weights, and is compared as in [models.md](models.md). Inference is a single graph for
+{whole} models. A decoder's inference consists of three calls, the last two with a cache, so it has up to three graphs without a graph
+break. `pass in float64` means that the results differ in float32 by rounding and agree in float64.
 """
 
 

@@ -1,12 +1,12 @@
-"""What PyTorch's operators cost on device 'jax' beside jax's own: an eager add, and tracing a chain of operators.
+"""Cost of PyTorch's operators on device 'jax' compared with jax's own: an eager add, and tracing a chain of operators.
 
     python benchmarks/eager.py                       # writes benchmarks/results/eager.json
     python benchmarks/eager.py --rounds 5 --json /tmp/eager.json
 
-"add" is `x + x` of 8 x 8 numbers, eager. "trace" is the time inside a function of CHAIN operators while it is traced: by `spmd.compile`
-with torch's operators, by `jax.jit` with jax.numpy's. Both sides alternate within a round, in one process on one CPU device. A round's
-figure is the median of its calls (the first round warms up); what is reported is the median over the rounds of the rounds' ratios,
-by CPU time of the thread and by wall time. Goals: 2.5 for the add, 2 for tracing.
+"add" is an eager `x + x` of 8 x 8 numbers. "trace" is the time inside a function of CHAIN operators while it is traced, by `spmd.compile`
+with torch's operators or by `jax.jit` with jax.numpy's. Both sides alternate within a round, in one process on one CPU device. The figure
+of a round is the median of its calls (the first round warms up). The reported ratio is the median over the rounds, for the CPU time of the
+thread and for wall time. Goals: 2.5 for the add, 2 for tracing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import spmd  # noqa: E402
 
 DEFAULT_JSON = ROOT / "benchmarks" / "results" / "eager.json"
 GOALS = {"add": 2.5, "trace": 2.0}
-BLOCKS = 20  # of the chain, ten operators each
+BLOCKS = 20  # number of blocks in the chain, of ten operators each
 CHAIN = BLOCKS * 10
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"cpu": time.thread_time, "wall": time.perf_counter}
@@ -44,7 +44,7 @@ Times = dict[str, float]  # seconds by clock
 
 
 def timed(call: Callable[[], Any], repeats: int) -> Times:
-    """Seconds per call, of `repeats` calls in a row."""
+    """Seconds per call, averaged over `repeats` consecutive calls."""
     starts = {name: clock() for name, clock in CLOCKS.items()}
     for _ in range(repeats):
         call()
@@ -52,7 +52,7 @@ def timed(call: Callable[[], Any], repeats: int) -> Times:
 
 
 def adds(rounds: int, calls: int) -> tuple[list[Times], list[Times]]:
-    """Seconds per eager add by round: ours and jax's."""
+    """Seconds per eager add in each round, ours and jax's."""
     array = jnp.asarray(np.ones((8, 8), np.float32))
     tensor = torch.ones(8, 8).to("jax") * 1
     sides: tuple[Callable[[], Any], ...] = (lambda: tensor + tensor, lambda: array + array)
@@ -88,7 +88,7 @@ def jnp_chain(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def traces(rounds: int, calls: int) -> tuple[list[Times], list[Times]]:
-    """Seconds inside the chain while it is traced, by round: ours and jax's."""
+    """Seconds inside the chain while it is traced in each round, ours and jax's."""
     x, w = (np.full((8, 8), 0.1, np.float32) for _ in range(2))
     tensors, arrays = [torch.from_numpy(v).to("jax") for v in (x, w)], [jnp.asarray(v) for v in (x, w)]
 
@@ -101,7 +101,7 @@ def traces(rounds: int, calls: int) -> tuple[list[Times], list[Times]]:
             spent.append({name: clock() - starts[name] for name, clock in CLOCKS.items()})
             return out
 
-        clocked.__module__ = jax.__name__  # a library's: a clock that the traced function itself reads is refused
+        clocked.__module__ = jax.__name__  # counts as a library: a traced user function may not read a clock
         trace(clocked)
         return spent[-1]
 
@@ -122,7 +122,7 @@ def medians(samples: list[Times]) -> Times:
 
 
 def compared(name: str, ours: list[Times], theirs: list[Times], per: int) -> dict[str, Any]:
-    """Medians of both sides in microseconds per operator, and of the ratio within a round, by clock."""
+    """Median microseconds per operator of both sides, and median of their ratio within a round, by clock."""
     found: dict[str, Any] = {"goal": GOALS[name]}
     for clock in CLOCKS:
         found[clock] = {

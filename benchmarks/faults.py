@@ -1,11 +1,11 @@
-"""What a job survives: faults of many kinds are thrown at benchmarks/faulty_job.py under `spmd launch`, and counted.
+"""Injects faults of many kinds into benchmarks/faulty_job.py under `spmd launch`, and counts the jobs that survive.
 
-    python benchmarks/faults.py                                 # all rows, as often as docs/reliability.md asks: an hour
+    python benchmarks/faults.py                                 # all rows with the trials of docs/reliability.md: an hour
     python benchmarks/faults.py --rows processes --trials 12
 
-Results go to benchmarks/results/faults.json, one row at a time, with the number of trials and the load of the machine.
-A survivor must end with weights that are bit for bit those of an undisturbed run. The network rows make two network
-namespaces and need root and nft; where that is missing they are not run, and what is recorded of them stays.
+Results are written to benchmarks/results/faults.json, row by row, with the number of trials and the load of the machine. A job survives
+if its final weights equal those of a run without faults, bit for bit. The network row creates two network namespaces and needs root, ip
+and nft. Without them it is not run, and its recorded result is kept.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SIGNALS = {
     "out of memory": signal.SIGUSR2,
 }
 NETWORK_WATCHDOG_S = 12.0  # longer than the flap
-SLOW_LINK, DELAY_S = "slow", 0.05  # the second cable between the two hosts, and its delay each way
-SLOW_STEP = "so far, the median is"  # in the line about a step of three medians and more
+SLOW_LINK, DELAY_S = "slow", 0.05  # the second link between the two hosts, and its delay each way
+SLOW_STEP = "so far, the median is"  # part of the message about a step that takes three times the median or more
 Row = dict[str, Any]
 Result = TypeVar("Result")
 
@@ -57,11 +57,12 @@ def environ(**more: str) -> dict[str, str]:
 
 
 class Trial:
-    """One run of the job in a folder of its own.
+    """One run of the job, in its own folder.
 
     Args:
-        options: of the launcher, after the number of processes and devices.
-        arguments: of the job.
+        options: options of the launcher.
+        arguments: arguments of the job.
+        size: options of the launcher for the number of processes and devices.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Trial:
         with np.load(path) as ours, np.load(reference) as theirs:
             return sorted(ours) == sorted(theirs) and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
-    def forget(self) -> None:
+    def cleanup(self) -> None:
         self.err.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -124,48 +125,48 @@ def until(what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     return None
 
 
-def undisturbed(**kwargs: Any) -> tuple[Path, float]:
-    """The weights of a run that nothing disturbs, and its seconds."""
+def reference_run(**kwargs: Any) -> tuple[Path, float]:
+    """Run the job without faults. Returns the file with its weights, and its seconds."""
     trial = Trial("--restarts", 0, **kwargs)
     code = trial.wait()
     assert code == 0, trial.text()
     kept = Path(tempfile.mkdtemp(prefix="faults-reference-")) / "checkpoint.npz"
     shutil.copy(trial.out / "checkpoint.npz", kept)
     seconds = time.time() - trial.began
-    trial.forget()
+    trial.cleanup()
     return kept, seconds
 
 
 def tried(trials: int, rng: random.Random, one: Callable[[int, random.Random], Result], at_once: int | None = None) -> list[Result]:
-    """The results of `one(number, rng)` for every trial, `at_once` (or as many as there are cores), each with random numbers of its own."""
+    """The results of `one(number, rng)` for every trial. Each has its own generator; `at_once` (None: one per core) run in parallel."""
     seeds = [rng.random() for _ in range(trials)]
     with ThreadPoolExecutor(at_once or os.cpu_count()) as pool:
         return list(pool.map(lambda number: one(number, random.Random(seeds[number])), range(trials)))
 
 
 def processes(trials: int, rng: random.Random, at_once: int | None = None) -> Row:
-    """A random process gets a random fault at a random moment: import, joining, compiling, steps, saving."""
-    reference, seconds = undisturbed(arguments=("--pause", 0.05))
+    """Inject a random fault into a random process at a random time: during import, joining, compilation, steps or saving."""
+    reference, seconds = reference_run(arguments=("--pause", 0.05))
 
     def one(number: int, rng: random.Random) -> tuple[str, float | None, str]:
-        """(kind, seconds to recover, why it failed)."""
+        """Returns the kind of fault, the seconds to recover (None: no restart), and the reason of a failure or ""."""
         kind, rank, after = rng.choice(list(SIGNALS)), rng.randrange(2), rng.uniform(0.05, 0.95) * seconds
         while True:
             trial = Trial("--restarts", 3, arguments=("--pause", 0.05))
             pid = until(lambda trial=trial: trial.pids().get(rank))
             time.sleep(max(0.0, after - (time.time() - trial.began)))
-            thrown = time.time()
+            injected = time.time()
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGNALS[kind])
                 break
-            trial.wait()  # it was faster than the undisturbed run and has ended: no fault was thrown
-            trial.forget()
+            trial.wait()  # it was faster than the reference run and has ended without a fault; try again with an earlier fault
+            trial.cleanup()
             after *= 0.8
         code = trial.wait()
         failed = "" if code == 0 and trial.is_like(reference) else f"trial {number}: {kind} to {rank} after {after:.1f} s: code {code}: "
         again = [step["time"] for step in trial.steps() if step["attempt"] > 0]
-        found = (kind, again[0] - thrown if again else None, failed and failed + trial.text()[-600:])
-        trial.forget()
+        found = (kind, again[0] - injected if again else None, failed and failed + trial.text()[-600:])
+        trial.cleanup()
         return found
 
     found = tried(trials, rng, one, at_once)
@@ -187,19 +188,19 @@ def processes(trials: int, rng: random.Random, at_once: int | None = None) -> Ro
 
 
 def detection(trials: int, rng: random.Random) -> Row:
-    """How soon a death and a standstill are noticed, and whether the right process is named."""
+    """Measure how soon a dead and a stuck process are detected, and whether the right process is named."""
     deaths, hangs, named, hung = [], [], 0, 0
     for number in range(trials):
         rank = rng.randrange(2)
         trial = Trial(arguments=("--pause", 0.05))
         until(lambda trial=trial: len(trial.steps()) > 3)
-        thrown = time.time()
+        injected = time.time()
         os.kill(trial.pids()[rank], signal.SIGKILL)
         trial.wait()
         first = trial.record("first-exit-0.json")
         if first.get("process") == rank:
-            deaths.append(first["seen"] - thrown)
-        trial.forget()
+            deaths.append(first["seen"] - injected)
+        trial.cleanup()
         spoil = ("hang", "stop")[number % 2]
         trial = Trial(arguments=("--spoil", spoil, "--rank", rank, "--at", 5))
         trial.wait()
@@ -210,7 +211,7 @@ def detection(trials: int, rng: random.Random) -> Row:
         if records and last:
             hangs.append(min(record["time"] for record in records) - last[0]["time"])
             named += all(record["why"].startswith(f"process {rank} stopped first") for record in records)
-        trial.forget()
+        trial.cleanup()
     return {
         "trials": trials,
         "deaths named": len(deaths),
@@ -225,7 +226,7 @@ def detection(trials: int, rng: random.Random) -> Row:
 def by_hand(
     rank_environ: dict[int, dict[str, str]], count_of: dict[int, int], options: tuple[object, ...] = ()
 ) -> tuple[list[int], str, int]:
-    """Two processes started without the launcher, as a scheduler would: exit codes, what they wrote, steps noted."""
+    """Start two processes without the launcher, as a scheduler would. Returns exit codes, stderr, and the number of logged steps."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     port = 20_000 + random.randrange(5_000) * 2
     running: list[subprocess.Popen[str]] = []
@@ -262,23 +263,23 @@ def by_hand(
 
 
 def mismatch(trials: int, rng: random.Random) -> Row:
-    """One process runs something else: refused before the first collective, by name."""
+    """One process runs a different program or configuration. Expected: an error that names the difference, before the first collective."""
     kinds = ["op", "shape", "dtype", "spec", "mesh", "constant", "seed", "flags", "versions", "count"]
-    said = {"flags": "flags", "versions": "versions of numpy", "count": "how many they are"}
+    messages = {"flags": "flags", "versions": "versions of numpy", "count": "how many they are"}
 
     def one(number: int, rng: random.Random) -> tuple[str, str]:
-        """(kind, why it failed)."""
+        """Returns the kind of mismatch, and the reason of a failure or ""."""
         kind, rank = kinds[number % len(kinds)], rng.randrange(2)
-        if kind in said:
+        if kind in messages:
             with fake_version() as folder:
                 changed = {"flags": {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "versions": {"PYTHONPATH": str(folder)}, "count": {}}
                 codes, text, noted = by_hand({rank: changed[kind]}, {rank: 3} if kind == "count" else {})
-            good = all(codes) and noted == 0 and said[kind] in text
+            good = all(codes) and noted == 0 and messages[kind] in text
         else:
             trial = Trial(arguments=("--spoil", kind, "--rank", rank))
             code, text = trial.wait(), trial.text()
             good = code == 1 and not trial.steps() and "differs from the others at program" in text
-            trial.forget()
+            trial.cleanup()
         return kind, "" if good else f"{kind} in {rank}: {text[-500:]}"
 
     found = tried(trials, rng, one)
@@ -293,7 +294,7 @@ def mismatch(trials: int, rng: random.Random) -> Row:
 
 @contextmanager
 def fake_version() -> Iterator[Path]:
-    """A folder that makes numpy look like another version to whoever asks for it."""
+    """A folder for PYTHONPATH whose metadata reports another version of numpy."""
     with tempfile.TemporaryDirectory() as name:
         info = Path(name) / "numpy-0.0.1.dist-info"
         info.mkdir()
@@ -302,18 +303,18 @@ def fake_version() -> Iterator[Path]:
 
 
 def skew(trials: int, rng: random.Random) -> Row:
-    """One process skips a step, runs one twice, feeds other data or another learning rate: caught within one step."""
+    """One process skips a step, repeats one, or uses different data or another learning rate. Expected: an error within one step."""
     kinds = ["skip", "double", "data", "lr"]
 
     def one(number: int, rng: random.Random) -> str:
-        """Why it failed."""
+        """Returns the reason of a failure, or ""."""
         kind, rank, at = kinds[number % len(kinds)], rng.randrange(2), rng.randrange(2, 8)
         trial = Trial(arguments=("--spoil", kind, "--rank", rank, "--at", at))
         code = trial.wait()
         noted = max((step["step"] for step in trial.steps()), default=-1)
         good = code == 1 and "differs from the others at step" in trial.text() and noted <= at + 1
         failed = "" if good else f"{kind} in {rank} at {at}: code {code}, steps to {noted}: {trial.text()[-500:]}"
-        trial.forget()
+        trial.cleanup()
         return failed
 
     failed = list(filter(None, tried(trials, rng, one)))
@@ -321,18 +322,20 @@ def skew(trials: int, rng: random.Random) -> Row:
 
 
 def preemption(trials: int, rng: random.Random) -> Row:
-    """SIGTERM to one process, to process 0 or to all, at a random moment of a run that also evaluates and, every other one, saves;
-    resumed afterwards: no step is lost."""
+    """Send SIGTERM to one process, to process 0 or to all at a random time, then resume. Expected: no step is lost.
+
+    The runs also evaluate, and every second run saves checkpoints.
+    """
     runs = [("--pause", 0.05, "--evaluate-every", 3, "--save-every", every) for every in (100, 2)]
-    reference, seconds = undisturbed(arguments=runs[0])
+    reference, seconds = reference_run(arguments=runs[0])
 
     def one(number: int, rng: random.Random) -> tuple[int, str]:
-        """(exit code, why it failed)."""
-        whom = ("one", "process 0", "all")[number % 3]
+        """Returns the exit code, and the reason of a failure or ""."""
+        target = ("one", "process 0", "all")[number % 3]
         trial = Trial(arguments=runs[number % 2])
         pids = until(lambda: trial.pids() if len(trial.pids()) == 2 else None)
         time.sleep(max(0.0, rng.uniform(0.1, 0.95) * seconds - (time.time() - trial.began)))
-        targets = {"one": [pids[1]], "process 0": [pids[0]], "all": [trial.process.pid]}[whom]
+        targets = {"one": [pids[1]], "process 0": [pids[0]], "all": [trial.process.pid]}[target]
         joined = (trial.job / "programs").exists()
         for pid in targets:
             if trial.process.poll() is None:
@@ -346,8 +349,8 @@ def preemption(trials: int, rng: random.Random) -> Row:
         every = [step["step"] for step in trial.steps()]
         expected = (0, 75) if joined else (0, 75, 128 + signal.SIGTERM)
         good = code in expected and again.returncode == 0 and len(every) == len(set(every)) and trial.is_like(reference)
-        text = f"{whom}: code {code}, then {again.returncode}, steps {done} then {every}: {trial.text()[-400:]}{again.stderr[-300:]}"
-        trial.forget()
+        text = f"{target}: code {code}, then {again.returncode}, steps {done} then {every}: {trial.text()[-400:]}{again.stderr[-300:]}"
+        trial.cleanup()
         return code, "" if good else text
 
     found = tried(trials, rng, one)
@@ -357,32 +360,32 @@ def preemption(trials: int, rng: random.Random) -> Row:
 
 
 def network(trials: int, rng: random.Random) -> Row:
-    """Two hosts as network namespaces: the link down, a flap of 5 s, loss one way and both, delay, the coordinator's port alone."""
+    """Two hosts as network namespaces: link down, a flap of 5 s, one-way loss, partial loss, delay, and loss of the coordinator's ports."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("nft"):
         return {"trials": 0, "not run": "needs root, ip and nft"}
     row: Row = {"trials": 0, "watchdog s": NETWORK_WATCHDOG_S}
     with namespaces() as ssh:
         size = ("-n", 2, "--devices-per-process", 1, "--hosts", "fault-a,fault-b", "--ssh", ssh, "--coordinator", "10.77.0.1:8476")
-        reference, _ = undisturbed(size=size, arguments=("--pause", 0.3))
+        reference, _ = reference_run(size=size, arguments=("--pause", 0.3))
         for name, (start, end, lasts_s) in NETWORK.items():
             good, slow, seconds, wrong = 0, 0, [], []
             for _ in range(trials):
                 trial = Trial("--restarts", 3, "--watchdog", NETWORK_WATCHDOG_S, size=size, arguments=("--pause", 0.3))
-                until(lambda trial=trial: len(trial.steps(0)) > STEPS // 2)  # a slow step is one that is slower than some before it
-                thrown = time.time()
+                until(lambda trial=trial: len(trial.steps(0)) > STEPS // 2)  # a slow step is detected by comparison with earlier ones
+                injected = time.time()
                 subprocess.run(["sh", "-c", start], check=True)
                 time.sleep(lasts_s)
                 subprocess.run(["sh", "-c", end], check=True)
                 code = trial.wait(240)
                 again = sum(step["attempt"] > 0 for step in trial.steps()) > 0
-                was_said = SLOW_STEP in trial.text()
-                is_fine = code == 0 and trial.is_like(reference) and (not name.startswith("flap") or (was_said and not again))
+                was_reported = SLOW_STEP in trial.text()
+                is_fine = code == 0 and trial.is_like(reference) and (not name.startswith("flap") or (was_reported and not again))
                 good += is_fine
-                slow += was_said
-                seconds.append(time.time() - thrown)
+                slow += was_reported
+                seconds.append(time.time() - injected)
                 if not is_fine:
-                    wrong.append(f"code {code}, restarted {again}, said slow {was_said}: {trial.text()[-600:]}")
-                trial.forget()
+                    wrong.append(f"code {code}, restarted {again}, slow step reported {was_reported}: {trial.text()[-600:]}")
+                trial.cleanup()
             row[name] = {
                 "trials": trials,
                 "ended bit-identical": good,
@@ -402,16 +405,16 @@ _CLEAR = " ; ".join(rules(name, "flush ruleset") for name in ("fault-a", "fault-
 
 
 def over_slow_link(verb: str) -> str:
-    """`add` or `del` the routes that lead over the slow cable."""
-    ways = (("fault-a", "10.77.0.1", "10.77.0.2"), ("fault-b", "10.77.0.2", "10.77.0.1"))
-    return " && ".join(f"ip -n {name} route {verb} {there}/32 dev {SLOW_LINK} src {here}" for name, here, there in ways)
+    """The command to `add` or `del` the routes over the slow link."""
+    routes = (("fault-a", "10.77.0.1", "10.77.0.2"), ("fault-b", "10.77.0.2", "10.77.0.1"))
+    return " && ".join(f"ip -n {name} route {verb} {there}/32 dev {SLOW_LINK} src {here}" for name, here, there in routes)
 
 
 def dropping(where: str, condition: str) -> str:
     return rules(where, f"add table ip t; add chain ip t o {{ type filter hook output priority 0; }}; add rule ip t o {condition} drop")
 
 
-# name -> how it starts, how it ends, seconds between
+# name -> command that starts it, command that ends it, seconds between
 NETWORK: dict[str, tuple[str, str, float]] = {
     "flap of 5 s": ("ip -n fault-b link set fb down", "ip -n fault-b link set fb up", 5.0),
     "link down for 30 s": ("ip -n fault-b link set fb down", "ip -n fault-b link set fb up", 30.0),
@@ -426,7 +429,7 @@ NETWORK: dict[str, tuple[str, str, float]] = {
 
 @contextmanager
 def namespaces() -> Iterator[str]:
-    """Two namespaces joined by a cable; yields a command that runs a command in one of them, as ssh does on a host."""
+    """Two connected network namespaces. Yields an ssh-like command that runs a command in one of them."""
     names = {"fault-a": ("fa", "10.77.0.1"), "fault-b": ("fb", "10.77.0.2")}
     host = os.uname().nodename
     for name, (_, address) in names.items():
@@ -463,10 +466,10 @@ def rounded(seconds: float) -> float:
     return round(seconds, 2)
 
 
-# name -> what runs it, and how often if nobody says
+# name -> function, default number of trials
 ROWS: dict[str, tuple[Callable[[int, random.Random], Row], int]] = {
     "processes": (processes, 300),
-    "recovery": (partial(processes, at_once=1), 40),  # how soon, with the machine to itself
+    "recovery": (partial(processes, at_once=1), 40),  # measures the time to recover, without other trials in parallel
     "detection": (detection, 20),
     "mismatch": (mismatch, 100),
     "skew": (skew, 30),
@@ -477,20 +480,20 @@ ROWS: dict[str, tuple[Callable[[int, random.Random], Row], int]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, help="of every row; default: as many as docs/reliability.md asks")
+    parser.add_argument("--trials", type=int, help="number of trials of every row; default: as in docs/reliability.md")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name in args.rows.split(","):
         began = time.time()
-        throw, usual = ROWS[name]
-        row = throw(args.trials or usual, random.Random(args.seed))
+        run_row, default_trials = ROWS[name]
+        row = run_row(args.trials or default_trials, random.Random(args.seed))
         row["seconds"] = round(time.time() - began)
         row["load of the machine"] = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        held = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        if "not run" not in row or name not in held:
-            held[name] = row
-            RESULTS.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        if "not run" not in row or name not in record:
+            record[name] = row
+            RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(name, json.dumps(row, indent=1), flush=True)
 
 

@@ -1,10 +1,11 @@
-"""The job that benchmarks/faults.py and the tests break: a small sharded model, trained, checkpointed and resumed.
+"""The job for fault injection by benchmarks/faults.py and the tests: trains a small sharded model, saves checkpoints and resumes.
 
     spmd launch -n 2 --devices-per-process 2 --restarts 3 benchmarks/faulty_job.py --steps 40 --out DIR
 
-It saves parameters, optimizer state, random state and step in one numpy file, written beside and renamed. Every step is
-noted with its time, so that a recovery can be measured. SIGUSR1 raises an exception in the process that gets it, SIGUSR2
-makes it ask for more memory than there is. With `--spoil ITEM --rank R` process R does one thing differently.
+It saves parameters, optimizer state, random state and step in one numpy file, which is written under another name and then renamed.
+Every step is logged with its time, so that the time to recover can be measured. SIGUSR1 raises an exception in the process that
+receives it; SIGUSR2 allocates more memory than the machine has. With `--spoil ITEM --rank R` process R differs from the others in one
+way.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def raise_on_signals() -> None:
     def fail(number: int, frame: object) -> None:
         if number == signal.SIGUSR2:
             np.ones(2**48, np.float64)  # MemoryError
-        raise RuntimeError("asked to fail")
+        raise RuntimeError("injected failure")
 
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, fail)
@@ -121,7 +122,7 @@ class Run:
             self.note(step, loss.item())
 
     def evaluate(self) -> None:
-        """The loss of some batches without dropout; nothing of the run depends on it."""
+        """Compute the loss of some batches without dropout. It does not affect the run."""
         self.model.eval()
         with extended_timeout("evaluating"):
             for number in range(5):
@@ -133,7 +134,7 @@ class Run:
         if self.spoil in ("raise", "exit", "hang", "stop"):
             self.note(step, 0.0)
         if self.spoil == "raise":
-            raise ValueError("told to fail")
+            raise ValueError("injected failure")
         if self.spoil == "exit":
             sys.exit(3)
         if self.spoil == "hang":
@@ -150,12 +151,12 @@ class Run:
     def tensors(self) -> dict[str, torch.Tensor]:
         state = {f"model.{name}": p for name, p in self.model.state_dict().items()}
         for index, (name, _) in enumerate(self.model.named_parameters()):
-            held = self.optimizer.state_dict()["state"].get(index, {})
-            state.update({f"optimizer.{name}.{key}": value for key, value in held.items()})
+            own = self.optimizer.state_dict()["state"].get(index, {})
+            state.update({f"optimizer.{name}.{key}": value for key, value in own.items()})
         return state
 
     def values(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Everything, whole, on every host."""
+        """All tensors as numpy arrays, replicated on every host."""
         return {name: self.whole(tensor) for name, tensor in self.tensors().items()}
 
     def whole(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -176,20 +177,20 @@ class Run:
         path = self.args.out / "checkpoint.npz"
         if not path.exists():
             return 0
-        held = np.load(path)
-        self.model.load_state_dict({k.removeprefix("model."): torch.from_numpy(held[k]) for k in held if k.startswith("model.")})
+        saved = np.load(path)
+        self.model.load_state_dict({k.removeprefix("model."): torch.from_numpy(saved[k]) for k in saved if k.startswith("model.")})
         state: dict[int, dict[str, torch.Tensor]] = {}
         for index, (name, parameter) in enumerate(self.model.named_parameters()):
             prefix = f"optimizer.{name}."
-            state[index] = {k.removeprefix(prefix): torch.from_numpy(held[k]).to("jax") for k in held if k.startswith(prefix)}
+            state[index] = {k.removeprefix(prefix): torch.from_numpy(saved[k]).to("jax") for k in saved if k.startswith(prefix)}
             for value in state[index].values():
                 if name in self.marks and value.shape == parameter.shape:
                     spmd.mark_sharding(value, self.mesh, self.marks[name])
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-        step = int(held["step"])
+        step = int(saved["step"])
         for _ in range(step):
             self.schedule.step()
-        torch.jax.set_rng_state(torch.from_numpy(held["stream"]))
+        torch.jax.set_rng_state(torch.from_numpy(saved["stream"]))
         return step
 
 

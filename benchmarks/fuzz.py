@@ -1,13 +1,14 @@
-"""Does a compiled function ever do anything else than Python? Random programs with state in Python, beside CPU torch.
+"""Compares compiled functions with CPU torch on random programs with state in Python objects.
 
     make fuzz                                       # 30 minutes
     make fuzz MINUTES=5
-    python -m benchmarks.fuzz --seeds 17,1204       # these, each with its program
+    python -m benchmarks.fuzz --seeds 17,1204       # runs these seeds and prints their programs
 
-A seed makes a small program (`fuzz_programs`): counters, schedules, queues and caches of tensors, flags, hooks, optimizers, views and
-in-place writes, called some times while its state is changed in between. It runs on CPU torch and on device "jax": compiled, over eight
-devices, eager, or under `spmd.lazy()` (seeds from 1,000,000 on: the same programs). After each call results and all state are compared:
-values, dtypes, and who is who. Results go to benchmarks/results/fuzz.json, with the program of each seed that was not equal.
+Each seed generates a small program (`fuzz_programs`) with counters, schedules, queues and caches of tensors, flags, hooks, optimizers,
+views and in-place writes. It is called several times, with changes to its state in between. It runs on CPU torch and on device "jax":
+compiled, over eight devices, eager, or under `spmd.lazy()` (seeds from 1,000,000 on, with the same programs). After each call results
+and all state are compared: values, dtypes and object identities. Results are written to benchmarks/results/fuzz.json, with the program
+of each seed that was not equal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KINDS = ("equal", "refused", "wrong", "error", "abort")
 
 
 def run(first: int, seconds: float, timeout_s: float) -> dict[int, dict[str, Any]]:
-    """Trials from the seed `first` on, for so many seconds."""
+    """Run trials from the seed `first` on, for `seconds` seconds. Returns the result of each seed."""
     found: dict[int, dict[str, Any]] = {}
     until = time.monotonic() + seconds
     both = itertools.chain.from_iterable((seed, seed + LAZY) for seed in itertools.count(first))
@@ -45,7 +46,7 @@ def run(first: int, seconds: float, timeout_s: float) -> dict[int, dict[str, Any
 
 
 def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What the record holds: counts, refusals by their message, and the programs that were not equal."""
+    """The record: counts, refusals by message, and the programs that were not equal."""
     kinds = collections.Counter(kind_of(one["result"]) for one in found.values())
     modes = collections.Counter(one["mode"] for one in found.values())
     refusals = collections.Counter(one["result"].splitlines()[0] for one in found.values() if kind_of(one["result"]) == "refused")
@@ -65,7 +66,7 @@ def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
 
 
 def show(seeds: list[int]) -> None:
-    """Run these seeds here, each program and its result printed."""
+    """Run these seeds in this process, and print each program with its result."""
     import mesh
 
     mesh.virtual_devices(8)
@@ -80,8 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=MINUTES, metavar="M")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--seeds", default="", metavar="S,S", help="only these, with their programs")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="seconds for each")
+    parser.add_argument("--seeds", default="", metavar="S,S", help="run only these, and print their programs")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="timeout of each, in seconds")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="OUT")
     chosen = parser.parse_args()
     if chosen.seeds:

@@ -1,18 +1,18 @@
-"""What the programs of `make fuzz` declare, and expressions over it: numbers, conditions, vectors."""
+"""The declarations of the programs of `make fuzz`, and expressions that use them: numbers, conditions and vectors."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from benchmarks.fuzz_places import CONTAINERS, HOLD_TENSORS, KINDS, QUEUES, Kind
+from benchmarks.fuzz_places import CONTAINERS, KINDS, QUEUES, TENSOR_KINDS, Kind
 
 Block = list[str]
 Table = dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]
 
 
 class Expressions:
-    """What a program declares, and expressions that read it; every choice is drawn from `rng`."""
+    """Generates the declarations of a program and expressions that read them. Every choice is drawn from `rng`."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -20,7 +20,7 @@ class Expressions:
         self.classes: dict[str, None] = {}
         self.declared: Block = []
         self.helpers: Block = []
-        self.variables: list[str] = []  # what needs a `global` statement
+        self.variables: list[str] = []  # names that need a `global` statement
         self.roots: list[str] = []
         self.ints: list[tuple[str, Kind]] = []
         self.floats: list[tuple[str, Kind]] = []
@@ -81,7 +81,7 @@ class Expressions:
         for _ in range(r.randint(0, 2)):
             self.queues.append((self.container("q", QUEUES), self.last))
         for _ in range(r.randint(0, 2)):
-            self.vectors.append(self.place(f"tensor({r.randrange(99)}, 8)", HOLD_TENSORS))
+            self.vectors.append(self.place(f"tensor({r.randrange(99)}, 8)", TENSOR_KINDS))
         for _ in range(r.randint(0, 1)):
             name = self.new("m")
             self.declared.append(f"{name} = tensor({r.randrange(99)}, 4, 8)")
@@ -112,7 +112,7 @@ class Expressions:
         if "Box(" in table[self.last][0]:
             self.use("Box")
         self.declared.append(table[self.last][0].format(n=name))
-        if self.chance(0.25) and table[self.last][0].startswith("{n} ="):  # held by an object instead of by a global
+        if self.chance(0.25) and table[self.last][0].startswith("{n} ="):  # stored in an object instead of a global variable
             self.use("Box")
             self.declared.append(f"{name} = Box({name})")
             return f"{name}.value"
@@ -135,7 +135,7 @@ class Expressions:
         elif kind == "linear":
             self.declared.append("model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))")
         else:
-            # a bias before a batch norm has a gradient of rounding errors alone
+            # without a bias: before a batch norm, the gradient of a bias consists only of rounding errors
             self.declared.append("model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))")
         self.declared.append(f"fill(model, {self.rng.randrange(99)})")
         rule = self.one(
@@ -285,7 +285,7 @@ class Expressions:
         )
 
     def stored(self) -> str:
-        """A vector of bounded values without a graph, to be kept."""
+        """An expression for a vector of bounded values without a graph, to be stored."""
         return self.one(
             f"torch.tanh({self.vector(1)})",
             f"{self.vector(0)}.clone().clamp(-2, 2)",

@@ -1,10 +1,10 @@
-"""Where the programs of `make fuzz` keep their Python state: each place as source text, with the ways to read and to write it."""
+"""The places where the programs of `make fuzz` store their Python state: source text to declare, read and write each place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Classes that a program defines if it uses them, by name.
+# Classes by name. A program defines those that it uses.
 CLASSES = {
     "Box": "class Box:\n    def __init__(self, value=None):\n        self.value = value",
     "Slots": "class Slots:\n    __slots__ = ('value',)\n    def __init__(self, value=None):\n        self.value = value",
@@ -50,14 +50,14 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of place for one value.
+    """A kind of place that stores one value.
 
     Attributes:
-        declare: statements that make it; `{n}` its name, `{v}` its first value.
-        reads: expressions of its value.
-        writes: statements that store `{e}`.
-        uses: classes that it needs.
-        is_variable: functions that store to it need a `global` statement.
+        declare: statements that create it; `{n}` is its name, `{v}` its first value.
+        reads: expressions that read it.
+        writes: statements that store `{e}` in it.
+        uses: names of the classes that it needs.
+        is_variable: whether functions that store to it need a `global` statement.
     """
 
     declare: str
@@ -129,10 +129,11 @@ KINDS: dict[str, Kind] = {
     "partial": Kind("{n} = functools.partial(lambda value: value, value={v})", ("{n}()",), ("{n}.keywords['value'] = {e}",)),
     "bound method": Kind("{n} = Box(Box({v}))\n{n}.read = lambda: {n}.value.value", ("{n}.read()",), ("{n}.value.value = {e}",), ("Box",)),
 }
-# Where tensors are kept too.
-HOLD_TENSORS = tuple(k for k in KINDS if k not in ("dict of tuples", "context", "default", "keyword default", "partial", "default dict"))
+# The places that also store tensors.
+TENSOR_KINDS = tuple(k for k in KINDS if k not in ("dict of tuples", "context", "default", "keyword default", "partial", "default dict"))
 
-# A container of numbers: how it is made; what is read of it as a number, and what changes it. `{e}` is an int, `{i}` an int of 0 to 3.
+# Containers of numbers: statement that creates one, expressions that read a number, statements that change it. `{e}` is an int, `{i}` an
+# int from 0 to 3.
 CONTAINERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "list": (
         "{n} = [1, 2]",
@@ -223,7 +224,7 @@ CONTAINERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-# A container of vectors: how it is made, its values as a vector, and what changes it with the vector `{t}`.
+# Containers of vectors: statement that creates one, expressions that read a vector, statements that store the vector `{t}`.
 QUEUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "list": (
         "{n} = []",
@@ -274,4 +275,4 @@ QUEUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-__all__ = ["CLASSES", "CONTAINERS", "HOLD_TENSORS", "KINDS", "QUEUES", "Kind"]
+__all__ = ["CLASSES", "CONTAINERS", "KINDS", "QUEUES", "TENSOR_KINDS", "Kind"]

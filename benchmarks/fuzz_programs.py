@@ -1,10 +1,10 @@
-"""Small random programs with Python state, as source text: a seed's program is the same everywhere.
+"""Generates small random programs with Python state as source text. The program of a seed is the same on every machine.
 
     print(source(17))
 
-A program is a module: state in places of all kinds (`fuzz_places`), helpers, `step(x, ...)`, which is compiled, `between(i)`, which
-changes the state before call i, and `given(i)`, the arguments of call i. `STATE` names what is compared after each call. What runs it
-defines `tensor(seed, *shape)`, `laid(tensor)` and `NUM_CALLS`.
+A program is a module with state in all kinds of places (`fuzz_places`), helpers, the function `step(x, ...)`, which is compiled, the
+function `between(i)`, which changes the state before call i, and the function `given(i)`, which returns the arguments of call i. `STATE`
+lists the state that is compared after each call. The caller (`fuzz_trials`) defines `tensor(seed, *shape)` and `fill(model, seed)`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.fuzz_places import CLASSES, CONTAINERS, QUEUES, Kind
 
 NUM_CALLS = 6
 LAZY = 1_000_000
-"""Seeds from here on are the programs of seed - LAZY, not compiled but under `spmd.lazy()`."""
+"""Seeds from LAZY on run the programs of seed - LAZY under `spmd.lazy()` instead of compiled."""
 _IMPORTS = """import collections, contextvars, dataclasses, functools, math, types
 import numpy as np
 import torch, torch.nn as nn, torch.nn.functional as F"""
 
 
 def source(seed: int) -> str:
-    """The program of a seed."""
+    """The source text of a seed's program."""
     return _Program(seed).text()
 
 
@@ -33,7 +33,7 @@ def _indented(lines: Block) -> Block:
 
 
 class _Program(Expressions):
-    """Makes one program."""
+    """Generates one program."""
 
     # statements
 
@@ -67,14 +67,14 @@ class _Program(Expressions):
         return [self.rng.choice(kind.writes).format(n=name, e=value)]
 
     def item(self) -> Block:
-        """A number of the device is kept where the step reads nothing else: what depends on it is known after the call."""
+        """Store a number read from the device in a place that the step does not read, because its value is known only after the call."""
         value = self.one("v.mean().item()", "h[0, 0].item()", "v.sum().item()")
         name, kind = self.log
         old = self.rng.choice(kind.reads).format(n=name)
         return [self.rng.choice(kind.writes).format(n=name, e=f"0.5 * {old} + 0.1 * {value}")]
 
     def keep(self) -> Block:
-        """What the call makes, or was handed, is kept: objects, functions, containers in containers."""
+        """Store values that the call creates or receives: objects, functions, nested containers."""
         name = self.kept
         choices = [
             f"{name}.append(Box({self.integer(1)}))",
@@ -369,7 +369,7 @@ class _Program(Expressions):
         return self.rng.choice(kind.writes).format(n=name, e=value)
 
     def rebound(self) -> Block:
-        """A container is replaced by an equal one, or by its first value."""
+        """Replace a container by an equal copy, or by its initial value."""
         name, kind = self.rng.choice([*self.bags, *self.queues])
         table = CONTAINERS if (name, kind) in self.bags else QUEUES
         first = table[kind][0].partition(" = ")[2].format()

@@ -1,4 +1,4 @@
-"""One program of `fuzz_programs`, run on CPU torch and on device "jax", compared after every call.
+"""Runs one program of `fuzz_programs` on CPU torch and on device "jax", and compares them after every call.
 
 print(trial(17))     # {"mode": "compiled", "result": "equal", "calls": 6, "traces": 3}
 """
@@ -29,24 +29,24 @@ _SPECS = {1: ("model",), 2: ("data", "model")}
 
 
 def trial(seed: int) -> dict[str, Any]:
-    """{"mode", "result": "equal", "refused: ...", "wrong: ..." or "error: ...", "calls", "traces"}: of the program of a seed."""
+    """Run the program of a seed. Returns "mode", "result" ("equal", "refused: ...", "wrong: ..." or "error: ..."), "calls" and "traces"."""
     if seed >= LAZY:
         return run(source(seed - LAZY), "lazy sharded" if seed % 2 else "lazy", f"fuzzed_{seed}")
     return run(source(seed), MODES[seed % len(MODES)], f"fuzzed_{seed}")
 
 
 def run(text: str, mode: str, name: str = "fuzzed") -> dict[str, Any]:
-    """The same of a program's text."""
+    """Run the program with source text `text`. Returns the same as `trial`."""
     host, device = _Machine(text, "cpu", name), _Machine(text, mode, name)
-    said: dict[str, Any] = {"mode": mode, "result": "equal", "calls": 0}
+    found: dict[str, Any] = {"mode": mode, "result": "equal", "calls": 0}
     for i in range(NUM_CALLS):
         want, got = host.call(i), device.call(i)
-        said["calls"] = i + 1
-        said["result"] = _verdict(got, want, i)
-        if said["result"] != "equal" or want.error is not None:
+        found["calls"] = i + 1
+        found["result"] = _verdict(got, want, i)
+        if found["result"] != "equal" or want.error is not None:
             break
-    said["traces"] = device.num_traces()
-    return said
+    found["traces"] = device.num_traces()
+    return found
 
 
 @dataclass
@@ -56,13 +56,13 @@ class _Outcome:
 
 
 class _Machine:
-    """A program on one device."""
+    """A program with its state on one device, in one mode."""
 
     def __init__(self, text: str, mode: str, name: str) -> None:
         self.mode = mode
         self.grid = mesh.Mesh(range(8), (4, 2), ("data", "model")) if mode.endswith("sharded") else None
         self.lazy = spmd.lazy(max_retraces=10_000) if mode.startswith("lazy") else contextlib.nullcontext()
-        module = sys.modules[f"{name}_{mode}"] = types.ModuleType(f"{name}_{mode}")  # dataclasses look there
+        module = sys.modules[f"{name}_{mode}"] = types.ModuleType(f"{name}_{mode}")  # dataclasses look up their module in sys.modules
         space = vars(module)
         space.update(tensor=self.tensor, fill=self.fill)
         torch.manual_seed(0)
@@ -74,16 +74,16 @@ class _Machine:
 
     def tensor(self, seed: int, *shape: int) -> torch.Tensor:
         made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.5
-        return self.laid(made)
+        return self.placed(made)
 
-    def laid(self, made: torch.Tensor) -> torch.Tensor:
+    def placed(self, made: torch.Tensor) -> torch.Tensor:
         if self.mode == "cpu":
             return made
-        there = made.to("jax")
-        return there if self.grid is None else spmd.mark_sharding(there, self.grid, _SPECS[made.dim()])
+        moved = made.to("jax")
+        return moved if self.grid is None else spmd.mark_sharding(moved, self.grid, _SPECS[made.dim()])
 
     def fill(self, model: torch.nn.Module, seed: int) -> None:
-        """The same first weights everywhere, on the device of this machine."""
+        """Initialize a model with the same weights in every mode, and move it to the device."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
@@ -100,7 +100,7 @@ class _Machine:
                 args, kwargs = self.space["given"](i)
                 result = self.step(*args, **kwargs)
             state = [eval(root, self.space) for root in self.space["STATE"]]
-            return _Outcome(picture([result, state, args, kwargs]))
+            return _Outcome(snapshot([result, state, args, kwargs]))
         except Exception as error:
             return _Outcome(error=error)
 
@@ -108,13 +108,13 @@ class _Machine:
         return getattr(self.step, "num_traces", 0)
 
 
-def picture(value: Any) -> Any:
-    """Values as plain data that can be compared: objects and tensors by number of first sight, so that who is who shows."""
-    return _Pictured().of(value)
+def snapshot(value: Any) -> Any:
+    """Values as plain data for a comparison. Objects and storages are numbered by first occurrence, to compare identity."""
+    return _Snapshot().of(value)
 
 
 @dataclass
-class _Pictured:
+class _Snapshot:
     seen: dict[int, int] = field(default_factory=dict[int, int])
     storages: dict[int, int] = field(default_factory=dict[int, int])
     kept: list[Any] = field(default_factory=list[Any])
@@ -189,12 +189,12 @@ def _verdict(got: _Outcome, want: _Outcome, call: int) -> str:
         )
     if want.error is not None:
         return f"wrong: {where}CPU torch raises {want.error!r}"
-    said = difference(got.value, want.value, "")
-    return f"wrong: {where}{said}" if said else "equal"
+    text = difference(got.value, want.value, "")
+    return f"wrong: {where}{text}" if text else "equal"
 
 
 def difference(got: Any, want: Any, path: str) -> str:
-    """Where two pictures differ, in words; "" if nowhere."""
+    """A text about the first difference between two snapshots, or ""."""
     if type(got) is not type(want):
         return f"{path}: {_short(got)}, expected {_short(want)}"
     if isinstance(want, _Tensor):
@@ -230,4 +230,4 @@ def _short(value: Any) -> str:
     return text if len(text) < 120 else text[:120] + "..."
 
 
-__all__ = ["MODES", "difference", "picture", "run", "trial"]
+__all__ = ["MODES", "difference", "run", "snapshot", "trial"]

@@ -1,10 +1,10 @@
-"""`model.generate` of a Llama beside a loop written by hand around one compiled step, and beside CPU torch; on one device and on 8.
+"""Speed of a Llama's `model.generate`, compared with a hand-written loop around a compiled step and with CPU torch, on 1 and 8 devices.
 
     python -m benchmarks.generate                # writes benchmarks/results/generate.json
     python -m benchmarks.generate --tokens 16 --turns 1 --layers 1 --print
 
-The loop by hand has what its writer knows: the lengths, a static cache and the likeliest token taken in the step; no token is read before
-the end. They run in turn; the figures are medians, of times and of the ratio of one turn to the other.
+The hand-written loop uses known lengths, a static cache and greedy decoding inside the step, and reads no token before the end. All run in
+turn. The figures are median times, and the median ratio of adjacent turns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def llama(layers: int) -> Any:
 
 
 class ByHand:
-    """A prompt and then a token at a time, each one compiled function."""
+    """Hand-written generation with two compiled functions: prefill of the prompt, and decoding of one token."""
 
     def __init__(self, model: Any, mesh: Mesh | None, slots: int) -> None:
         self.model, self.mesh, self.slots = model, mesh, slots
@@ -81,7 +81,7 @@ def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
 
 
 def compilations(call: Callable[[], object]) -> int:
-    """How often jax compiles in it."""
+    """Number of compilations by jax during a call."""
     found: list[str] = []
 
     def note(event: str, duration_secs: float, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ def compilations(call: Callable[[], object]) -> int:
 
 
 def measured(where: str, layers: int, tokens: int, turns: int) -> dict[str, Any]:
-    """The figures of one layout."""
+    """Measure one number of devices, and return the figures."""
     host = llama(layers)
     model = copy.deepcopy(host)
     mesh = None if where == "1 device" else Mesh(range(8), (2, 4), ("data", "model"))
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--print", action="store_true", help="write no file")
+    parser.add_argument("--print", action="store_true", help="only print; do not write the results")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
     virtual_devices(8)

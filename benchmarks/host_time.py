@@ -1,12 +1,12 @@
-"""What a call of a compiled step costs on the host, beside `jax.jit` called with the same flat arrays.
+"""Host time of a call of a compiled step, compared with `jax.jit` on the same flat arrays.
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --arrays 100 600 --guarded 0 --calls 50 --json /tmp/host_time.json
 
-Both run the same training step of a chain of small linear layers (SGD with momentum) in one process and take turns, so that a
-busy machine slows them alike; ours also reads so many Python values (attributes, slots, entries of dicts, items of lists), each
-of which is compared before every call. The clock is the CPU time of the calling thread until the call returns; the devices are
-idle when a call starts. JAX's contender gets its state as one flat list, donated, the way a hand-written loop holds it.
+Both run the same training step of a chain of small linear layers (SGD with momentum) in one process. They take turns, so that load on
+the machine slows them alike. Our step also reads `guarded` Python values (attributes, slots, dict entries, list items), each of which
+is a guard that is checked before every call. The figure is the CPU time of the calling thread until the call returns; the devices are
+idle when a call starts. The JAX step takes its state as one donated flat list, as a hand-written loop would.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ WIDTH, BATCH, LR, MOMENTUM = 8, 4, 0.1, 0.9
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    arrays: state arrays of the steps: parameters and momenta.
-    guarded: Python values that the steps read.
-    calls: timed calls of each contender.
-    json: where the results go.
+    arrays: numbers of state arrays (parameters and momenta) to measure.
+    guarded: numbers of guarded Python values to measure.
+    calls: number of timed calls of each contender.
+    json: file for the results.
     """
 
     arrays: tuple[int, ...] = (4, 100, 300, 600)
@@ -58,7 +58,7 @@ class Slotted:
 
 
 def settings(count: int) -> list[Any]:
-    """Objects, slotted objects, dicts and lists in turn, of ten numbers each: `count` in all."""
+    """`count` numbers in plain objects, objects with slots, dicts and lists, in turn, ten numbers in each."""
     made: list[Any] = []
     for _ in range(count // 40):
         plain, slotted = SimpleNamespace(), Slotted()
@@ -80,7 +80,7 @@ def total(read: list[Any]) -> float:
 
 
 def ours(parameters: int, guarded: int = 0) -> tuple[Callable[[], Any], spmd.Step[Any, Any]]:
-    """A call of the compiled torch step, and the step."""
+    """A function that calls the compiled torch step, and the step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2))).to("jax")
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -99,7 +99,7 @@ def ours(parameters: int, guarded: int = 0) -> tuple[Callable[[], Any], spmd.Ste
 
 
 def by_hand(parameters: int) -> Callable[[], Any]:
-    """A call of the same step in JAX, on a flat list of arrays."""
+    """A function that calls the same step in JAX, on a flat list of arrays."""
 
     def loss_of(params: list[jax.Array], x: jax.Array) -> jax.Array:
         for weight, bias in zip(params[::2], params[1::2], strict=True):
@@ -126,7 +126,7 @@ def by_hand(parameters: int) -> Callable[[], Any]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """CPU seconds of one call; waits for the devices afterwards."""
+    """CPU seconds of one call. Waits for the devices afterwards, outside the measured time."""
     start = time.thread_time()
     loss = call()
     spent = time.thread_time() - start
@@ -135,7 +135,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(arrays: int, guarded: int, num_calls: int) -> dict[str, Any]:
-    """Medians of both contenders, and of the ratio within a round."""
+    """Median time of both contenders, and median of their ratio within a round."""
     torch_call, step = ours(arrays // 2, guarded)
     calls = {"ours": torch_call, "jax": by_hand(arrays // 2)}
     for call in calls.values():
@@ -165,7 +165,7 @@ def main(options: Options) -> None:
             str(row["arrays"]), str(row["guarded"]), f"{times['ours'] * 1e6:.0f}", f"{times['jax'] * 1e6:.0f}", f"{row['ratio']:.2f}"
         )
     results = {
-        "what": "CPU seconds of the calling thread for one call, devices idle; medians over the calls",
+        "what": "median CPU seconds of the calling thread for one call, with idle devices",
         "calls": options.calls,
         "goal": 1.3,
         "rows": rows,

@@ -1,12 +1,12 @@
-"""Saves that are interrupted: processes killed at points of a save, disks that are full, read-only, slow or gone.
+"""Interrupted saves: processes that are killed during a save, and disks that become full, read-only, slow or vanish.
 
-    python benchmarks/interrupted.py                         # every case once: about 200
+    python benchmarks/interrupted.py                         # every case once, about 200
     python benchmarks/interrupted.py --cases 24 --json /tmp/interrupted.json
 
-A case is a job of one or two processes that saves step 1, acknowledges it, and saves step 2 while something happens to it.
-Afterwards a process of its own restores: it must find an acknowledged step, bit for bit. Jobs are forked from this process,
-which only imports and never starts jax, so a case takes tenths of a second; the two processes of a job talk through pipes.
-Results go to benchmarks/results/interrupted.json; a table is printed.
+A case is a job of one or two processes. It saves step 1, acknowledges it, and saves step 2 while a fault is injected. Then a new
+process restores, and must find the last acknowledged step or a later one, bit for bit. Jobs are forked from this process, which
+imports jax but never initializes it, so a case takes tenths of a second. The two processes of a job communicate through pipes. Results
+are written to benchmarks/results/interrupted.json, and a table is printed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """What to run and where the results go."""
+    """Options of the run."""
 
     cases: int = 0
-    """At most so many, evenly chosen; 0: all."""
+    """Maximum number of cases, chosen evenly; 0 runs all."""
     json: Path = ROOT / "benchmarks" / "results" / "interrupted.json"
-    """Where the results go."""
+    """File for the results."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Case:
     """One interrupted save.
 
     Attributes:
-        what: "kill", or what happens to the disk.
-        point: at which event of the save, counted in twelfths.
-        victims: the processes to which it happens.
-        size: processes of the job.
+        what: the fault: "kill", or "full", "read-only", "slow" or "vanished" for the disk.
+        point: position of the fault among the events of the save, in twelfths.
+        victims: indices of the processes with the fault.
+        size: number of processes of the job.
         wait: whether the save is synchronous.
     """
 
@@ -74,7 +74,7 @@ class Case:
 
 
 class PipeGang:
-    """Two processes, joined by a pipe; a peer that died is an error, as a missing one is to the coordination service."""
+    """Two processes connected by a pipe. A dead peer raises a CheckpointError, as with the coordination service."""
 
     def __init__(self, index: int, size: int, pipe: Connection | None) -> None:
         self.index, self.size, self._pipe = index, size, pipe
@@ -93,14 +93,14 @@ class PipeGang:
 
 
 def state(index: int, size: int, step: int) -> dict[str, Any]:
-    """Arrays that only this step has; equal in all processes, as unsharded state is."""
+    """State that differs from step to step and is identical in all processes, as unsharded state is."""
     rng = np.random.default_rng(step)
     return {"big": rng.standard_normal((600, 1000)).astype(np.float32), "small": rng.integers(0, 100, 7), "step": step, "name": "run"}
 
 
 @dataclass
 class Trigger:
-    """Counts what a save does to the disk, and acts at one of these events."""
+    """Counts the disk operations of a save, and injects a fault at one of these events."""
 
     at: int
     act: Callable[[], None]
@@ -114,7 +114,7 @@ class Trigger:
             self.act()
 
     def install(self) -> None:
-        """Around every function that touches the disk: an event before and one after it; a write has one in its middle."""
+        """Wrap every function that accesses the disk with an event before and after it. A write also has an event in the middle."""
         for name in ("make_folder", "write_small", "read_small", "sync_folder", "commit", "retire"):
             setattr(_files, name, self._around(getattr(_files, name), name))
         write = _direct.write
@@ -141,13 +141,13 @@ class Trigger:
 
 
 def job(case: Case, index: int, root: Path, pipes: Sequence[Connection | None], reports: Sequence[Sequence[Connection]], at: int) -> None:
-    """One process of a case: step 1, acknowledged; then step 2 with the fault; then, if it lives, step 3."""
-    for other in range(case.size):  # a pipe tells of a death only when nobody else holds its end
+    """Run one process of a case: save step 1 and acknowledge it, save step 2 with the fault, then step 3 if the process is alive."""
+    for other in range(case.size):  # a pipe reports the death of a process only if no other process has its end open
         for pipe in (reports[other][0], *((pipes[other], reports[other][1]) if other != index else ())):
             if pipe is not None:
                 pipe.close()
     report = reports[index][1]
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # where the disk is "full", writing is an error and no signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # with a "full" disk, a write raises an error instead of a signal
     gang = PipeGang(index, case.size, pipes[index])
     checkpoint.save(root, 1, state(index, case.size, 1), wait=True, gang=gang, keep=2)
     report.send(("acknowledged", 1))
@@ -169,14 +169,14 @@ def job(case: Case, index: int, root: Path, pipes: Sequence[Connection | None], 
 
 
 def fault(what: str, root: Path) -> None:
-    """What happens at the event."""
+    """Inject the fault."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "full":  # every further byte is refused, as on a full disk
+    elif what == "full":  # further writes fail, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
     elif what == "read-only":
         if subprocess.run(["mount", "-o", "remount,ro", str(root.parent)], stderr=subprocess.DEVNULL, check=False).returncode:
-            raise OSError(errno.EROFS, "a file is open, so the disk stays writable: the error alone")
+            raise OSError(errno.EROFS, "the disk cannot be remounted while a file is open; only the error is simulated")
     elif what == "slow":
         time.sleep(0.5)
     elif what == "vanished":
@@ -184,7 +184,7 @@ def fault(what: str, root: Path) -> None:
 
 
 def run(case: Case, folder: Path, at: int) -> dict[str, Any]:
-    """A case, and what is left of it."""
+    """Run a case, restore in a new process, and return the outcome."""
     root = folder / "run"
     context = multiprocessing.get_context("fork")
     pipes: tuple[Any, Any] = context.Pipe() if case.size == 2 else (None, None)
@@ -195,10 +195,10 @@ def run(case: Case, folder: Path, at: int) -> dict[str, Any]:
     for pipe in (*pipes, *(theirs for _, theirs in reports)):
         if pipe is not None:
             pipe.close()
-    said = [list(_received(ours, process)) for (ours, _), process in zip(reports, processes, strict=True)]
-    acknowledged = max((value for one in said for kind, value in one if kind == "acknowledged"), default=0)
-    errors = [value for one in said for kind, value in one if kind == "error"]
-    events = next((value for one in said for kind, value in one if kind == "events"), 0)
+    received = [list(_received(ours, process)) for (ours, _), process in zip(reports, processes, strict=True)]
+    acknowledged = max((value for one in received for kind, value in one if kind == "acknowledged"), default=0)
+    errors = [value for one in received for kind, value in one if kind == "error"]
+    events = next((value for one in received for kind, value in one if kind == "events"), 0)
     if case.what == "read-only":
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     found = forked(lambda: restored(root))
@@ -218,7 +218,7 @@ def _received(report: Connection, process: Any) -> Iterator[tuple[str, Any]]:
 
 
 def forked(answer: Callable[[], Any]) -> Any:
-    """The answer of a process of its own."""
+    """The result of `answer()` in a forked process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -237,7 +237,7 @@ def forked(answer: Callable[[], Any]) -> Any:
 
 
 def restored(root: Path) -> int:
-    """The step that a restore finds, -1 if its values are not those of that step, 0 if it finds none."""
+    """The step that a restore finds; 0 if it finds none, -1 if its values are not those of that step."""
     try:
         found = checkpoint.restore(root)
     except CheckpointError:
@@ -248,7 +248,7 @@ def restored(root: Path) -> int:
 
 
 def is_survived(case: Case, result: dict[str, Any]) -> bool:
-    """The last acknowledged step, or the later one, is whole; a fault that leaves the process alive was an error."""
+    """Whether the restored step is the last acknowledged or a later one, and a fault that did not kill the process raised an error."""
     if case.what == "vanished":
         return result["restored"] == 0 and bool(result["errors"]) if result["errors"] else result["restored"] >= 2
     if "hung" in result["errors"] or result["restored"] < max(1, result["acknowledged"]):
@@ -257,7 +257,7 @@ def is_survived(case: Case, result: dict[str, Any]) -> bool:
 
 
 def cases() -> list[Case]:
-    """Every point, process and kind of save."""
+    """All combinations of fault, point, processes and kind of save."""
     found = [
         Case("kill", point, victims, 2, wait)
         for point, victims, wait in itertools.product(range(POINTS), ((0,), (1,), (0, 1)), (True, False))
@@ -271,7 +271,7 @@ def cases() -> list[Case]:
 
 
 def can_mount() -> bool:
-    """Whether this process may mount a file system, for the read-only disk."""
+    """Whether this process may mount a file system, which the read-only disk needs."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True, check=False)
         if done.returncode == 0:
@@ -280,7 +280,7 @@ def can_mount() -> bool:
 
 
 def prepared(case: Case, folder: Path) -> Path:
-    """A folder for a case; on a file system of its own if that is to be made read-only."""
+    """A folder for a case, on its own file system for the read-only disk."""
     folder.mkdir()
     if case.what == "read-only":
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)], check=True)
@@ -300,12 +300,12 @@ def main(options: Options) -> int:
             try:
                 kind = case.size, case.wait
                 if kind not in events:
-                    calm = folder.with_name(f"calm{case.size}{case.wait}")
-                    calm.mkdir()
-                    events[kind] = run(Case("none", 0, (), case.size, case.wait), calm, 0)["events"]
+                    without_fault = folder.with_name(f"without_fault{case.size}{case.wait}")
+                    without_fault.mkdir()
+                    events[kind] = run(Case("none", 0, (), case.size, case.wait), without_fault, 0)["events"]
                 at = 1 + case.point * events[kind] // POINTS
                 if case.victims == (1,):
-                    at = max(1, at // 3)  # process 1 does less: it writes no array, and no manifest
+                    at = max(1, at // 3)  # process 1 has fewer events: it writes no array and no manifest
                 result = run(case, folder, at)
             finally:
                 if case.what == "read-only":
@@ -324,7 +324,7 @@ def main(options: Options) -> int:
 
 
 def summary(outcomes: list[tuple[Case, bool]]) -> dict[str, tuple[int, int]]:
-    """(survived, all) by what happened."""
+    """Number of survived cases and of all cases, by fault."""
     total, survived = Counter(case.what for case, _ in outcomes), Counter(case.what for case, good in outcomes if good)
     return {what: (survived[what], total[what]) for what in total} | {"all": (sum(survived.values()), sum(total.values()))}
 

@@ -1,4 +1,4 @@
-"""The operations that random layouts are tried on: each draws its sizes, makes its inputs and says what is computed from them."""
+"""The operations for trials with random layouts. Each draws its sizes and creates its inputs and the function to compare."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 FLOATS = ("float32", "float64", "bfloat16")
-EXACT = ("float32", "float64")  # decompositions and transforms, which torch has in no narrower dtype
+EXACT = ("float32", "float64")  # decompositions and transforms, which torch does not support in narrower dtypes
 NUMBERS = (*FLOATS, "int64", "int32")
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 
 
 class Draw:
-    """Random choices of one trial, and tensors made by them on the CPU."""
+    """The random choices of one trial, and random CPU tensors."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -37,7 +37,7 @@ class Draw:
         return self.rng.randrange(-rank, rank)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Normal numbers; small integers where the dtype is one."""
+        """Normally distributed numbers, or small integers for an integer dtype."""
         if not self.dtype.is_floating_point:
             return torch.randint(-9, 10, shape, generator=self.generator).to(self.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
@@ -46,7 +46,7 @@ class Draw:
         return self.normal(*shape).abs() + (1 if not self.dtype.is_floating_point else 0.5)
 
     def distinct(self, *shape: int) -> torch.Tensor:
-        """Numbers none of which are equal, so that an order is one: at most 256 of them are different in 16 bits."""
+        """Distinct numbers, so that their order is unique. bfloat16 has only 256 distinct ones in this range; more use float32."""
         count = torch.Size(shape).numel()
         if count > 256 and self.dtype == torch.bfloat16:
             self.dtype = torch.float32
@@ -59,7 +59,7 @@ class Draw:
         return torch.rand(shape, generator=self.generator) < 0.5
 
     def regular(self, *batch: int, size: int) -> torch.Tensor:
-        """Matrices that are far from singular."""
+        """Random matrices that are far from singular."""
         return self.normal(*batch, size, size) + 2 * size * torch.eye(size, dtype=self.dtype)
 
     def definite(self, *batch: int, size: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Draw:
 
 @dataclass
 class Case:
-    """What one trial computes: `fn(*inputs)` is a tensor, or several."""
+    """The computation of one trial: `fn(*inputs)` returns one or several tensors."""
 
     fn: Callable[..., Any]
     inputs: list[torch.Tensor]
@@ -77,13 +77,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: how a case is drawn, and what it can be tried in."""
+    """One operation.
+
+    Attributes:
+        make: draws a case.
+        dtypes: names of the dtypes that it supports.
+        has_gradient: whether it is differentiable.
+        is_compilable: False if the shape of its result depends on values.
+    """
 
     name: str
     make: Callable[[Draw], Case]
     dtypes: tuple[str, ...]
     has_gradient: bool
-    is_compilable: bool  # False: the result's shape depends on values
+    is_compilable: bool
 
 
 OPS: dict[str, Op] = {}
@@ -92,7 +99,7 @@ OPS: dict[str, Op] = {}
 def op(
     dtypes: tuple[str, ...] = FLOATS, gradient: bool = True, compilable: bool = True
 ) -> Callable[[Callable[[Draw], Case]], Callable[[Draw], Case]]:
-    """Enter the decorated function, under its name, into the table."""
+    """Register the decorated function in `OPS` under its name."""
 
     def enter(make: Callable[[Draw], Case]) -> Callable[[Draw], Case]:
         name = make.__name__.strip("_")
@@ -321,7 +328,9 @@ def scatter_add(d: Draw) -> Case:
 @op(NUMBERS)
 def scatter(d: Draw) -> Case:
     shape, dim = d.shape(2), d.one(0, 1)
-    index = torch.argsort(torch.rand(shape, generator=d.generator), dim)  # written once each: which of several wins is not said
+    index = torch.argsort(
+        torch.rand(shape, generator=d.generator), dim
+    )  # each element is written once: with duplicates the result is undefined
     return Case(lambda x, i, s: x.scatter(dim, i, s), [d.normal(*shape), index, d.normal(*shape)])
 
 
@@ -599,7 +608,7 @@ def factors(d: Draw) -> Case:
     batch, n = d.one((), (2,), (5,), (8,)), d.size(2)
     name = d.one("qr", "eigh", "svd", "lu")
 
-    def fn(x: Any) -> Any:  # products of factors: each factor by itself is unique up to signs only
+    def fn(x: Any) -> Any:  # compares products, because each factor is unique only up to signs
         if name == "eigh":
             values, vectors = torch.linalg.eigh((x + x.mT) / 2)
             return values, vectors @ torch.diag_embed(values.sin()) @ vectors.mT

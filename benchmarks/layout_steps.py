@@ -1,4 +1,4 @@
-"""The training steps that random layouts are tried on: a small model of each kind, its data, and a loss."""
+"""The training steps for trials with random layouts: several kinds of small models with data and a loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Job:
 
 
 class _Images(nn.Module):
-    """Convolution, batch norm, pooling, a residual, a classifier."""
+    """Convolutions, batch norm, pooling, a residual connection and a classifier."""
 
     def __init__(self, channels: int, hidden: int, kernel: int, classes: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Images(nn.Module):
 
 
 class _Upward(nn.Module):
-    """Down, up by a transposed convolution, group norm, interpolation."""
+    """A strided convolution, group norm, a transposed convolution and interpolation."""
 
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Upward(nn.Module):
 
 
 class _Language(nn.Module):
-    """Tied embedding, causal attention, norms, a wide layer."""
+    """A transformer layer with causal attention and a tied embedding."""
 
     def __init__(self, words: int, width: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Language(nn.Module):
 
 
 class _Spectrum(nn.Module):
-    """Filters in frequency, a sum along time, a linear layer."""
+    """A filter in the frequency domain, a cumulative sum over time and a linear layer."""
 
     def __init__(self, time: int, width: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Spectrum(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """A recurrent layer over time and its last state."""
+    """A bidirectional recurrent layer and a linear layer."""
 
     def __init__(self, kind: str, width: int, hidden: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Recurrent(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Each row goes to the two layers that score it highest."""
+    """Mixture of experts with top-2 routing."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Experts(nn.Module):
 
 
 class _Sequence(nn.Module):
-    """Convolution over time, batch norm, multi-head attention of torch's own."""
+    """A convolution over time, batch norm and `nn.MultiheadAttention`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ JOBS: dict[str, Callable[[Draw], Job]] = {
 
 
 def optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """One whose update is no sign of a gradient: there a rounding error would be a whole step."""
+    """An optimizer whose update does not reduce to the sign of a gradient, where a rounding error could flip a whole step."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)

@@ -1,4 +1,4 @@
-"""One trial of a random layout: a seed draws an operation or a training step, a mesh, layouts and a dtype; CPU torch is the oracle.
+"""One trial of random layouts: a seed draws an operation or a training step, a mesh, layouts and a dtype. CPU torch is the oracle.
 
 print(trial(17))     # {"what": "conv2d float32 eager ...", "result": "right"}
 """
@@ -21,17 +21,22 @@ from mesh import JobError, Mesh, MeshError
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 AXES = ("a", "b", "c")
-STEP_EVERY = 6  # one trial in so many is a training step
+STEP_EVERY = 6  # one of this many trials is a training step
 NUM_STEPS = 3
-# Of the largest number in a result, for one operation; and for what several steps of training add up to.
+# Relative to the largest value of a result of one operation. Training steps use a tolerance derived from it.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2}
 LAZY = 1_000_000
-"""Seeds from here on are the trials of seed - LAZY, neither compiled nor eager but under `spmd.lazy()`."""
+"""Seeds from LAZY on run the trials of seed - LAZY under `spmd.lazy()` instead of compiled or eager."""
 OURS = (spmd.SpmdError, MeshError, JobError)
 
 
 def trial(seed: int) -> dict[str, str]:
-    """{"what": the trial in words, "result": "right", "refused: ..." in our words or as CPU torch does, "wrong: ...", "foreign: ..."}."""
+    """Run the trial of a seed.
+
+    Returns:
+        "what": a description of the trial. "result": "right", "refused: ..." (our own error, or an error as in CPU torch), "wrong: ..." or
+        "foreign: ..." (another exception).
+    """
     drawn = seed % LAZY
     d = Draw(drawn)
     mesh = _mesh(d)
@@ -46,7 +51,7 @@ def _mesh(d: Draw) -> Mesh:
 
 
 def any_spec(d: Draw, mesh: Mesh, rank: int) -> tuple[Any, ...]:
-    """Each axis splits one dim or none."""
+    """A random spec in which each axis splits at most one dim."""
     entries: list[list[str]] = [[] for _ in range(rank)]
     for axis in mesh.axis_names:
         chosen = d.rng.randrange(-1, rank) if rank else -1
@@ -76,18 +81,18 @@ def _operation(d: Draw, mesh: Mesh, mode: str) -> dict[str, str]:
     want = _outcome(case, case.inputs, with_gradient, "eager", cotangents)
     with_layouts = [_laid(t.clone(), mesh, s) for t, s in zip(case.inputs, specs, strict=True)]
     got = _outcome(case, with_layouts, with_gradient, mode, cotangents)
-    said = _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))
-    if said.startswith("wrong: result") and d.dtype == torch.bfloat16:  # the CPU rounds in between, and may be far off itself
+    result = _verdict(got, want, TOLERANCE.get(d.dtype, 0.0))
+    if result.startswith("wrong: result") and d.dtype == torch.bfloat16:  # the CPU rounds intermediate results and may be far off itself
         wide = [t.double() if t.is_floating_point() else t for t in case.inputs]
         exact = _outcome(case, wide, with_gradient, "eager", cotangents)
         exact.values = [t.to(d.dtype) if t.is_floating_point() else t for t in exact.values]
-        said = _verdict(got, exact, TOLERANCE[d.dtype]) if exact.error is None else said
-    return {"what": what, "result": said}
+        result = _verdict(got, exact, TOLERANCE[d.dtype]) if exact.error is None else result
+    return {"what": what, "result": result}
 
 
 def _laid(tensor: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
-    there = tensor.to("jax")
-    return there if spec is None else spmd.mark_sharding(there, mesh, spec)
+    moved = tensor.to("jax")
+    return moved if spec is None else spmd.mark_sharding(moved, mesh, spec)
 
 
 def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, mode: str, cotangents: _Cotangents) -> _Outcome:
@@ -101,26 +106,26 @@ def _outcome(case: Case, given: list[torch.Tensor], with_gradient: bool, mode: s
         return found
 
     try:
-        with _waiting(mode):
+        with _lazily(mode):
             out = (spmd.compile(run) if mode == "compiled" else run)(*given)
         return _Outcome([t.detach().cpu().as_subclass(torch.Tensor) for t in out], None)
     except Exception as error:
         return _Outcome([], error)
 
 
-def _waiting(mode: str) -> AbstractContextManager[Any]:
+def _lazily(mode: str) -> AbstractContextManager[Any]:
     return spmd.lazy(max_retraces=10_000) if mode == "lazy" else nullcontext()
 
 
 class _Cotangents:
-    """Random gradients of results: drawn for the CPU's, and the same for the device's, where a program takes them as constants."""
+    """Random cotangents: drawn for the CPU's results and reused for the device's, where they are constants of the program."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._drawn: list[torch.Tensor] = []
 
     def of(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One for each result, on its device."""
+        """One cotangent for each result, on the device of the result."""
         if not self._drawn:
             self._drawn = [torch.randn(t.shape, generator=self._generator, dtype=torch.float64).to(t.dtype) for t in results]
         return [drawn.to(t.device, t.dtype) for drawn, t in zip(self._drawn, results, strict=True)]
@@ -136,9 +141,9 @@ def _verdict(got: _Outcome, want: _Outcome, tolerance: float) -> str:
     if len(got.values) != len(want.values):
         return f"wrong: {len(got.values)} results, expected {len(want.values)}"
     for number, (a, b) in enumerate(zip(got.values, want.values, strict=True)):
-        said = _difference(a, b, tolerance)
-        if said:
-            return f"wrong: result {number} of {len(got.values)}: {said}"
+        text = _difference(a, b, tolerance)
+        if text:
+            return f"wrong: result {number} of {len(got.values)}: {text}"
     return "right"
 
 
@@ -150,7 +155,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
         return f"{count} of {want.numel()} are different" if count else ""
     a, b = got.double(), want.double()
     if not torch.equal(a.isfinite(), b.isfinite()) or not torch.equal(a[~b.isfinite()].nan_to_num(), b[~b.isfinite()].nan_to_num()):
-        return "not finite in other places"
+        return "not finite in different places"
     a, b = a[b.isfinite()], b[b.isfinite()]
     largest = float(b.abs().max()) if b.numel() else 0.0
     off = float((a - b).abs().max()) if b.numel() else 0.0
@@ -167,16 +172,16 @@ def _step(d: Draw, mesh: Mesh, mode: str) -> dict[str, str]:
     sizes = " ".join(f"{tuple(t.shape)}:{s}" for t, s in zip(job.batch, batch, strict=True))
     mode = mode or ("compiled" if compiled else "eager")
     what = f"step {name} {rule} {str(d.dtype)[6:]} {mode} {mesh.mesh_shape} {sizes} {parameters}"
-    there = copy.deepcopy(model).to("jax")
+    on_device = copy.deepcopy(model).to("jax")
     want = _trained(model, job, job.batch, rule, "eager")
     try:
         for key, spec in parameters.items():
-            spmd.mark_sharding(there.get_parameter(key), mesh, spec)
+            spmd.mark_sharding(on_device.get_parameter(key), mesh, spec)
         given = [_laid(t, mesh, s) for t, s in zip(job.batch, batch, strict=True)]
     except Exception as error:
         return {"what": what, "result": _verdict(_Outcome([], error), want, 0.0)}
-    got = _trained(there, job, given, rule, mode)
-    # rounding errors of a step are multiplied by the next one
+    got = _trained(on_device, job, given, rule, mode)
+    # each step amplifies the rounding errors of the previous one
     return {"what": what, "result": _verdict(got, want, math.sqrt(TOLERANCE[d.dtype]) / 10)}
 
 
@@ -192,7 +197,7 @@ def _trained(model: Any, job: Any, batch: list[torch.Tensor], rule: str, mode: s
 
     try:
         run = spmd.compile(step) if mode == "compiled" else step
-        with _waiting(mode):
+        with _lazily(mode):
             losses = [run(*batch).detach() for _ in range(NUM_STEPS)]
         losses = [loss.cpu() for loss in losses]
         values = [t.detach().cpu().as_subclass(torch.Tensor) for t in (*losses, *model.state_dict().values())]

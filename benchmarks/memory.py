@@ -1,13 +1,13 @@
-"""Memory by phase: a Llama whose parameters, gradients and optimizer state are split over 8 virtual devices, beside JAX by hand.
+"""Memory of each phase of training a Llama with FSDP over 8 virtual devices, and temporaries compared with hand-written JAX.
 
     make memory                                       # 24 layers; writes results/memory.json
     python -m benchmarks.memory --layers 6 --json None
 
-Ours: built on meta, laid out, initialised, trained, saved, restored, trained on; layers as a loop (`roll=True`), each recomputed. For each
-phase, what lies on the devices at its end, and what the process has at its end and at its peak, beside what stays: parameters, and from
-the first step on the optimizer's two moments. What the allocator keeps for the next step is given back before each phase. By hand: the
-step of `llama_pod_jax`, a checkpointed `lax.scan` over layers split the same way; compared are the temporaries of the two programs, for
-these devices and for v5e.
+Ours is built on meta, sharded, initialized, trained, saved, restored and trained again, with the layers as a loop (`roll=True`) and
+recomputation of each layer. For each phase the figures are the bytes on the devices at its end, and the resident memory of the process at
+its end and at its peak. They are compared with the bytes of the live state: the parameters, and from the first step on the optimizer's two
+moments. Memory that the allocator caches is returned to the system before each phase. The hand-written step is that of `llama_pod_jax`, a
+checkpointed `lax.scan` over layers with the same sharding. The temporaries of the two programs are compared for these devices and for v5e.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TOPOLOGIES = {"cpu": None, "v5e": "v5e:2x4"}
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    layers: of the model.
-    width: of the model; the MLP is four times as wide.
-    positions: tokens of a sequence; each device has one.
-    json: where the result goes; None: printed only.
+    layers: number of layers.
+    width: width of the model; the MLP is four times as wide.
+    positions: length of a sequence, in tokens; each device has one sequence.
+    json: file for the result; None only prints it.
     """
 
     layers: int = 24
@@ -56,7 +56,7 @@ def config_of(layers: int, width: int, positions: int) -> Any:
 
 
 def host_bytes() -> tuple[int, int]:
-    """Resident memory of this process, and its peak since the last call of `reset_peak`."""
+    """Resident memory of this process in bytes, and its peak since the last call of `reset_peak`."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     now, peak = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     return now, peak
@@ -67,7 +67,7 @@ def reset_peak() -> None:
 
 
 def device_bytes() -> int:
-    """Bytes of all arrays, on all devices; several arrays may show one memory."""
+    """Bytes of all arrays on all devices. Memory that several arrays share counts once."""
     import jax
 
     shards = (shard.data for array in jax.live_arrays() for shard in array.addressable_shards)
@@ -134,7 +134,7 @@ class Trained:
 
 
 def run_small() -> None:
-    """Every phase once, with a small model."""
+    """Run every phase once with a small model."""
     small = Trained(2, 128, 64, None)
     with tempfile.TemporaryDirectory() as folder:
         small.initialise()
@@ -145,7 +145,7 @@ def run_small() -> None:
 
 
 def phases(layers: int, width: int, positions: int) -> dict[str, Any]:
-    """Bytes after each phase, over those of a process that did all of it once with a small model: code and compilers are not counted."""
+    """Bytes after each phase, minus those after a run of all phases with a small model, so that code and compilers are not counted."""
     from mesh.platform._allocator import give_back_freed_memory
 
     run_small()
@@ -217,19 +217,20 @@ def temporaries(contender: str, layers: int, width: int, positions: int, ground:
     return {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
 
 
-def child(asked: dict[str, Any]) -> None:
+def run_in_child(task: dict[str, Any]) -> None:
+    """Run a task in this process, and print its result."""
     import mesh
 
     sys.path.insert(0, str(HERE))
     mesh.virtual_devices(CHIPS)
-    what = asked.pop("what")
-    print("RESULT " + json.dumps(phases(**asked) if what == "phases" else temporaries(what, **asked)))
+    what = task.pop("what")
+    print("RESULT " + json.dumps(phases(**task) if what == "phases" else temporaries(what, **task)))
 
 
-def told(what: str, options: Options, **more: Any) -> dict[str, Any]:
-    """What a process of its own says."""
-    asked = {"what": what, "layers": options.layers, "width": options.width, "positions": options.positions, **more}
-    command = [sys.executable, "-m", "benchmarks.memory", json.dumps(asked)]
+def measured(what: str, options: Options, **more: Any) -> dict[str, Any]:
+    """The result of a task that runs in its own process."""
+    task = {"what": what, "layers": options.layers, "width": options.width, "positions": options.positions, **more}
+    command = [sys.executable, "-m", "benchmarks.memory", json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parent)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -238,22 +239,24 @@ def told(what: str, options: Options, **more: Any) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    record: dict[str, Any] = {"options": {**asdict(options), "json": None}, **told("phases", options)}
-    record["programs"] = {ground: {who: told(who, options, ground=ground) for who in ("ours", "by hand")} for ground in TOPOLOGIES}
-    table = rich.table.Table("phase", "stays, MB", "devices, MB", "process, MB", "at its peak, MB")
+    record: dict[str, Any] = {"options": {**asdict(options), "json": None}, **measured("phases", options)}
+    record["programs"] = {ground: {who: measured(who, options, ground=ground) for who in ("ours", "by hand")} for ground in TOPOLOGIES}
+    table = rich.table.Table("phase", "live state, MB", "devices, MB", "process, MB", "process at peak, MB")
     for name, row in record["phases"].items():
         table.add_row(name, *(f"{row[key] / 1e6:,.0f}" for key in ("stays", "devices", "host", "host_peak")))
     console = rich.console.Console()
     console.print(table)
     for ground, rows in record["programs"].items():
         ratio = rows["ours"]["temporaries"] / rows["by hand"]["temporaries"]
-        console.print(f"{ground}: temporaries {rows['ours']['temporaries'] / 1e6:,.1f} MB a device, {ratio:.2f} of those by hand")
+        console.print(
+            f"{ground}: temporaries {rows['ours']['temporaries'] / 1e6:,.1f} MB per device, {ratio:.2f} times those of hand-written JAX"
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        child(json.loads(sys.argv[1]))
+        run_in_child(json.loads(sys.argv[1]))
     else:
         main(tyro.cli(Options, description=(__doc__ or "").split("\n\n", maxsplit=1)[0]))

@@ -1,16 +1,16 @@
-"""Which models of Hugging Face and timm run unmodified on device 'jax' and give what CPU torch gives: eager, compiled, and a training step.
+"""Runs unmodified models of Hugging Face and timm on device 'jax', and compares them with CPU torch: eager, compiled, and training.
 
     python -m benchmarks.models                           # all of ZOO; writes models.json and docs/models.md
-    python -m benchmarks.models --models '^(GPT-2|T5)$'   # some, printed only
+    python -m benchmarks.models --models '^(GPT-2|T5)$'   # some models; only prints
 
-Every model is tiny and randomly initialised, so nothing is downloaded. Three columns, each compared with CPU torch:
+Every model is tiny and randomly initialized, so nothing is downloaded. There are three columns, each compared with CPU torch:
 
-    eager      the forward pass: every tensor of the ModelOutput, caches included; decoders then get one more token and the cache
-    compiled   the same under spmd.compile, caches going out of one call and into the next; no value read back to the host
-    gradients  backward, eager; then a compiled step of SGD: loss, every gradient, every parameter and buffer after it; tied weights
-               are still tied
+    eager      the forward pass: every tensor of the ModelOutput, including caches; decoders then get one more token and the cache
+    compiled   the same under spmd.compile, with caches passed from one call to the next; no value may be read back to the host
+    gradients  an eager backward pass, then a compiled SGD step: loss, all gradients, and all parameters and buffers after the step; tied
+               weights must still be tied
 
-What passes in models.json and does not any more is an error, and the record stays as it was unless `--accept` is given.
+A model that passes in models.json but no longer passes is an error, and the record is not changed unless `--accept` is given.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 TABLE = ROOT / "docs" / "models.md"
 TIMM = ROOT / ".venv-timm"
 COLUMNS = ("eager", "compiled", "gradients")
-MODELS_PER_WORKER = 12  # compiled programs pile up in its memory
+MODELS_PER_WORKER = 12  # compiled programs accumulate in a worker's memory
 LEARNING_RATE = 0.1
 
-# torch.testing's own (rtol, atol)
+# (rtol, atol) of torch.testing
 TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-7, 1e-7)}
 PASSES = ("pass", "pass in float64")
-# What the absolute one would hide: a small tensor that is wrong altogether. Of the tensor's norm, and of the largest norm beside it.
+# A second check, because atol would hide a small tensor that is completely wrong: relative to the tensor's norm and to the largest norm
+# among all tensors.
 NORM_RTOL, NORM_ATOL = 1e-3, 1e-6
-# Where float32 cannot hold its tolerances: this often the distance between CPU torch in float32 and in float64 is still as good as it.
+# If rounding in float32 exceeds the tolerances, the reference is CPU torch in float64. The device's error may be at most this many times
+# the error of CPU torch in float32,
 ROUNDING = 3.0
-# ... but no further from it than this, of the tensor's norm and of the largest norm beside it
+# and at most this, relative to the tensor's norm plus the largest norm among all tensors.
 WORST_RTOL, WORST_ATOL = 1e-2, 1e-4
-# Compiling is what takes the time here, not running.
 
 ZOO = zoo.ARCHITECTURES | zoo_vision.ARCHITECTURES | zoo_timm.ARCHITECTURES
 Named = dict[str, torch.Tensor]
 
 
 class Mismatch(AssertionError):
-    """A result differs from CPU torch's."""
+    """A result differs from CPU torch."""
 
 
 class Inexact(Mismatch):
-    """In nothing but the values of floating point numbers, which are all finite."""
+    """A result differs from CPU torch only in finite floating point values."""
 
 
 def build(row: zoo.Architecture) -> nn.Module:
-    """The model on the CPU, without dropout, with weights large enough that a wrong one would show in the result."""
+    """The model on the CPU, without dropout, with weights large enough that an error in any of them changes the result."""
     torch.manual_seed(0)
     model = _MAKERS[row.library](row)
     with torch.no_grad():
@@ -103,11 +104,11 @@ _MAKERS: dict[str, Callable[[zoo.Architecture], nn.Module]] = {"transformers": o
 
 @functools.cache
 def imported_timm() -> Any:
-    """The package timm, from the folder of its own that `make models` gives it, or from the environment.
+    """The package timm, from the folder that `make models` installs it into, or from the environment.
 
-    It imports torchvision, whose operators are built for CUDA and so absent from a CPU build of torch. torchvision describes two
-    of them while it is imported, and fails where they are not declared. They are declared here, with no code behind them: no model
-    calls them. Hugging Face's models would meet the same failure, so torchvision is not put where they find it.
+    timm imports torchvision, whose operators are built for CUDA and so missing in a CPU build of torch. torchvision registers metadata
+    for two of them during its import, which fails if they are not declared. They are declared here without an implementation, since no
+    model calls them. The import would also fail in Hugging Face's models, so torchvision is kept out of their import path.
     """
     sys.path.append(str(TIMM))
     declared = torch.library.Library("torchvision", "FRAGMENT")
@@ -120,7 +121,7 @@ def imported_timm() -> Any:
 
 
 def without_dropout(config: Any) -> None:
-    """Set every dropout, drop-path and layer-drop rate of a configuration, and of those in it, to 0."""
+    """Set every dropout, drop-path and layer-drop rate of a configuration and its nested configurations to 0."""
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -131,7 +132,7 @@ def without_dropout(config: Any) -> None:
 
 
 def enlarge(parameter: torch.Tensor) -> None:
-    """Weights that start near zero get a spread that keeps a sum's size (0.18, 32 ** -0.5, at most), constant ones some."""
+    """Scale small weights up to a standard deviation that preserves the size of sums, at most 0.18 (32 ** -0.5). Add noise to constants."""
     if parameter.numel() < 2 or not parameter.is_floating_point():
         return
     spread = float(parameter.std())
@@ -143,7 +144,7 @@ def enlarge(parameter: torch.Tensor) -> None:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's own loss; without one, the mean square of all that it returns and that has a gradient."""
+    """The model's own loss, or else the sum of the mean squares of all results that require grad."""
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss
@@ -151,7 +152,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def tensors(value: Any) -> Named:
-    """The tensors in a result by path: ModelOutputs, containers, and objects such as caches."""
+    """All tensors in a result, by path. Searches ModelOutputs, containers, and objects of transformers such as caches."""
     return dict(_walk(value, "", set()))
 
 
@@ -175,12 +176,12 @@ def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Te
 
 
 @dataclasses.dataclass
-class Judge:
-    """Compares named tensors with CPU torch's; knows what CPU torch computes in float64, if it must.
+class Comparison:
+    """Compares named tensors with CPU torch, in float64 if the tolerances for float32 are exceeded.
 
     Attributes:
-        exact: what CPU torch computes in float64; None: it is what is compared with, and rounding excuses nothing.
-        notes: where float32's own rounding, and not torch.testing's tolerance, was the measure.
+        exact: computes the tensors by CPU torch in float64. None: the reference is float64 already, and no larger error is allowed.
+        notes: tensors that exceeded torch.testing's tolerance but passed by their distance from float64.
     """
 
     exact: Callable[[], Named] | None
@@ -188,7 +189,7 @@ class Judge:
     _exact: Named | None = None
 
     def require(self, what: str, got: Named, want: Named) -> None:
-        """Raises Mismatch at the first tensor that is missing, or differs in shape, dtype or value."""
+        """Raise Mismatch for the first tensor that is missing, or differs in shape, dtype or value."""
         if got.keys() != want.keys():
             raise Mismatch(f"{what}: only on one side: {sorted(got.keys() ^ want.keys())[:4]}")
         largest = max((float(t.detach().double().norm()) for t in want.values() if t.is_floating_point()), default=0.0)
@@ -231,7 +232,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, largest: float) -> boo
 
 
 class Subject:
-    """One architecture in one dtype: CPU torch's results, and the same model on the device."""
+    """One architecture in one dtype: the model on the CPU, and a copy on the device."""
 
     def __init__(self, row: zoo.Architecture, dtype: torch.dtype = torch.float32) -> None:
         self.row, self.dtype = row, dtype
@@ -242,19 +243,19 @@ class Subject:
         self.notes: list[str] = []
 
     def inputs(self) -> zoo.Inputs:
-        """Of a call, on the CPU."""
+        """The keyword arguments of a call, on the CPU."""
         return in_double(self.row.inputs()) if self.dtype == torch.float64 else self.row.inputs()
 
-    def judge(self, exact: Callable[[], Named]) -> Judge:
-        """`exact`: what CPU torch computes in float64."""
-        return Judge(None if self.dtype == torch.float64 else exact)
+    def comparison(self, exact: Callable[[], Named]) -> Comparison:
+        """A comparison for this dtype. `exact` computes the tensors by CPU torch in float64."""
+        return Comparison(None if self.dtype == torch.float64 else exact)
 
     def column(self, name: str) -> None:
-        """Raises what goes wrong."""
+        """Check one column. Raises an exception if it does not pass."""
         getattr(self, name)()
 
     def double(self) -> nn.Module:
-        """The model in float64 on the CPU, where grouped products are loops: torch has no grouped kernel for float64."""
+        """The model in float64 on the CPU, with a loop over experts, because torch's grouped matmul does not support float64."""
         model: Any = copy.deepcopy(self.host).double()
         if self.row.library == "transformers":
             model.set_experts_implementation("eager")
@@ -262,7 +263,7 @@ class Subject:
 
     def eager(self) -> None:
         with torch.no_grad():
-            self._judge_forward(lambda **inputs: self.device(**inputs))
+            self._compare_forward(lambda **inputs: self.device(**inputs))
 
     def compiled(self) -> None:
         import spmd
@@ -272,7 +273,7 @@ class Subject:
             return self.device(**inputs)
 
         with torch.no_grad():
-            self._judge_forward(forward)
+            self._compare_forward(forward)
             inputs = on_device(self.inputs())
             before = spmd.metrics.counters()["host_reads"]
             forward(**inputs)
@@ -284,9 +285,9 @@ class Subject:
         import spmd
 
         want = trained(self.row, copy.deepcopy(self.host), self.inputs())
-        judge = self.judge(lambda: trained(self.row, self.double(), in_double(self.row.inputs())))
+        comparison = self.comparison(lambda: trained(self.row, self.double(), in_double(self.row.inputs())))
         eager = copy.deepcopy(self.device)
-        judge.require("eager step", trained(self.row, eager, on_device(self.inputs())), want)
+        comparison.require("eager step", trained(self.row, eager, on_device(self.inputs())), want)
 
         model = copy.deepcopy(self.device).train(not self.row.samples)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -296,31 +297,31 @@ class Subject:
             return train_step(model, optimizer, inputs)
 
         loss = step(**on_device(self.inputs()))
-        judge.require("compiled step", state(model, loss), want)
+        comparison.require("compiled step", state(model, loss), want)
         before = spmd.metrics.counters()["host_reads"]
         step(**on_device(self.inputs()))
         reads = spmd.metrics.counters()["host_reads"] - before
         if reads:
             raise Mismatch(f"the compiled step read {reads} values back to the host")
-        self.notes += judge.notes
+        self.notes += comparison.notes
 
-    def _judge_forward(self, forward: Callable[..., Any]) -> None:
+    def _compare_forward(self, forward: Callable[..., Any]) -> None:
         want = self.host(**self.inputs())
         got = forward(**on_device(self.inputs()))
         if type(got) is not type(want):
             raise Mismatch(f"the result is a {type(got).__name__}, not a {type(want).__name__}")
-        judge = self.judge(lambda: tensors(self.double()(**in_double(self.row.inputs()))))
-        judge.require("forward", tensors(got), tensors(want))
-        self.notes += judge.notes
+        comparison = self.comparison(lambda: tensors(self.double()(**in_double(self.row.inputs()))))
+        comparison.require("forward", tensors(got), tensors(want))
+        self.notes += comparison.notes
         if self.row.then is None:
             return
-        judge = self.judge(lambda: tensors(continued(self.double(), self.row)))
-        judge.require("with the cache", tensors(continued(forward, self.row, on_device)), tensors(continued(self.host, self.row)))
-        self.notes += judge.notes
+        comparison = self.comparison(lambda: tensors(continued(self.double(), self.row)))
+        comparison.require("with the cache", tensors(continued(forward, self.row, on_device)), tensors(continued(self.host, self.row)))
+        self.notes += comparison.notes
 
 
 def continued(model: Callable[..., Any], row: zoo.Architecture, place: Callable[[Any], Any] = lambda x: x) -> Any:
-    """The result for one more token, with the cache that the tokens before it left."""
+    """The result for one more token, with the cache of the previous tokens."""
     assert row.then is not None
     first = model(**place({"input_ids": row.inputs()["input_ids"], "use_cache": True}))
     name, cache = next((k, first[k]) for k in ("past_key_values", "cache_params", "state") if k in first)
@@ -336,13 +337,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Mappi
 
 
 def trained(row: zoo.Architecture, model: nn.Module, inputs: Mapping[str, Any]) -> Named:
-    """What one training step leaves."""
+    """The state after one training step."""
     model.train(not row.samples)
     return state(model, train_step(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), inputs))
 
 
 def state(model: nn.Module, loss: torch.Tensor) -> Named:
-    """The loss, every parameter and buffer, and every gradient. A tied parameter is named once, so untying shows as one more name."""
+    """The loss, and all gradients, parameters and buffers. A tied parameter has one name, so untying adds a name."""
     gradients = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **gradients, **dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -356,10 +357,12 @@ def in_double(inputs: Mapping[str, Any]) -> Any:
 
 
 def check(row: zoo.Architecture, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
-    """For each column one of `PASSES`, or why not; "notes" where CPU torch in float64 had to be asked, "float32" where both had to.
+    """The result of each column: one of `PASSES`, or the reason of a failure.
 
-    What differs from CPU torch in float32 is run in float64 on both sides: an activation beside the kink of its function, on which
-    rounding decides in float32, is on the same side there. What still differs fails with float32's difference.
+    If only floating point values differ from CPU torch in float32, the column is repeated in float64 on both sides. There, an activation
+    near the kink of its function, where rounding decides in float32, is on the same side. If it differs in float64 too, the column fails
+    with the difference in float32. "float32" is the difference of a column that passes in float64. "notes" describes tensors that were
+    compared with float64.
     """
     subject = Subject(row)
     wide: Subject | None = None
@@ -377,7 +380,7 @@ def check(row: zoo.Architecture, columns: tuple[str, ...] = COLUMNS) -> dict[str
             else:
                 found[column] = PASSES[1]
                 found["float32"] = reason(error)
-        except Exception as error:  # whatever a model raises is a finding about it
+        except Exception as error:  # any exception is a result
             found[column] = reason(error)
     if subject.notes:
         found["notes"] = f"{len(subject.notes)} tensors: {subject.notes[0]}"
@@ -385,7 +388,7 @@ def check(row: zoo.Architecture, columns: tuple[str, ...] = COLUMNS) -> dict[str
 
 
 def reason(error: BaseException) -> str:
-    """A failure in one or two lines, and the line of library code that it came from."""
+    """A failure as one or two lines, with the line of the library's code that it came from."""
     where = traceback.extract_tb(error.__traceback__)
     models = [f for f in where if any(f"/{library}/" in f.filename for library in _MAKERS)] or where
     text = " ".join(str(error).split())[:300]
@@ -395,7 +398,7 @@ def reason(error: BaseException) -> str:
 
 
 def work() -> None:
-    """Answer one JSON line per name on standard output until standard input ends."""
+    """Run in the worker: reply with one JSON line per model on standard output until standard input ends."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -417,7 +420,7 @@ def work() -> None:
 
 
 def start() -> Worker:
-    """A worker for models."""
+    """Start a worker for models."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}".strip()
     return Worker([sys.executable, "-m", "benchmarks.models", "--worker"], {**os.environ, "XLA_FLAGS": flags})
 
@@ -425,7 +428,7 @@ def start() -> Worker:
 def options() -> argparse.Namespace:
     parser = sweep_parser("models", __doc__, 900.0, RESULTS)
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument("--update", action="store_true", help="put the results of some models into those that are written down")
+    parser.add_argument("--update", action="store_true", help="merge the results of these models into the existing record")
     return parser.parse_args()
 
 
@@ -454,7 +457,7 @@ def main() -> None:
 
 
 def write(results: dict[str, dict[str, str]], out: Path) -> None:
-    """Write the results down, in the table's order; those that are kept, also as docs/models.md."""
+    """Write the results in the order of the table. The record is also written as docs/models.md."""
     results = {n: results[n] for n in ZOO if n in results}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
@@ -463,7 +466,7 @@ def write(results: dict[str, dict[str, str]], out: Path) -> None:
 
 
 def run(names: list[str], columns: tuple[str, ...], timeout_s: float) -> dict[str, dict[str, str]]:
-    """The results of the named models, printed as they come."""
+    """Check the named models, and print each result immediately."""
     results: dict[str, dict[str, str]] = {}
     worker = start()
     for number, name in enumerate(names):
@@ -483,7 +486,7 @@ def run(names: list[str], columns: tuple[str, ...], timeout_s: float) -> dict[st
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """docs/models.md: counts, the table, and the reason of everything that does not pass."""
+    """The text of docs/models.md: counts, the table, and the reasons of failures."""
     from importlib.metadata import version
 
     rows = {n: (ZOO[n], found) for n, found in results.items()}
@@ -502,11 +505,11 @@ def table(results: dict[str, dict[str, str]]) -> str:
         star = r" \*" if "notes" in found else ""
         lines.append(f"| {name}{star} | `{row.model}` | {row.kind} | {marks} |")
     failures = [
-        f"- {n}, {' and '.join(columns)}: {row.remark or 'it fails with'}: {plain(found[columns[0]])}"
+        f"- {n}, {' and '.join(columns)}: {row.remark and row.remark + ': '}{plain(found[columns[0]])}"
         for n, (row, found) in rows.items()
         if (columns := [c for c in COLUMNS if found[c] not in PASSES])
     ]
-    lines += ["", "## What fails, and why", "", *(failures or ["Nothing."])]
+    lines += ["", "## Failures", "", *(failures or ["None."])]
     for key, preface in (("float32", WIDE_PREFACE), ("notes", NOTES_PREFACE)):
         notes = [f"- {n}: {found[key]}" for n, (_, found) in rows.items() if key in found]
         if notes:
@@ -515,35 +518,35 @@ def table(results: dict[str, dict[str, str]]) -> str:
 
 
 def plain(reason: str) -> str:
-    """A reason without our own advice and this file's lines."""
+    """A reason without the fix in our errors and without lines of this file."""
     return re.sub(r" called at models\.py:\d+ in \w+| fix: .*?(?= \(\w+\.py:\d+\)$)", "", reason)
 
 
 PREFACE = """# Unmodified models
 
-Generated by `make models` (`benchmarks/models.py`, which says what each column compares); do not edit.
+Generated by `make models` (`benchmarks/models.py`); do not edit.
 
-{versions}: **{whole} of {total} architectures pass all three columns** ({parts}). Every model is
-randomly initialised in a small configuration, runs as it is in its package, dropout off, and is compared with CPU torch in float32 at
-torch.testing's tolerances (rtol 1.3e-6, atol 1e-5); and no tensor may be off by more than 1e-3 of its own norm, so that the absolute
-tolerance hides no small wrong gradient.
+{versions}: **{whole} of {total} architectures pass all three columns** ({parts}). Every model has
+a small configuration and random weights, and runs unmodified from its package with dropout off. It is compared with CPU torch in float32
+with torch.testing's tolerances (rtol 1.3e-6, atol 1e-5). In addition, no tensor may differ by more than 1e-3 of its own norm, so that the
+absolute tolerance does not hide a small wrong gradient.
 
-- **eager**: the forward pass on device `jax`: every tensor of the `ModelOutput`, caches included; decoders then get one more token with
-  the cache.
-- **compiled**: the same under `spmd.compile`, the cache going out of one call and into the next. No value is read back to the host.
-- **gradients**: one training step, eager, and as one compiled program: the loss, every gradient, and every parameter and buffer after
-  SGD; tied weights are still tied. The compiled step reads no value back to the host.
+- **eager**: the forward pass on device `jax`, compared by every tensor of the `ModelOutput`, including caches. Decoders then get one more
+  token with the cache.
+- **compiled**: the same under `spmd.compile`, with the cache passed from one call to the next. No value is read back to the host.
+- **gradients**: one SGD step, eager and as one compiled program, compared by the loss, all gradients, and all parameters and buffers after
+  the step. Tied weights must still be tied. The compiled step reads no value back to the host.
 """
-WIDE_PREFACE = """## Where float32 decides nothing
+WIDE_PREFACE = """## Results compared in float64
 
-Rounding in float32, which batch norms over few values amplify, puts an activation on the other side of the kink of its function, and a
-gradient is another one. `pass in float64`: device `jax` and CPU torch both ran in float64 and agree at torch.testing's tolerances for
-float64 (1e-7). In float32 these differ:"""
-NOTES_PREFACE = """## Where float32 itself is the measure
+Batch norms over few values amplify rounding in float32. It can move an activation across the kink of its function, which changes a
+gradient. `pass in float64` means that device `jax` and CPU torch both ran in float64 and agree with torch.testing's tolerances for float64
+(1e-7). In float32 they differ by:"""
+NOTES_PREFACE = """## Results compared with the error of float32
 
-In models marked \\* some values are beyond those tolerances because sums in float32 are: CPU torch in float64 is then the judge, and
-device `jax` passes if its distance from it is at most 3 times CPU torch's own in float32, and at most 1e-2 of the value's norm. The
-first such value of each model:"""
+In models marked \\* some values exceed the tolerances because of rounding in float32 sums. They are compared with CPU torch in float64:
+the error of device `jax` must be at most 3 times the error of CPU torch in float32, and at most 1e-2 of the value's norm. The first such
+value of each model:"""
 
 
 if __name__ == "__main__":

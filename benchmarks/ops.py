@@ -1,13 +1,13 @@
-"""Which of torch's operators does device 'jax' compute as the CPU does? Every OpInfo, by dtype, gradient, in-place, out= and split.
+"""Compares torch's operators on device 'jax' with the CPU: every OpInfo, by dtype, and with gradients, in place, with out= and sharded.
 
-    python -m benchmarks.ops                                        # everything (more than an hour of one core)
+    python -m benchmarks.ops                                        # all (more than an hour on one core)
     python -m benchmarks.ops --ops '^(add|nn.functional.conv)' --dtypes float32,bfloat16 --kinds forward,grad
     python -m benchmarks.ops --shard 0/4 --json part0.json          # and so on, then
     python -m benchmarks.ops --merge part*.json
 
-Ops run in a worker process, restarted when it crashes or an op exceeds its time-out. Results go to
-benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: why" | "first line of the failure"}}}; a summary is printed. What
-passes in that record and does not any more is an error, and the record stays as it was unless `--accept` is given.
+Ops run in a worker process, which is restarted when it crashes or an op exceeds its timeout. Results are written to
+benchmarks/results/ops.json as {op: {dtype: {kind: "pass" | "skip: reason" | "first line of the failure"}}}, and a summary is printed. An
+entry that passes in the record but no longer passes is an error, and the record is not changed unless `--accept` is given.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DEFAULT_JSON = ROOT / "benchmarks" / "results" / "ops.json"
 DEFAULT_DTYPES = "float32,float64,bfloat16,int64,int32,bool,complex64"
 ALL_DTYPES = "float32,float64,bfloat16,float16,int64,int32,int16,int8,uint8,bool,complex64"
 DEFAULT_KINDS = "forward,grad,inplace,out,sharded,sharded_grad"
-SPLIT_DTYPES = ("float32",)  # in which inputs are split over 8 devices; the values have been compared in the others
-OPS_PER_WORKER = 100  # compiled programs pile up in its memory
+SPLIT_DTYPES = ("float32",)  # dtypes of sharded inputs; the other dtypes are compared unsharded only
+OPS_PER_WORKER = 100  # compiled programs accumulate in a worker's memory
 
 
 def work() -> None:
-    """Answer one JSON line per requested op on standard output until standard input ends."""
+    """Run in the worker: reply with one JSON line per op on standard output until standard input ends."""
     import torch
 
     import mesh
@@ -60,7 +60,7 @@ def work() -> None:
 
 
 def start() -> Worker:
-    """A worker for operators; it says hello with their names."""
+    """Start a worker for operators. Its first line contains their names."""
     return Worker([sys.executable, "-m", "benchmarks.ops", "--worker"])
 
 
@@ -124,7 +124,7 @@ def show_failures(name: str, found: dict[str, dict[str, str]]) -> None:
 
 
 def summarise(results: dict[str, Any]) -> None:
-    """Print passes of attempts by dtype and kind."""
+    """Print the numbers of passes and of attempts, by dtype and kind."""
     passed: collections.Counter[tuple[str, str]] = collections.Counter()
     tried: collections.Counter[tuple[str, str]] = collections.Counter()
     for found in results.values():

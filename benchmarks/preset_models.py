@@ -1,4 +1,4 @@
-"""The models of benchmarks/presets.py, small, and how each is sharded by hand: written from the papers' layouts, with no preset in use."""
+"""Small models for benchmarks/presets.py with hand-written partition specs, taken from the papers' layouts and not from presets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMN, ROW, WHOLE = ("model", None), (None, "model"), None
 
 
 class NanoAttention(nn.Module):
-    """nanoGPT's: query, key and value in one Linear."""
+    """nanoGPT's attention: query, key and value in one Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT: GPT-2's names with torch's own Linear, weights of embedding and head tied."""
+    """nanoGPT: GPT-2's names with torch's Linear. Embedding and head share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +66,15 @@ class NanoGPT(nn.Module):
 
 
 class Sample(NamedTuple):
-    """A model and a batch for it.
+    """A model, its batch and its hand-written rules.
 
     Attributes:
-        rules: tensor parallelism by hand, over axis "model".
-        blocks: attribute paths of the lists of blocks that FSDP takes as units.
-        adapters: the linears that LoRA adapts.
-        adapter_rules: by hand, of the adapters.
+        make: creates the model on the CPU.
+        batch: creates a batch of keyword arguments.
+        rules: hand-written rules for tensor parallelism over axis "model".
+        blocks: attribute paths of the lists whose blocks are FSDP units.
+        adapters: names of the linears that LoRA adapts.
+        adapter_rules: hand-written rules for the adapters.
     """
 
     make: Callable[[], nn.Module]
@@ -97,7 +99,7 @@ def _audio() -> dict[str, torch.Tensor]:
 
 
 def _of(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A model of transformers, made from a configuration without a download."""
+    """A function that creates a model of transformers from a configuration, without a download."""
 
     def make() -> nn.Module:
         import transformers

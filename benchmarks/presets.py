@@ -1,10 +1,10 @@
-"""Do presets cost what the same layouts cost when they are written by hand? Collectives of one training step, from compiled programs.
+"""Compares presets with hand-written shardings of the same models: the collectives of one training step, read from compiled programs.
 
     python -m benchmarks.presets                     # all models and forms; writes benchmarks/results/presets.json
     python -m benchmarks.presets --models Llama --forms megatron,lora
 
-By hand: `mark_sharding` for each parameter by name, `fully_shard` for each block. Eight virtual devices: 2 x 4 ("data", "model") with
-tensor parallelism, else 8. Counts and bytes are exact; nothing is timed.
+The hand-written version calls `mark_sharding` for each parameter by name, and `fully_shard` for each block. The mesh is 2 x 4 ("data",
+"model") with tensor parallelism, otherwise 8, of virtual devices. Counts and bytes are exact; nothing is timed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FORMS = ("megatron", "fsdp", "fsdp+megatron", "lora")
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    models: names, joined by commas; empty: all.
-    forms: the same of "megatron", "fsdp", "fsdp+megatron", "lora" (adapters of PEFT, with "megatron").
-    json: where the result goes; None: printed only.
+    models: comma-separated names of models; empty: all.
+    forms: comma-separated forms: "megatron", "fsdp", "fsdp+megatron", "lora" (PEFT adapters with "megatron"); empty: all.
+    json: file for the result; None only prints it.
     """
 
     models: str = ""
@@ -40,7 +40,7 @@ class Options:
 
 
 def made(sample: Sample, form: str) -> nn.Module:
-    """The model, with adapters if the form asks for them, on the device."""
+    """The model on the device, with LoRA adapters for the form "lora"."""
     torch.manual_seed(0)
     model = sample.make()
     if form == "lora":
@@ -52,7 +52,7 @@ def made(sample: Sample, form: str) -> nn.Module:
 
 
 def by_hand(model: nn.Module, sample: Sample, form: str, m: mesh.Mesh) -> None:
-    """Shard with no preset: each parameter by name, each block a unit."""
+    """Shard without a preset: each parameter by name, and each block as an FSDP unit."""
     if form != "fsdp":
         adapted = [
             (pattern.replace(".weight", ".base_layer.weight").replace(".bias", ".base_layer.bias"), spec) for pattern, spec in sample.rules
@@ -71,7 +71,7 @@ def by_hand(model: nn.Module, sample: Sample, form: str, m: mesh.Mesh) -> None:
 
 
 def collectives(sample: Sample, form: str, is_preset: bool) -> dict[str, int]:
-    """Of one training step: its number of collectives by kind and axis, and "bytes" of all."""
+    """Collectives of one training step: the count by kind and axis, and the total "bytes"."""
     m = mesh.Mesh(range(8), (8,), ("data",)) if form == "fsdp" else mesh.Mesh(range(8), (2, 4), ("data", "model"))
     model = made(sample, form)
     if is_preset:
@@ -100,7 +100,7 @@ def collectives(sample: Sample, form: str, is_preset: bool) -> dict[str, int]:
 
 
 def run(options: Options) -> None:
-    """All pairs, printed and written."""
+    """Measure all selected pairs of model and form, and write the results."""
     mesh.virtual_devices(8)
     results: dict[str, dict[str, Any]] = {}
     for name in options.models.split(",") if options.models else SAMPLES:

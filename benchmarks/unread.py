@@ -1,10 +1,10 @@
-"""Loops that read nothing: eager sharded steps and compiled calls without state, dispatched far ahead of virtual devices.
+"""Loops that never read a result: eager sharded steps and compiled calls without state, dispatched far ahead of virtual devices.
 
-    python benchmarks/unread.py                                  # every row, each in a process of its own
+    python benchmarks/unread.py                                  # every row, each in its own process
     python benchmarks/unread.py --row eager --devices 8 --threads 3 --calls 2000
 
-XLA:CPU hangs, and after 40 s ends the process, where the programs in flight hold all its threads (Note [Threads of XLA:CPU]); and what
-is in flight holds memory. A row is done when every loop has ended, its last result is right, and memory after a warm-up has not grown.
+XLA:CPU deadlocks, and aborts the process after 40 s, if the programs in flight occupy all its threads (Note [Threads of XLA:CPU]).
+Programs in flight also occupy memory. A row passes if every loop ends with the right last result, and memory does not grow after a warm-up.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROWS = ("eager", "compiled")
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    row: one row in this process; None: all of them.
-    calls: of each row, over all its threads.
-    json: where the table goes.
+    row: run one row in this process; None runs all rows.
+    calls: number of calls in a row, over all its threads.
+    json: file for the table.
     """
 
     row: str | None = None
@@ -47,13 +47,13 @@ class Options:
 
 
 def resident_mb() -> float:
-    """Resident memory of this process."""
+    """Resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def eager_loop(mesh: Mesh) -> Any:
-    """One call: a training step whose weight gradient is summed over all devices."""
+    """A function that runs a training step whose weight gradient is summed over all devices."""
     model = nn.Linear(64, 256, bias=False).to("jax")
     spmd.mark_sharding(model.weight, mesh, (None, None))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -70,7 +70,7 @@ def eager_loop(mesh: Mesh) -> Any:
 
 
 def compiled_loop(mesh: Mesh) -> Any:
-    """One call: an evaluation, compiled, that writes nothing."""
+    """A function that calls a compiled evaluation without state."""
     model = nn.Linear(64, 256, bias=False).to("jax")
     spmd.mark_sharding(model.weight, mesh, (None, None))
     x = spmd.mark_sharding(torch.ones(256, 64, device="jax"), mesh, ("data", None))
@@ -84,7 +84,7 @@ def compiled_loop(mesh: Mesh) -> Any:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """One row, in this process."""
+    """Run one row in this process."""
     virtual_devices(options.devices)
     mesh = Mesh(range(options.devices), (options.devices,), ("data",))
     make = {"eager": eager_loop, "compiled": compiled_loop}[str(options.row)]
@@ -123,8 +123,8 @@ def main(options: Options) -> None:
                 command = [sys.executable, __file__, "--row", row, "--devices", str(devices), "--threads", str(threads)]
                 done = subprocess.run([*command, "--calls", str(options.calls)], capture_output=True, text=True, check=False)
                 lines = done.stdout.splitlines()
-                said = json.loads(lines[-1]) if done.returncode == 0 and lines else {"done": False, "exit_code": done.returncode}
-                table.append({"row": row, "devices": devices, "threads": threads, "calls": options.calls, **said})
+                outcome = json.loads(lines[-1]) if done.returncode == 0 and lines else {"done": False, "exit_code": done.returncode}
+                table.append({"row": row, "devices": devices, "threads": threads, "calls": options.calls, **outcome})
                 print(table[-1], flush=True)
     result = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "rows": table}
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The table of benchmarks/models.py: Hugging Face architectures, each with a tiny random configuration and inputs as people give them.
+"""The table for benchmarks/models.py: Hugging Face architectures, each with a tiny configuration and typical inputs.
 
-A row names the model's class; its configuration's class follows from that. Sizes that all models of a family share stand above the
-rows. Labels are among the inputs wherever the model computes a loss of its own.
+A row names the model's class, which determines the class of its configuration. Sizes that a family of models shares are defined above the
+rows. The inputs include labels if the model computes its own loss.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ BATCH, LENGTH = 2, 12
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        name: as people call it.
+        name: its common name.
         kind: decoder, encoder, encoder-decoder, vision, audio, mixture of experts, state space, multimodal, time series.
-        model: name of the class in transformers.
+        model: name of the class in transformers, or of the model in timm.
         sizes: keyword arguments of its configuration; a nested dict is a nested configuration.
-        inputs: makes the keyword arguments of a call, on the CPU, the same ones every time.
-        then: makes the inputs of a second call, which also gets the first one's cache; None if the model returns none.
-        samples: it draws random numbers in training that no rate turns off, so its step is compared in eval mode.
-        remark: why it fails, if it does, in the model's own terms.
-        config: name of the configuration's class where it is not the one that the model names.
-        library: the package it comes from, `transformers` or `timm`.
+        inputs: creates the keyword arguments of a call on the CPU, identical every time.
+        then: creates the inputs of a second call, which also gets the cache of the first; None if the model returns no cache.
+        samples: whether it draws random numbers in training that no rate turns off. Its training step is then compared in eval mode.
+        remark: the reason for a known failure, in terms of the model.
+        config: name of the configuration's class if it differs from the one that the model's class names.
+        library: its package, `transformers` or `timm`.
     """
 
     name: str
@@ -51,12 +51,12 @@ def seeded(seed: int = 1) -> torch.Generator:
 
 
 def ids(length: int = LENGTH, vocabulary: int = VOCABULARY, seed: int = 1) -> torch.Tensor:
-    """Tokens, int64[BATCH, length]; the special ones below 4 do not occur."""
+    """Random tokens, int64[BATCH, length], without the special tokens below 4."""
     return torch.randint(4, vocabulary, (BATCH, length), generator=seeded(seed))
 
 
 def padding(length: int = LENGTH, missing: int = 3) -> torch.Tensor:
-    """An attention mask: the second sequence is shorter."""
+    """An attention mask whose second sequence is shorter."""
     mask = torch.ones(BATCH, length, dtype=torch.int64)
     mask[1, length - missing :] = 0
     return mask
@@ -67,7 +67,7 @@ def normal(*shape: int, seed: int = 2) -> torch.Tensor:
 
 
 def text() -> Inputs:
-    """A padded batch for a language model, with labels; padding is left out of the loss."""
+    """A padded batch for a language model, with labels that ignore the padding."""
     tokens, mask = ids(), padding()
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
@@ -91,32 +91,32 @@ def translation() -> Inputs:
 
 
 def image(size: int = 32, channels: int = 3) -> Callable[[], Inputs]:
-    """An image with a class."""
+    """Images with classes."""
     return lambda: {"pixel_values": normal(BATCH, channels, size, size), "labels": torch.tensor([1, 0])}
 
 
 def pixels(size: int = 32) -> Callable[[], Inputs]:
-    """An image without a class."""
+    """Images without classes."""
     return lambda: {"pixel_values": normal(BATCH, 3, size, size)}
 
 
 def video() -> Callable[[], Inputs]:
-    """Four frames with a class."""
+    """Videos of four frames with classes."""
     return lambda: {"pixel_values": normal(BATCH, 4, 3, 32, 32), "labels": torch.tensor([1, 0])}
 
 
 def speech(samples: int = 800) -> Callable[[], Inputs]:
-    """Sound with a transcription."""
+    """Audio with transcriptions."""
     return lambda: {"input_values": 0.3 * normal(BATCH, samples), "labels": ids(4, 30)}
 
 
 def sound(samples: int = 800) -> Callable[[], Inputs]:
-    """Sound with a class."""
+    """Audio with classes."""
     return lambda: {"input_values": 0.3 * normal(BATCH, samples), "labels": torch.tensor([1, 0])}
 
 
 def scene(size: int = 32) -> Callable[[], Inputs]:
-    """Text beside images, for contrastive models."""
+    """Texts and images, for contrastive models."""
     return lambda: {"input_ids": ids(8), "attention_mask": padding(8), "pixel_values": normal(BATCH, 3, size, size), "return_loss": True}
 
 
@@ -192,7 +192,7 @@ CLIP = {"text_config": CLIP_TEXT, "vision_config": {**VIT, "projection_dim": 16}
 
 
 def decoder(name: str, model: str, sizes: dict[str, Any], kind: str = "decoder", **more: Any) -> Architecture:
-    """A language model: a padded batch with labels, then one more token with the cache of an unpadded one."""
+    """A row for a language model: a padded batch with labels, then one more token with the cache of an unpadded batch."""
     return Architecture(name, kind, model, sizes, text, then=next_token, **more)
 
 
@@ -314,7 +314,7 @@ MIXTURES = (
         "PhimoeForCausalLM",
         {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
         "mixture of experts",
-        samples=True,  # which expert, and how its gradient is weighted
+        samples=True,  # draws the expert and the weight of its gradient
     ),
     Architecture(
         "Switch Transformer",
@@ -787,10 +787,10 @@ OTHERS = (
     ),
 )
 REMARKS = {
-    "Switch Transformer": "it loops over the experts that got a token (`nonzero`), also under torch.compile",
-    "Nystromformer": "it adds a mask of the tokens to scores of landmarks; CPU torch fails in the same way once any mask is given",
+    "Switch Transformer": "it loops over the experts that received a token (`nonzero`), also under torch.compile",
+    "Nystromformer": "it adds a mask of tokens to scores of landmarks; CPU torch fails in the same way if a mask is given",
     "I-BERT": "training branches on whether its running ranges are still 0, and replaces them otherwise",
-    "ViLT": "it draws the patches that it keeps at random, on the host",
+    "ViLT": "it draws the patches that it keeps at random on the host",
 }
 ARCHITECTURES = {
     a.name: replace(a, remark=REMARKS.get(a.name, ""))

@@ -1,6 +1,6 @@
-"""The table of benchmarks/models.py, its second part: timm's image models, each family once.
+"""Second part of the table for benchmarks/models.py: timm's image models, one per family.
 
-A row takes the family's smallest model, and fewer blocks where `timm.create_model` has an argument for that.
+Each row uses the smallest model of its family, with fewer blocks if `timm.create_model` has an argument for that.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ NUM_CLASSES = 10
 
 
 def images(size: int) -> Inputs:
-    """A batch of three: a batch norm over a last map of 3 x 3 then has 27 values."""
+    """A batch of three images, so that a batch norm over a last feature map of 3 x 3 has 27 values."""
     return {"x": torch.cat([normal(2, 3, size, size), normal(1, 3, size, size, seed=3)])}
 
 
 def image_model(name: str, model: str, size: int = 96, *, samples: bool = False, remark: str = "", **arguments: Any) -> Architecture:
-    """A row: `model` is the name that `timm.create_model` knows, `arguments` are its keyword arguments."""
+    """A row of the table. `model` and `arguments` are passed to `timm.create_model`."""
     sizes = {"num_classes": NUM_CLASSES, **arguments}
     return Architecture(name, "image model (timm)", model, sizes, lambda: images(size), samples=samples, remark=remark, library="timm")
 
 
 def attending(name: str, model: str, size: int = 64, **arguments: Any) -> Architecture:
-    """A model that is made for one size of image."""
+    """A row for a model with a fixed image size."""
     return image_model(name, model, size, img_size=size, **arguments)
 
 
@@ -74,7 +74,7 @@ CONVOLUTIONAL = (
     image_model("StarNet", "starnet_s1"),
     image_model("RDNet", "rdnet_tiny"),
 )
-NAN_ON_CPU = "the gradient of CPU torch's attention is NaN here in float32, the device's is not; in float64 both agree"
+NAN_ON_CPU = "the gradient of CPU torch's attention is NaN in float32 and the device's is not; in float64 both agree"
 ATTENDING = (
     attending("ViT (timm)", "vit_tiny_patch16_224", depth=2),
     attending("ViT, relative positions", "vit_srelpos_small_patch16_224", depth=2),

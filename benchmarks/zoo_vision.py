@@ -1,6 +1,6 @@
-"""The table of benchmarks/models.py, its third part: vision-language models and detectors.
+"""Third part of the table for benchmarks/models.py: vision-language models and detectors.
 
-They ask for values of what they are given: the grids into which images were cut, where images stand in the text.
+These models read values of their inputs: the grids of image patches, and the positions of images in the text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ DETR = {
 
 
 def captioned(num_tokens: int, *shape: int, **others: Any) -> Callable[[], Inputs]:
-    """So many tokens for an image before a text, and an image [batch, *shape] for each."""
+    """`num_tokens` image tokens before a text, and images [batch, *shape]."""
 
     def inputs() -> Inputs:
         words, images = ids(6, 90), torch.full((BATCH, num_tokens), IMAGE)
@@ -73,7 +73,7 @@ def captioned(num_tokens: int, *shape: int, **others: Any) -> Callable[[], Input
 
 
 def of_grids(*grids: tuple[int, int, int]) -> Inputs:
-    """A text with one image for each grid (frames, rows, columns of patches), as Qwen2-VL's processor makes it: shorter ones are padded."""
+    """One text with an image for each grid (frames, rows, columns of patches), padded to one length as by Qwen2-VL's processor."""
     sizes = torch.tensor(grids)
     counts = (sizes.prod(-1) // 4).tolist()
     words = torch.randint(4, 90, (len(grids), 4), generator=seeded(3)).tolist()
@@ -92,7 +92,7 @@ def of_grids(*grids: tuple[int, int, int]) -> Inputs:
 
 
 def patches() -> Inputs:
-    """Two images of other shapes, cut into patches and padded to the same number of them, beside texts."""
+    """Texts, and two images of different shapes as patches, padded to the same number of patches."""
     shapes = torch.tensor([[4, 4], [3, 4]])
     mask = (torch.arange(16)[None] < shapes.prod(-1, keepdim=True)).long()
     values = normal(BATCH, 16, 48)
@@ -100,14 +100,14 @@ def patches() -> Inputs:
 
 
 def padded_image(size: int = 32) -> Inputs:
-    """The second image is narrower."""
+    """Images with a mask, of which the second is narrower."""
     mask = torch.ones(BATCH, size, size, dtype=torch.int64)
     mask[1, :, size * 3 // 4 :] = 0
     return {"pixel_values": normal(BATCH, 3, size, size), "pixel_mask": mask}
 
 
 def tiles() -> Inputs:
-    """One wide image as an overview and two tiles."""
+    """One wide image, as an overview and two tiles."""
     tokens = torch.cat([torch.full((1, 52), IMAGE), ids(6, 90)[:1]], 1)
     return {"input_ids": tokens, "pixel_values": normal(1, 3, 3, 32, 32), "image_sizes": torch.tensor([[32, 64]])}
 
@@ -117,7 +117,7 @@ def _row(name: str, model: str, sizes: dict[str, Any], inputs: Callable[[], Inpu
 
 
 CLIP_TOWER = {**VIT, "model_type": "clip_vision_model", "projection_dim": 16}
-_BY_PIXELS = "it leaves out images whose pixels are all 0; floats are data, for whose values no program is made"
+_BY_PIXELS = "it skips images whose pixels are all 0; programs are not specialized on the values of floating tensors"
 _ROWS = (
     _row(
         "LLaVA-NeXT",

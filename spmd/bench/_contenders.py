@@ -58,5 +58,5 @@ def _missing_requirement(job: Job) -> str:
 def _missing_torchax(python: Path) -> str:
     if not python.exists():
         return "torchax's environment was not found: run make torchax, or give --torchax-python"
-    asked = subprocess.run([str(python), "-c", "import torchax"], capture_output=True, text=True, check=False)
-    return "" if asked.returncode == 0 else f"torchax cannot be imported: {(asked.stderr.strip().splitlines() or ['no message'])[-1]}"
+    probe = subprocess.run([str(python), "-c", "import torchax"], capture_output=True, text=True, check=False)
+    return "" if probe.returncode == 0 else f"torchax cannot be imported: {(probe.stderr.strip().splitlines() or ['no message'])[-1]}"

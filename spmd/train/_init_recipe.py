@@ -55,7 +55,7 @@ def _ask(found: dict[str, Any], folder: Path, ask: Ask) -> None:
     for key, question, default in QUESTIONS:
         table, _, name = key.partition(".")
         given = found.get(table, {}) if name or key in _SOURCES else found
-        if any(said in given for said in _SOURCES.get(key, (name or key,))):
+        if any(source in given for source in _SOURCES.get(key, (name or key,))):
             continue
         answer = ask(question, default) or default
         if key == "model":

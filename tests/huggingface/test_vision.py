@@ -33,7 +33,7 @@ def pair(name: str) -> tuple[Any, Any]:
 
 
 def require_same(got: models.Named, want: models.Named) -> None:
-    models.Judge(exact=None).require("step", got, want)
+    models.Comparison(exact=None).require("step", got, want)
 
 
 def named(*names: str) -> list[Any]:

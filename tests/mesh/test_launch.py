@@ -110,7 +110,7 @@ def test_first_failure_is_named_last_and_is_the_jobs_exit_code(spoil: str, code:
     assert done.last_line.startswith("spmd launch: process") and text in done.last_line
     if spoil == "raise":
         last = done.err[: done.err.rindex("spmd launch")].strip().splitlines()
-        assert last[-1] == "ValueError: told to fail"
+        assert last[-1] == "ValueError: injected failure"
         assert "Traceback (most recent call last):" in last
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spmd
-from benchmarks.fuzz_trials import difference, picture
+from benchmarks.fuzz_trials import difference, snapshot
 
 ROWS: dict[str, Callable[[Any, torch.Tensor, dict[str, Any]], Any]] = {}
 
@@ -210,7 +210,7 @@ def after(fn: Callable[..., Any], device: str) -> list[Any]:
     for i in range(4):
         x = torch.full((2,), i + 1.0).to(device)
         batch = {"of": [i, torch.ones(2).to(device)], "pair": ([i], 2)}
-        found.append(picture([step(x, batch), s, x, batch]))
+        found.append(snapshot([step(x, batch), s, x, batch]))
         change(s)
     return found
 
