@@ -1,4 +1,4 @@
-"""A loop of Hugging Face's Accelerate over 8 virtual devices: two lines before the script, which is as it was."""
+"""A training loop with Hugging Face's Accelerate over 8 virtual devices: two added lines before an otherwise unchanged script."""
 
 import torch
 from accelerate import Accelerator
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import spmd.huggingface
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 training = spmd.huggingface.train_on(Mesh(range(8), (8,), ("fsdp",)), rules="fsdp")
 
 torch.manual_seed(0)
@@ -29,7 +29,7 @@ for epoch in range(4):
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(accelerator.gather_for_metrics(loss.detach()))  # a loss that is read in each step would split each step in two
+        losses.append(accelerator.gather_for_metrics(loss.detach()))  # reading the loss in each step would split it into two programs
     accelerator.print(f"epoch {epoch}: loss {torch.stack(losses).mean().item():.4f}")
 accelerator.save_model(model, "classifier")
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over 8 virtual devices: the wrapper splits the batch, gradients are summed by one all-reduce."""
+"""DistributedDataParallel over 8 virtual devices: the wrapper shards the batch, and one all-reduce sums the gradients."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 import spmd
 from mesh import virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to("jax"))
@@ -24,7 +24,7 @@ def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-x, y = torch.randn(64, 16).to("jax"), torch.randint(0, 4, (64,)).to("jax")  # the global batch: there is one process
+x, y = torch.randn(64, 16).to("jax"), torch.randint(0, 4, (64,)).to("jax")  # the global batch, because there is one process
 for step in range(20):
     loss = train_step(x, y)
     if step % 5 == 4:

@@ -1,6 +1,6 @@
-"""A Hugging Face model, fine-tuned from safetensors and written as safetensors: no host ever holds the whole model.
+"""Fine-tunes a Hugging Face model from safetensors and saves it as safetensors; no host ever needs memory for the whole model.
 
-python examples/finetune_safetensors.py [FOLDER]     # config.json and *.safetensors, as a download has them; without it a small one is made
+python examples/finetune_safetensors.py [FOLDER]     # a folder with config.json and *.safetensors; by default a small model is created
 """
 
 import sys
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import spmd
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 mesh = Mesh(range(8), (4, 2), ("data", "model"))
 scratch = tempfile.mkdtemp()
 torch.manual_seed(0)
@@ -24,9 +24,9 @@ source = sys.argv[1] if len(sys.argv) > 1 else f"{scratch}/given"
 config = AutoConfig.from_pretrained(source)
 with torch.device("meta"):  # shapes without memory
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-spmd.shard_module(model, mesh, "fsdp+megatron")  # products over "model", what is left of each parameter over "data"
+spmd.shard_module(model, mesh, "fsdp+megatron")  # Megatron over "model", and FSDP of every parameter over "data"
 model.to_empty(device="jax")
-spmd.checkpoint.load_safetensors(source, model, dtype=torch.float32)  # each process reads the bytes of its shards
+spmd.checkpoint.load_safetensors(source, model, dtype=torch.float32)  # each process reads only the bytes of its shards
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model.train()
 
@@ -52,6 +52,6 @@ spmd.checkpoint.save_safetensors(tuned, model)
 config.save_pretrained(tuned)
 print(model.model.layers[0].mlp.up_proj.weight)
 
-again = AutoModelForCausalLM.from_pretrained(tuned)  # anybody's transformers reads it
+again = AutoModelForCausalLM.from_pretrained(tuned)  # plain transformers can read it
 with torch.no_grad():
-    print(f"read back on the CPU: loss {again(input_ids=texts, labels=texts).loss.item():.3f}")
+    print(f"loaded on the CPU: loss {again(input_ids=texts, labels=texts).loss.item():.3f}")

@@ -1,4 +1,4 @@
-"""Text from a Hugging Face model with a static cache, updated in place: one program for the prompt, one for every token after it."""
+"""Generates text from a Hugging Face model with a static cache that is updated in place: one prefill program and one decode program."""
 
 import time
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 import spmd
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 mesh = Mesh(range(8), (8,), ("model",))
 PROMPT, NEW = 16, 32
 
@@ -35,7 +35,7 @@ token = next_token(prompt.to("jax"))
 found = [token]
 began = time.perf_counter()
 for _ in range(NEW - 1):
-    token = next_token(token)  # stays on the devices: nothing is read until the end
+    token = next_token(token)  # stays on the devices; no token is read until the end
     found.append(token)
 drawn = torch.cat(found, 1).cpu()
 print(f"{drawn.shape[0]} texts of {drawn.shape[1]} tokens, {next_token.num_executables} programs, {time.perf_counter() - began:.1f} s")

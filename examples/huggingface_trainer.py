@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over 8 virtual devices: two lines before the script, which is as it was."""
+"""Hugging Face's Trainer over 8 virtual devices: two added lines before an otherwise unchanged script."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import spmd.huggingface
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 training = spmd.huggingface.train_on(Mesh(range(8), (2, 4), ("data", "model")), rules="megatron")
 
 torch.manual_seed(0)
@@ -15,7 +15,7 @@ model = LlamaForCausalLM(config)
 texts = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 128, (64, 32))]
 arguments = TrainingArguments(
     "llama",
-    per_device_train_batch_size=8,  # of the global batch: the Trainer knows one process with one device
+    per_device_train_batch_size=8,  # size of the global batch, because the Trainer sees one process with one device
     num_train_epochs=2,
     learning_rate=1e-3,
     logging_steps=4,

@@ -1,4 +1,4 @@
-"""torch and JAX in one program: a torch model trained by optax on a mesh, a flax.nnx layer and a Pallas kernel in a torch model, and back.
+"""torch and JAX together: optax trains a torch model on a mesh; a torch model contains a flax.nnx layer and a Pallas kernel; and back.
 
 python examples/jax_both_ways.py
 """
@@ -20,7 +20,7 @@ mesh.virtual_devices(8)
 m = mesh.Mesh(range(8), (4, 2), ("data", "model"))
 torch.manual_seed(0)
 
-# 1. A torch model, sharded by torch's words, trained by JAX's.
+# 1. A torch model with marked parameters, trained by optax.
 model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)).to("jax")
 spmd.mark_sharding(model[0].weight, m, ("model", None))
 spmd.mark_sharding(model[3].weight, m, (None, "model"))
@@ -45,7 +45,7 @@ for i in range(20):
 model.load_state_dict(spmd.from_jax(params))
 
 
-# 2. A layer of flax in a torch model: its leaves are torch's parameters, its gradient is JAX's.
+# 2. A flax layer in a torch model. Its leaves are torch parameters, and JAX computes its gradient.
 class FromFlax(nn.Module):
     def __init__(self, layer: nnx.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class FromFlax(nn.Module):
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, values))(x)
 
 
-# 3. And a Pallas kernel, in its interpreter on the CPU.
+# 3. A Pallas kernel in the same torch model, in interpret mode on the CPU.
 def doubled(x: Any) -> Any:
     def kernel(x_ref: Any, out_ref: Any) -> None:
         out_ref[...] = x_ref[...] * 2
@@ -90,7 +90,7 @@ losses = [train_step(x).item() for _ in range(20)]
 print(f"flax in torch: loss {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
-# 4. A torch module in a flax model: its parameters are flax's.
+# 4. A torch module in a flax model. Its parameters are flax parameters.
 class FromTorch(nnx.Module):
     def __init__(self, module: nn.Module) -> None:
         self.fn, params, _ = spmd.functionalize(module)

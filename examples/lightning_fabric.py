@@ -1,4 +1,4 @@
-"""Lightning's Fabric over 8 virtual devices: a loop of one's own, with an accelerator and a strategy more than it had."""
+"""Lightning's Fabric over 8 virtual devices: an ordinary Fabric loop with another accelerator and strategy."""
 
 # pyright: reportMissingImports=none
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import spmd.lightning
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 strategy = spmd.lightning.SpmdFabricStrategy(Mesh(range(8), (8,), ("fsdp",)), rules="fsdp")
 fabric = Fabric(accelerator="jax", strategy=strategy)
 fabric.launch()

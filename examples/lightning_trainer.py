@@ -1,4 +1,4 @@
-"""Lightning's Trainer over 8 virtual devices: one import and one name more than the script had."""
+"""Lightning's Trainer over 8 virtual devices: an ordinary Lightning script with another accelerator and strategy."""
 
 # pyright: reportMissingImports=none, reportUntypedBaseClass=none
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import spmd.lightning
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 
 
 class Classifier(lightning.LightningModule):

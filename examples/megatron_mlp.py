@@ -1,4 +1,4 @@
-"""A Megatron-sharded MLP on 8 virtual devices: mark three parameters, compile the step, train, look at the collectives."""
+"""A Megatron-sharded MLP on 8 virtual devices: mark three parameters, compile the step, train, and print the collectives."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import nn
 import spmd
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 mesh = Mesh(range(8), (4, 2), ("data", "model"))
 
 
@@ -28,7 +28,7 @@ spmd.mark_sharding(model.down.weight, mesh, (None, "model"))  # row parallel
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@spmd.compile  # one donated jax.jit program: forward, backward, optimizer; state found by itself
+@spmd.compile  # one donated jax.jit program of forward, backward and optimizer; its state is found automatically
 def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     optimizer.zero_grad()
     loss = F.mse_loss(model(x), y)

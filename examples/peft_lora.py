@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT, trained by the Trainer over 8 virtual devices, merged and saved."""
+"""Trains PEFT's LoRA adapters with the Trainer over 8 virtual devices, merges them, and saves the model."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import spmd.huggingface
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 training = spmd.huggingface.train_on(Mesh(range(8), (8,), ("fsdp",)), rules="fsdp")
 
 torch.manual_seed(0)
@@ -18,7 +18,7 @@ texts = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 128, (64,
 arguments = TrainingArguments("adapters", per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=8, report_to=[])
 Trainer(model, arguments, train_dataset=texts).train()
 
-model.save_pretrained("adapters/last")  # the adapters alone
+model.save_pretrained("adapters/last")  # only the adapters
 merged = model.merge_and_unload()
 merged.save_pretrained("merged")
 print(f"{training.lazy.num_executables} programs")

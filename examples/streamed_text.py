@@ -1,6 +1,6 @@
-"""Text that is read, packed and trained on as it comes, with a place that a checkpoint keeps; by hand, over 8 virtual devices.
+"""Trains on streamed and packed text over 8 virtual devices, with the position in the text saved in checkpoints.
 
-`spmd train` has this as `[data] kind = "text"` (docs/recipes.md); here it is a class that you can change.
+`spmd train` supports this as `[data] kind = "text"` (docs/recipes.md). Here it is a class that you can change.
 """
 
 import sysconfig
@@ -14,15 +14,15 @@ from torch import nn
 import spmd
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 mesh = Mesh(range(8), (8,), ("data",))
-END = 256  # after each document; below it are bytes
+END = 256  # the token after each document; smaller tokens are bytes
 
 
 class PackedText:
-    """Batches of (tokens, next tokens), int64[batch, seq]: documents one after the other, cut where a batch is full.
+    """Batches of (tokens, next tokens), int64[batch, seq] each, from concatenated documents.
 
-    `state_dict` is the place after the batch that was yielded last, so nothing is read twice or left out after a restart.
+    `state_dict` is the position after the last batch that was yielded, so a restart neither repeats nor skips text.
     """
 
     def __init__(self, files: list[Path], batch: int, seq: int) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's own distributed words over 8 virtual devices: a plan, FSDP2 over it, and a checkpoint loaded into another mesh."""
+"""PyTorch's own distributed API over 8 virtual devices: a tensor parallel plan with FSDP2, and a checkpoint loaded into another mesh."""
 
 # pyright: reportPrivateImportUsage=none
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import spmd
 from mesh import virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 
 
 class Block(nn.Module):
@@ -54,7 +54,7 @@ def train(x: torch.Tensor) -> torch.Tensor:
 
 
 for _ in range(5):
-    x = distribute_tensor(torch.randn(16, 64), mesh["dp"], [Shard(0)])  # the whole batch
+    x = distribute_tensor(torch.randn(16, 64), mesh["dp"], [Shard(0)])  # the global batch
     print(f"loss {train(x).item():.4f}")
 print(train.collectives())
 

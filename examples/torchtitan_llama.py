@@ -1,4 +1,7 @@
-"""torchtitan's Llama, sharded by its own parallelize function over 8 virtual devices, beside CPU torch; arguments: tp, dp_replicate."""
+"""torchtitan's Llama, sharded by its own `parallelize_llama` over 8 virtual devices and compared with CPU torch.
+
+python examples/torchtitan_llama.py [TENSOR_PARALLEL_DEGREE [DATA_PARALLEL_REPLICATE_DEGREE]]     # by default 4 1
+"""
 
 # pyright: reportMissingImports=none
 
@@ -14,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import spmd
 from mesh import virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
-sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock(__path__=[], __spec__=None)  # kernels in Triton, for GPUs
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
+sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock(__path__=[], __spec__=None)  # Triton kernels for GPUs
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -28,14 +31,14 @@ parallelism = ParallelismConfig(
     spmd_backend="partial_dtensor",
     tensor_parallel_degree=tp,
     data_parallel_replicate_degree=dp_replicate,
-    data_parallel_shard_degree=-1,  # what is left of the eight
+    data_parallel_shard_degree=-1,  # the remaining devices
 )
 dims = ParallelDims.from_config(parallelism, world_size=8)
 
 config = llama3_configs["debugmodel"](attn_backend="flex")
 config.layers = config.layers[:2]
 for layer in config.layers:
-    layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention is compiled by torch
+    layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention needs torch.compile
 set_llama3_sharding_config(config, enable_sp=True)
 torch.manual_seed(0)
 host = config.build()

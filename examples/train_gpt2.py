@@ -1,12 +1,12 @@
-"""GPT-2 on the bytes of Python's own sources, as a job that may be stopped and goes on: one's own model and layouts under `spmd.train`.
+"""Trains GPT-2 on the bytes of Python's standard library with `spmd.train`, your own model and partition specs; the job can resume.
 
     python examples/train_gpt2.py                                             # 8 virtual devices
-    python examples/train_gpt2.py                                             # again: goes on where it was
+    python examples/train_gpt2.py                                             # again: resumes from the last checkpoint
     spmd launch -n 4 --devices-per-process 2 --restarts 3 examples/train_gpt2.py
     python examples/train_gpt2.py --devices 2 --mesh data=2 --steps 60        # the same run on another mesh
 
-What a job needs around model and layouts (data, schedule, evaluation, samples, checkpoints, metrics) is a recipe, here made in Python;
-`examples/recipes` has such as files, for `spmd train`. A loop of one's own: docs/checkpoints.md.
+Data, schedule, evaluation, samples, checkpoints and metrics are described by a recipe, which is created in Python here. `examples/recipes`
+contains recipes as files for `spmd train`. docs/checkpoints.md shows how to write your own loop.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from spmd.train import Run, recipe_of
 
 @dataclass(frozen=True)
 class Args:
-    """Train a small GPT-2; see the top of the file."""
+    """Train a small GPT-2; see the docstring of the file."""
 
     out: Path = Path("runs/gpt2")
     """Folder of the run."""
     steps: int = 30
-    """Steps in all, those before a restart included."""
+    """Total number of steps, including those before a restart."""
     mesh: str = "data=4,model=2"
-    """Axes and sizes; "data" splits batches, "model" the model, either may be left out."""
+    """Mesh axes and their sizes; "data" splits batches, "model" splits the model; either may be left out."""
     devices: int = 8
-    """Virtual CPU devices of the whole job; 0 takes the machine's own."""
+    """Number of virtual CPU devices of the whole job; 0 uses the machine's own devices."""
     batch: int = 16
     """Sequences per step, over all devices."""
     seq: int = 32
@@ -43,32 +43,32 @@ class Args:
     width: int = 64
     """Width of the model."""
     layers: int = 2
-    """Blocks."""
+    """Number of blocks."""
     heads: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
     dropout: float = 0.1
-    """Probability that dropout drops a value."""
+    """Dropout probability."""
     learning_rate: float = 4e-3
-    """Peak of the schedule."""
+    """Peak learning rate."""
     schedule_steps: int = 110
     """Step at which the schedule ends."""
     save_every: int = 10
-    """Steps between checkpoints; the two newest stay."""
+    """Steps between checkpoints; the two newest are kept."""
     evaluate_every: int = 15
-    """Steps between evaluations on held-out files, and samples."""
+    """Steps between evaluations on held-out files, and between samples."""
     sample: int = 20
-    """Bytes of a sample."""
+    """Bytes to generate for a sample."""
     seed: int = 0
     """Seed of parameters, dropout, data order and samples."""
 
 
 def model(**sizes: Any) -> GPT:
-    """An ordinary module; any will do."""
+    """The model. Any ordinary module can be used."""
     return GPT(GPTConfig(vocabulary=257, **sizes))
 
 
 def known(spec: tuple[str | None, ...]) -> Callable[..., tuple[str | None, ...]]:
-    """The spec without the axes that a mesh has not."""
+    """The spec without axes that the mesh does not have."""
 
     def spec_on(name: str, shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
         return tuple(axis if axis in mesh.axis_names else None for axis in spec)
@@ -80,7 +80,7 @@ LAYOUT = [*((pattern, known(spec)) for pattern, spec in SHARDINGS.items()), ("**
 
 
 def recipe(args: Args) -> dict[str, Any]:
-    """What `spmd train` reads from a file."""
+    """The recipe, which `spmd train` would read from a file."""
     sources = sysconfig.get_paths()["stdlib"]
     sizes = {"seq": args.seq, "width": args.width, "layers": args.layers, "heads": args.heads, "dropout": args.dropout}
     return {

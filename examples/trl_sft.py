@@ -1,4 +1,4 @@
-"""TRL's SFT trainer over 8 virtual devices: two lines before the script, which is as it was; tokenizer and texts are made here."""
+"""TRL's SFT trainer over 8 virtual devices: two added lines before an ordinary script, which also creates its tokenizer and texts."""
 
 # pyright: reportMissingImports=none
 
@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 import spmd.huggingface
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 training = spmd.huggingface.train_on(Mesh(range(8), (2, 4), ("data", "model")), rules="megatron")
 
 vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *map(str, range(3, 128))])}

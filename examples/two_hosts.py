@@ -1,7 +1,7 @@
-"""A training loop of one's own as a job of several processes: it survives a crash, and a preemption loses no step.
+"""A hand-written training loop as a job of several processes. It survives a crash, and a preemption loses no step.
 
-spmd launch -n 2 --restarts 3 two_hosts.py                              # two processes here, of four virtual devices each
-spmd launch --hosts a,b --restarts 3 two_hosts.py --devices 0           # two hosts over SSH, with the chips that they have
+spmd launch -n 2 --restarts 3 two_hosts.py                              # two processes on this machine, with four virtual devices each
+spmd launch --hosts a,b --restarts 3 two_hosts.py --devices 0           # two hosts over SSH, with their own devices
 spmd launch --emit slurm -n 2 --restarts 3 two_hosts.py --devices 0     # or a file for a scheduler
 """
 
@@ -19,15 +19,15 @@ import spmd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--out", default="runs/two-hosts", help="folder of the checkpoints; all hosts see it")
-parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices of the whole job; 0: the machines' own")
-parser.add_argument("--crash", type=int, default=-1, help="step before which the last process dies, the first time")
+parser.add_argument("--out", default="runs/two-hosts", help="folder of the checkpoints, shared by all hosts")
+parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices of the whole job; 0: the hosts' own devices")
+parser.add_argument("--crash", type=int, default=-1, help="step before which the last process exits, on the first attempt")
 args = parser.parse_args()
 
 if args.devices:
     mesh.virtual_devices(args.devices)
-host = mesh.init()  # waits for all processes; under `spmd launch` it has happened already
-count = mesh.device_count()  # of the whole job
+host = mesh.init()  # joins the job; `spmd launch` has already done it
+count = mesh.device_count()  # number of devices of the whole job
 m = mesh.Mesh(range(count), (count // 2, 2), ("data", "model"))
 
 torch.manual_seed(0)  # every process runs the same program and draws the same numbers
@@ -36,7 +36,7 @@ spmd.shard_module(model, m, [("0.weight", ("model", None)), ("0.bias", ("model",
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 samples = torch.randn(1024, 16, generator=torch.Generator().manual_seed(1))
 loader = DataLoader(TensorDataset(samples), batch_size=64, shuffle=True)
-batches = spmd.shard_loader(loader, m, ("data", None), feeds="batch")  # each process sends its devices their rows
+batches = spmd.shard_loader(loader, m, ("data", None), feeds="batch")  # each process uploads only the rows of its own devices
 
 
 @spmd.compile
@@ -53,12 +53,12 @@ step = spmd.checkpoint.restore(args.out, state).step if spmd.checkpoint.has_step
 first_time = step == 0
 while step < args.steps:
     for (x,) in batches:
-        if mesh.should_stop(step):  # SIGTERM reached one of the processes: all hear of it before the same step
+        if mesh.should_stop(step):  # a process received SIGTERM; all processes see True before the same step
             spmd.checkpoint.save(args.out, step, state)
             spmd.checkpoint.join()
             sys.exit(mesh.PREEMPTED)
         if first_time and step == args.crash and host.index == host.count - 1:
-            os._exit(1)  # as a machine that loses its power
+            os._exit(1)  # simulates a power failure
         loss = train_step(x)
         step += 1
         if host.index == 0:

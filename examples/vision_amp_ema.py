@@ -1,4 +1,4 @@
-"""A small ResNet over 8 virtual devices: BatchNorm over the whole batch, bfloat16 autocast, and a moving average that is evaluated."""
+"""A small ResNet over 8 virtual devices: BatchNorm over the global batch, bfloat16 autocast, and evaluation of averaged weights."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import spmd
 from mesh import Mesh, virtual_devices
 
-virtual_devices(8)  # 8 CPU devices on this machine; leave it out where there are real ones
+virtual_devices(8)  # 8 virtual CPU devices; omit this line on a machine with accelerators
 mesh = Mesh(range(8), (8,), ("data",))
 
 
@@ -18,7 +18,7 @@ class Residual(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),  # of all 64 images, as on one device: the program sees the whole batch
+            nn.BatchNorm2d(channels),  # statistics of all 64 images, as on one device: the program sees the global batch
             nn.ReLU(),
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(channels),
@@ -30,11 +30,11 @@ class Residual(nn.Module):
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Residual(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)).to("jax")
-spmd.shard_module(model, mesh, [("**", None)])  # whole on every device; the batch is what is split
+spmd.shard_module(model, mesh, [("**", None)])  # all parameters are replicated; only the batch is sharded
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
-# Images of four classes, each brighter in one quarter.
+# Images of four classes. Each class is brighter in one quarter of the image.
 labels = torch.randint(4, (512,))
 images = torch.randn(512, 3, 16, 16)
 for quarter in range(4):
@@ -50,7 +50,7 @@ def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
-    average.update_parameters(model)  # statistics of BatchNorm are averaged too
+    average.update_parameters(model)  # averages BatchNorm's statistics too
     return loss
 
 
