@@ -28,7 +28,7 @@ def _enable_accuracy_mode() -> None:
 _torchax.enable_accuracy_mode = _enable_accuracy_mode
 
 
-def without_its_kernels() -> None:
+def declare_torchvision_operators() -> None:
     """Declare torchvision's operators, so that its models import without its compiled extension, which is for another build of torch."""
     import torch
 
@@ -136,7 +136,7 @@ def main(out: str, file: str, arguments: list[str]) -> None:
     record = Record(out)
     folder, found, _ = file.rpartition("/examples/")
     if found:
-        without_its_kernels()
+        declare_torchvision_operators()
         cut_sizes(f"{folder}/examples")
     listen(record)
     sys.modules["torchax"] = _torchax

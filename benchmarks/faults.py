@@ -138,7 +138,7 @@ def reference_run(**kwargs: Any) -> tuple[Path, float]:
 
 
 def tried(trials: int, rng: random.Random, one: Callable[[int, random.Random], Result], at_once: int | None = None) -> list[Result]:
-    """The results of `one(number, rng)` for every trial. Each has its own generator; `at_once` (None: one per core) run in parallel."""
+    """The results of `one(number, rng)` for every trial. `at_once` run in parallel (None: one per core), each with its own `rng`."""
     seeds = [rng.random() for _ in range(trials)]
     with ThreadPoolExecutor(at_once or os.cpu_count()) as pool:
         return list(pool.map(lambda number: one(number, random.Random(seeds[number])), range(trials)))

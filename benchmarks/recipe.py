@@ -5,7 +5,7 @@
 
 Both train in one process, alternating after a few steps, on the same batches from the same file. The hand-written loop uses
 `spmd.compile` and `spmd.shard_loader` and reads no metric. The recipe writes a record at every step. The figures are medians of the
-ratios of wall time and of CPU time, which depends less on other load on the machine.
+ratios of wall time and of CPU time; CPU time depends less on other load on the machine.
 """
 
 from __future__ import annotations

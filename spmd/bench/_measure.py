@@ -44,7 +44,7 @@ class Effort:
 
     Attributes:
         rounds: timed steps of each contender. 0 only reads the programs.
-        losses: earlier steps whose loss is recorded.
+        losses: steps before the timed ones, whose loss is recorded.
         traces: how many fresh programs are traced, lowered and compiled with empty caches, and as many again with warm caches.
     """
 

@@ -51,7 +51,7 @@ class BenchArgs:
     rounds: int = 20
     """Timed steps of each contender."""
     losses: int = 20
-    """Earlier steps whose loss is recorded."""
+    """Number of steps before the timed ones, whose loss is recorded."""
     traces: int = 2
     """Number of fresh programs that are traced and compiled with empty caches, and as many again with warm caches."""
     real_data: Path | None = None

@@ -60,7 +60,7 @@ def held_out_of(recipe: Recipe, training: Samples) -> Samples:
     return _own(given.own, given.arguments, "[evaluation]")
 
 
-def limited(samples: Samples, vocabulary: int) -> Samples:
+def with_vocabulary_check(samples: Samples, vocabulary: int) -> Samples:
     """The samples with a check: a token >= `vocabulary` raises a RecipeError when it is read. 0 means no check."""
     if isinstance(samples, TextFiles):
         return dataclasses.replace(samples, vocabulary=vocabulary)
@@ -128,4 +128,4 @@ def held_out_batches(recipe: Recipe, dataset: Samples, mesh: Mesh, is_masked: bo
     yield from itertools.islice(batches, recipe.evaluation.batches or None)
 
 
-__all__ = ["dataset_of", "held_out_batches", "held_out_of", "limited", "training_batches"]
+__all__ = ["dataset_of", "held_out_batches", "held_out_of", "training_batches", "with_vocabulary_check"]

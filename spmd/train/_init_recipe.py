@@ -10,7 +10,7 @@ from spmd.base._errors import message
 from spmd.train._image_folder import SUFFIXES as IMAGES
 from spmd.train._key_tables import meaning_of, toml
 from spmd.train._recipe import RecipeError, keys_of, tables
-from spmd.train._recipe_file import overridden, recipe_of
+from spmd.train._recipe_file import apply_overrides, recipe_of
 
 Ask = Callable[[str, str], str]  # question, default -> answer
 
@@ -44,7 +44,7 @@ def write_recipe(path: Path, words: Sequence[str], ask: Ask | None) -> None:
     if path.exists():
         raise RecipeError(message(f"{path} exists and is not overwritten", fix=f"spmd train --init {path.stem}-2{path.suffix}"))
     found: dict[str, Any] = {"out": f"runs/{path.stem}"}
-    overridden(found, words)
+    apply_overrides(found, words)
     if ask is not None:
         _ask(found, path.absolute().parent, ask)
     recipe_of(found, str(path))
@@ -59,14 +59,14 @@ def _ask(found: dict[str, Any], folder: Path, ask: Ask) -> None:
             continue
         answer = ask(question, default) or default
         if key == "model":
-            overridden(found, [f"--model.{model_key(answer)}={toml(answer)}"])
+            apply_overrides(found, [f"--model.{model_key(answer)}={toml(answer)}"])
         elif key == "data":
             kind = data_kind(answer, folder)
             words = [f"--data.own={toml(answer)}"] if kind == "dataset" else [f"--data.paths={toml([answer])}"]
             words += ["--data.tokenizer=bytes"] if kind == "text" else []
-            overridden(found, [f"--data.kind={kind}", *words])
+            apply_overrides(found, [f"--data.kind={kind}", *words])
         else:
-            overridden(found, [f"--{key}={answer}"])
+            apply_overrides(found, [f"--{key}={answer}"])
 
 
 def model_key(answer: str) -> str:

@@ -39,7 +39,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise RecipeError(
             message(f"{path} is not valid TOML: {error}", fix="correct that line; see docs/recipes.md for examples")
         ) from error
-    overridden(found, overrides)
+    apply_overrides(found, overrides)
     recipe = recipe_of(found, str(path))
     folder = path.absolute().parent
     changes: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def recipe_of(found: Mapping[str, Any], source: str = "the recipe") -> Recipe:
         raise (error if text.startswith(source) else RecipeError(f"{source}: {text}")) from error.__cause__
 
 
-def overridden(found: dict[str, Any], words: Sequence[str]) -> None:
+def apply_overrides(found: dict[str, Any], words: Sequence[str]) -> None:
     """Apply the overrides of a command line to plain data, in place.
 
     Raises:
@@ -76,7 +76,7 @@ def overridden(found: dict[str, Any], words: Sequence[str]) -> None:
         _put(found, name.split("."), value)
 
 
-def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """A copy of the recipe with changed keys: at the top level, and in a table if the change is a dict.
 
     Raises:
@@ -188,4 +188,4 @@ def _typed(value: Any, wanted: Any, what: str) -> Any:
     return value
 
 
-__all__ = ["changed", "overridden", "parse_overrides", "read_recipe", "recipe_of"]
+__all__ = ["apply_overrides", "parse_overrides", "read_recipe", "recipe_of", "with_changes"]

@@ -21,13 +21,13 @@ import spmd
 from spmd.base._errors import message
 from spmd.train import _recipe
 from spmd.train._clock import Clock
-from spmd.train._datasets import dataset_of, held_out_batches, held_out_of, limited, training_batches
+from spmd.train._datasets import dataset_of, held_out_batches, held_out_of, training_batches, with_vocabulary_check
 from spmd.train._evaluation import Evaluation
 from spmd.train._export import export
 from spmd.train._meter import Cost, Meter
 from spmd.train._model_and_optimizer import built_model, built_optimizer, built_schedule
 from spmd.train._profile import StepTrace
-from spmd.train._recipe_file import changed, read_recipe
+from spmd.train._recipe_file import read_recipe, with_changes
 from spmd.train._samples import Sampler
 from spmd.train._tokenizers import tokenizer_of
 from spmd.train._update import Update
@@ -57,7 +57,7 @@ class Run:
     def __init__(self, recipe: _recipe.Recipe | str | os.PathLike[str], **changes: Any) -> None:
         self.clock = Clock()
         recipe = recipe if isinstance(recipe, _recipe.Recipe) else read_recipe(recipe)
-        self.recipe = recipe = changed(recipe, changes) if changes else recipe
+        self.recipe = recipe = with_changes(recipe, changes) if changes else recipe
         self._host = mesh.init()
         if recipe.mesh.devices:
             mesh.virtual_devices(recipe.mesh.devices)
@@ -72,8 +72,8 @@ class Run:
         self.schedule = built_schedule(recipe.schedule, self.optimizer, recipe.steps)
         self.update = Update(recipe, self.model, self.optimizer)
         vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", 0)
-        self.batches = training_batches(recipe, limited(dataset, vocabulary), self.mesh)
-        self._held_out = None if held_out is None else limited(held_out, vocabulary)
+        self.batches = training_batches(recipe, with_vocabulary_check(dataset, vocabulary), self.mesh)
+        self._held_out = None if held_out is None else with_vocabulary_check(held_out, vocabulary)
         averaged = self.model if self.update.ema is None else self.update.ema.module
         self._evaluation = Evaluation(averaged, self.update.loss)
         self.step = 0

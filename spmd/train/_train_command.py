@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "spmd train") -> int:
             raise RecipeError(message(what, fix=f"{prog} RECIPE.toml {' '.join(words)}"))
         recipe = read_recipe(words[0], words[1:])
     except RecipeError as error:
-        return failed(str(error), 2)
+        return report_failure(str(error), 2)
     if recipe.launch.processes > 1 and _join.place().count == 1:
-        return launched(recipe, all_words, prog)
+        return launch_processes(recipe, all_words, prog)
     return Run(recipe).train() if is_debugging else run(recipe, prog)
 
 
@@ -56,13 +56,13 @@ def run(recipe: Recipe, prog: str) -> int:
     try:
         return Run(recipe).train()
     except SpmdError as error:
-        return failed(str(error), 2)
+        return report_failure(str(error), 2)
     except KeyboardInterrupt:
-        return failed(f"{prog}: stopped by Ctrl-C; the same command resumes from the last checkpoint", 130)
+        return report_failure(f"{prog}: stopped by Ctrl-C; the same command resumes from the last checkpoint", 130)
     except Exception as error:  # from a library or from the user's code
         index = mesh.init().index
         log = write_traceback(error, Path(recipe.out) / (f"error-{index}.txt" if index else "error.txt"))
-        return failed(f"{prog}: {line_of_failure(error, log)}", 1)
+        return report_failure(f"{prog}: {line_of_failure(error, log)}", 1)
 
 
 def initialise(words: Sequence[str], prog: str) -> int:
@@ -76,7 +76,7 @@ def initialise(words: Sequence[str], prog: str) -> int:
     return 0
 
 
-def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:
+def launch_processes(recipe: Recipe, words: Sequence[str], prog: str) -> int:
     """Run the same command in every process of a job on this machine, and return the job's exit code."""
     options = ["-n", str(recipe.launch.processes), "--restarts", str(recipe.launch.restarts)]
     if recipe.mesh.devices:
@@ -84,7 +84,7 @@ def launched(recipe: Recipe, words: Sequence[str], prog: str) -> int:
     return launch.main([*options, "--", "-m", "spmd.train", *words], prog=prog, preload=("spmd.train", "torch._dynamo"))
 
 
-def failed(text: str, code: int) -> int:
+def report_failure(text: str, code: int) -> int:
     """Print the error and return the exit code. In a job of several processes all of them end, with this text as the reason."""
     Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(Text(text, style="red"))
     job = _join.job()

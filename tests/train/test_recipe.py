@@ -9,7 +9,7 @@ import pytest
 
 from spmd.train import RecipeError, read_recipe, recipe_of
 from spmd.train._import_path import imported
-from spmd.train._recipe_file import changed
+from spmd.train._recipe_file import with_changes
 from spmd.train._train_command import main
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.toml"))
@@ -75,13 +75,13 @@ def test_overrides_have_the_errors_of_the_file(words: list[str], told: str, tmp_
 
 
 def test_a_recipe_is_changed_by_the_rules_of_the_file() -> None:
-    recipe = changed(
+    recipe = with_changes(
         recipe_of({**LEAST, "ema": {"decay": 0.5}}), {"steps": 3, "optimizer": {"lr": 1}, "model": {"arguments": {"n_layer": 2}}}
     )
     assert (recipe.steps, recipe.optimizer.lr, recipe.ema.decay, recipe.data.paths) == (3, 1.0, 0.5, ("x.bin",))
     assert (recipe.model.config, recipe.model.arguments) == ("GPT2Config", {"n_layer": 2})
     with pytest.raises(RecipeError, match="changes of the recipe: .optimizer. has no key 'lrr'"):
-        changed(recipe, {"optimizer": {"lrr": 1}})
+        with_changes(recipe, {"optimizer": {"lrr": 1}})
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -82,6 +82,6 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     with caplog.at_level(logging.WARNING, "spmd.train"):
         writers_of(Metrics(writers=("tensorboard", "json")), tmp_path, 9).write(RECORD)
     assert [record.getMessage() for record in caplog.records] == [
-        "[metrics] writers: tensorboard is not installed, nothing is written for it; pip install tensorboard"
+        "[metrics] writers: tensorboard is not installed, so its records are not written; fix: pip install tensorboard"
     ]
     assert (tmp_path / "metrics.jsonl").exists()
