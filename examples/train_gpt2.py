@@ -67,8 +67,8 @@ def model(**sizes: Any) -> GPT:
     return GPT(GPTConfig(vocabulary=257, **sizes))
 
 
-def known(spec: tuple[str | None, ...]) -> Callable[..., tuple[str | None, ...]]:
-    """The spec without axes that the mesh does not have."""
+def drop_missing_axes(spec: tuple[str | None, ...]) -> Callable[..., tuple[str | None, ...]]:
+    """A function of a rule that returns the spec without axes that the mesh does not have."""
 
     def spec_on(name: str, shape: tuple[int, ...], mesh: Mesh) -> tuple[str | None, ...]:
         return tuple(axis if axis in mesh.axis_names else None for axis in spec)
@@ -76,7 +76,7 @@ def known(spec: tuple[str | None, ...]) -> Callable[..., tuple[str | None, ...]]
     return spec_on
 
 
-LAYOUT = [*((pattern, known(spec)) for pattern, spec in SHARDINGS.items()), ("**", None)]
+LAYOUT = [*((pattern, drop_missing_axes(spec)) for pattern, spec in SHARDINGS.items()), ("**", None)]
 
 
 def recipe(args: Args) -> dict[str, Any]:

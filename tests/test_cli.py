@@ -51,7 +51,7 @@ WRONG = {
     "bench gpt2 --preset smal": "spmd bench: --preset of gpt2 is one of tiny, small, full, not 'smal'; did you mean 'small'?",
     "bench gpt2 --variant seq": "spmd bench: --variant of gpt2 is one of own, hf, not 'seq'",
     "bench gpt2 --mesh modle=2": "spmd bench: --mesh 'modle=2': no axis 'modle'; did you mean 'model'?",
-    "bench gpt2 --against jaxx": "spmd bench: --against names peers, jax, torchax, torch, torch.compile, fsdp, not 'jaxx'; did you mean",
+    "bench gpt2 --against jaxx": "spmd bench: --against takes jax, torchax, torch, torch.compile, fsdp, not 'jaxx'; did you mean 'jax'?",
     "bench gpt2 --platform tpu": "spmd bench: --platform is one of cpu, gpu, not 'tpu'; did you mean 'gpu'?",
     "bench gpt2 --topology v5e": "spmd bench: --topology 'v5e' is not a topology: write the chips and their grid, as in v5e:2x4",
     "bench gpt2 --rounds 0": "spmd bench: --rounds must be at least 1, got 0",

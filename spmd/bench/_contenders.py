@@ -24,7 +24,7 @@ def entrants_of(against: list[str], job: Job, torchax_python: Path | None) -> li
     """
     for name in against:
         if name not in FILES:
-            raise UsageError(f"--against names peers, {', '.join(FILES)}, not {name!r}{nearest(name, FILES)}")
+            raise UsageError(f"--against takes {', '.join(FILES)}, not {name!r}{nearest(name, FILES)}")
     listed = [_entrant(name, job, torchax_python) for name in against]
     return [Entrant("ours", "ours", sys.executable, _missing_requirement(job)), *listed]
 

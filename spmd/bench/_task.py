@@ -92,26 +92,26 @@ class Job:
         """Partition spec of the parameter `name` on this mesh. Parameters without a spec in the script are replicated."""
         for pattern, spec in self.script.shardings(self.config).items():
             if fnmatch.fnmatchcase(name, pattern):
-                return self.known(spec)
+                return self.drop_missing_axes(spec)
         return (None,) * rank
 
-    def known(self, spec: Spec) -> Spec:
+    def drop_missing_axes(self, spec: Spec) -> Spec:
         """The spec without axes that the mesh does not have."""
-        return tuple(self._known_entry(entry) for entry in spec)
+        return tuple(self._present_axes(entry) for entry in spec)
 
-    def _known_entry(self, entry: Entry) -> Entry:
+    def _present_axes(self, entry: Entry) -> Entry:
         names = [axis for axis, _ in self.axes]
         kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in names)
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
     def batch_specs(self) -> list[Spec]:
         """Partition specs of a batch's tensors."""
-        return [self.known(spec) for spec in self.script.BATCH_SPECS]
+        return [self.drop_missing_axes(spec) for spec in self.script.BATCH_SPECS]
 
     def activations(self) -> dict[str, Spec]:
         """Sharding constraints on the outputs of modules: pattern of the module's name -> spec."""
         listed = getattr(self.script, "activations", None)
-        return {} if listed is None else {pattern: self.known(spec) for pattern, spec in listed(self.config).items()}
+        return {} if listed is None else {pattern: self.drop_missing_axes(spec) for pattern, spec in listed(self.config).items()}
 
     def batches(self) -> list[tuple[Any, ...]]:
         """The batches as CPU tensors, with floating tensors in the job's dtype. With a topology, one batch without values."""

@@ -140,7 +140,7 @@ class Demo:
     def batch(self, text_N: Tensor) -> tuple[Tensor, Tensor]:
         """A batch drawn on the host and sharded over the devices: (tokens, next tokens), int64[batch, seq] each."""
         x_BT, y_BT = _text.batch(text_N, self.args.batch, self.args.seq, self.host_rng)
-        spec = self.training.known(("data", None))
+        spec = self.training.drop_missing_axes(("data", None))
         return spmd.mark_sharding(x_BT.to("jax"), self.mesh, spec), spmd.mark_sharding(y_BT.to("jax"), self.mesh, spec)
 
     def run(self) -> int:

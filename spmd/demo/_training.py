@@ -38,7 +38,7 @@ class Training:
         for name, parameter in self.model.named_parameters():
             for pattern, spec in SHARDINGS.items():
                 if fnmatch.fnmatchcase(name, pattern):
-                    spmd.mark_sharding(parameter, mesh, self.known(spec))
+                    spmd.mark_sharding(parameter, mesh, self.drop_missing_axes(spec))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
         self.train_step = spmd.compile(self._train_step)
@@ -61,7 +61,7 @@ class Training:
     def _logits(self, tokens_BT: Tensor) -> Tensor:
         return spmd.mark_sharding(self.model(tokens_BT), self.mesh, (None, None, None))  # replicated: every host reads it
 
-    def known(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    def drop_missing_axes(self, spec: tuple[str | None, ...]) -> tuple[str | None, ...]:
         """The spec without axes that the mesh does not have."""
         return tuple(axis if axis in self.mesh.axis_names else None for axis in spec)
 

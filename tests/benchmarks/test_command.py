@@ -90,7 +90,7 @@ def _python() -> str:
 
 
 def test_unknown_peer_is_refused() -> None:
-    with pytest.raises(UsageError, match="--against names peers, .* not 'jaxx'; did you mean 'jax'"):
+    with pytest.raises(UsageError, match="--against takes .* not 'jaxx'; did you mean 'jax'"):
         run(BenchArgs("megatron", against="jaxx"))
 
 
