@@ -127,6 +127,13 @@ PATCHES: tuple[Patch, ...] = (
         "self, value",
     ),
     Patch("torch.distributions.constraints._PositiveSemidefinite.check", "the same", _CONSTRAINTS, _WITHOUT_BRANCHES, "self, value"),
+    Patch(
+        "torch.nn.modules.transformer._detect_is_causal_mask",
+        "the original branches on the values of a mask, to choose a faster kernel",
+        "spmd/patches/_causal_masks.py",
+        "spmd.patches._causal_masks.unknown_masks_taken",
+        "mask, is_causal, size",
+    ),
     # optimizers
     Patch(
         "torch.optim.optimizer._foreach_supported_types",

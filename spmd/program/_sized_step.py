@@ -49,7 +49,7 @@ class _Call:
 
 
 class SizedStep(Step[Any, Any]):
-    """A step with dims that vary. Sizes of 1, and sizes for which Python goes another settings, have a program each, without padding.
+    """A step with dims that vary. Sizes of 1, and sizes for which Python takes another branch, have a program each, without padding.
 
     Attributes:
         dynamic: what it was told of them.

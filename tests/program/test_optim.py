@@ -420,10 +420,28 @@ def test_an_optimizer_whose_step_cannot_run_alone_trains(make: Make) -> None:
 
 
 def test_lbfgs_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        spmd.TraceError, match=r"LBFGS cannot run inside a compiled step(?s:.*)data-dependent number of times(?s:.*)fix: run it eagerly"
-    ):
+    words = r"LBFGS cannot step inside a compiled function(?s:.*)data-dependent number of times(?s:.*)fix: compile its closure"
+    with pytest.raises(spmd.TraceError, match=words):
         run_both(lambda p: optim.LBFGS(p), None, 1)
+
+
+def test_a_closure_of_lbfgs_is_compiled_and_the_search_is_eager() -> None:
+    def trained(model: nn.Module, x: torch.Tensor, wrap: Callable[..., Any]) -> list[torch.Tensor]:
+        optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        compiled = wrap(closure)
+        return [optimizer.step(compiled) for _ in range(3)]
+
+    host, device = twins()
+    x = batch(4, 8)
+    assert_same(trained(device, x.to("jax"), lambda fn: spmd.compile(fn, keep_grads=True)), trained(host, x, lambda fn: fn))
+    assert_same_model(device, host)
 
 
 def test_an_optimizer_made_inside_is_refused() -> None:

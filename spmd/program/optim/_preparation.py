@@ -76,14 +76,8 @@ def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> 
     Returns:
         Whether any state was created.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TraceError(
-            message(
-                "LBFGS cannot run inside a compiled step",
-                "it evaluates the loss a data-dependent number of times",
-                fix="run it eagerly on the same tensors, or choose another optimizer",
-            )
-        )
+    if isinstance(optimizer, torch.optim.LBFGS):  # it steps outside of compiled functions alone
+        return False
     if getattr(optimizer, "_need_device_dtype_check_for_fused", False):  # once, which is no reason to trace again
         for parameter in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
             device_dtype_check_for_fused(parameter)

@@ -54,7 +54,7 @@ def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
     """The function itself met the state of such optimizers alone as stepped, and none that was created for this trace.
 
     Raises:
-        OptimizerAsObject, StateBeforeStep: it must be traced in another settings.
+        OptimizerAsObject, StateBeforeStep: it must be traced with other settings.
     """
     unstepped = [o for o in found.optimizers if all(o is not stepped for stepped in recorder.stepped) and recorder.has_met(o)]
     if unstepped:
@@ -106,6 +106,8 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() != thread:
             return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise _searches()
         if all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
             raise Undiscovered(optimizer)
         recorder.note_step(optimizer)
@@ -115,6 +117,16 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         yield run_module
     finally:
         handle.remove()
+
+
+def _searches() -> TraceError:
+    return TraceError(
+        message(
+            "LBFGS cannot step inside a compiled function",
+            "it evaluates the loss a data-dependent number of times",
+            fix="compile its closure: optimizer.step(spmd.compile(closure, keep_grads=True))",
+        )
+    )
 
 
 def _scripted(module: torch.jit.ScriptModule) -> TraceError:

@@ -20,6 +20,7 @@ from spmd.device._fused_steps import called_directly
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
+from spmd.patches._causal_masks import unknown_masks_taken
 from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import traceable_grad_scaler
 from spmd.patches._running_averages import counting_on_device, replaced_counts
@@ -162,6 +163,7 @@ class Trace:
                 stack.enter_context(barrier_on_recompute())
                 stack.enter_context(counting_on_device())
                 stack.enter_context(without_branches())
+                stack.enter_context(unknown_masks_taken())
                 stack.enter_context(traceable_grad_scaler())
                 stack.enter_context(called_directly())
                 stack.enter_context(traceable(self.found.optimizers))
@@ -203,7 +205,7 @@ class Trace:
             gradients.drop()
 
     def _require_this_way(self, recorder: TraceRecorder, reads: Recording) -> None:
-        """The trace met nothing for which it must be made in another settings."""
+        """The trace met nothing for which it must be made with other settings."""
         if not (names := reads.attribute_names(self.arguments.containers.tensors)) <= self.settings.attributes:
             raise AttributesNeeded(names)
         require_known_state(recorder, self.found)
