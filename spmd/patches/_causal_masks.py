@@ -20,7 +20,7 @@ def unknown_masks_taken() -> Generator[None]:
     theirs = current(_TARGET)
 
     def detect(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-        if is_causal is not None or not is_device_tensor(mask) or mask.requires_grad:  # a gradient depends on the choice
+        if is_causal is not None or mask is None or not is_device_tensor(mask) or mask.requires_grad:  # a gradient depends on the choice
             return theirs(mask, is_causal, size)
         return False if host_answer(load(mask)) is None else theirs(mask, is_causal, size)
 
