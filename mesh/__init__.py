@@ -1,4 +1,4 @@
-"""Devices, the mesh they form, and how tensors are split over it; numpy and jax only, never torch.
+"""Devices, meshes of devices, and the sharding of tensors over a mesh. Imports numpy and jax only, never torch.
 
 import mesh
 

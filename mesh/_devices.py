@@ -1,12 +1,12 @@
-"""Which devices exist; the only module of the project that asks jax for them.
+"""The devices of the job, and virtual CPU devices. The only module of the project that asks jax for its devices.
 
-A device's *logical id* is its position in `devices()`. On a laptop, ask for virtual devices at the top of the program:
+A device's *logical id* is its position in `devices()`. On a laptop, create virtual devices at the top of the program:
 
     import mesh
     mesh.virtual_devices(8)
     mesh.device_count()  # 8
 
-Knows nothing of meshes or specs.
+This module does not depend on meshes or specs.
 """
 
 import warnings
@@ -22,8 +22,8 @@ from mesh.platform._jax_runtime import backends_are_initialized
 from mesh.platform._threads import count_in_flags, has_threads, provide_threads
 
 # Note [Accelerator device files]
-# Looking for the driver's files says that an accelerator is there without starting it: asking jax would initialise
-# the backend, which on a GPU grabs most of its memory.
+# The driver's device files show whether this machine has an accelerator. Asking jax instead would initialise its backend, which
+# on a GPU reserves most of the memory.
 _ACCELERATOR_FILES = {
     "NVIDIA GPU": ("nvidia[0-9]*",),
     "TPU": ("accel[0-9]*", "vfio/[0-9]*"),
@@ -31,7 +31,7 @@ _ACCELERATOR_FILES = {
 
 
 class Device(Protocol):
-    """The typed part of a `jax.Device` (a Protocol): jax ships no types for it."""
+    """Protocol with the attributes of a `jax.Device` that this project uses. jax itself has no types for them."""
 
     @property
     def id(self) -> int: ...
@@ -44,43 +44,43 @@ class Device(Protocol):
 
 
 @dataclass
-class _Split:
-    """Over how many processes the devices are spread, and how many each has (None: what its machine has)."""
+class _JobDevices:
+    """Number of processes of the job, and the number of devices of each (None: all devices of its machine)."""
 
     num_processes: int = 1
     per_process: int | None = None
 
 
-_split = _Split()
-_with_threads = [False]  # whether the CPU client was made with enough of them; see Note [Threads of XLA:CPU]
+_job_devices = _JobDevices()
+_has_enough_threads = [False]  # whether the CPU client was created with enough threads; see Note [Threads of XLA:CPU]
 
 
-def split_over(num_processes: int, per_process: int | None) -> None:
-    """This process has joined a job of so many processes (see `mesh/job/_join.py`)."""
-    _split.num_processes, _split.per_process = num_processes, per_process
+def set_job_devices(num_processes: int, per_process: int | None) -> None:
+    """Record the size of the job that this process has joined (see `mesh/job/_join.py`), for `virtual_devices`."""
+    _job_devices.num_processes, _job_devices.per_process = num_processes, per_process
 
 
 def virtual_devices(n: int) -> None:
-    """Create `n` virtual CPU devices; in a job of several processes, `n` in all processes together.
+    """Create `n` virtual CPU devices. In a job of several processes, `n` is the total over all processes.
 
-    Real accelerators are not initialised and their memory is not used. Call it at the top of the program, before any
-    array, tensor or mesh exists; calling it again with the same number has no effect. Host memory that a step
-    frees is kept for the next one, unless the environment sets glibc's allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
+    Real accelerators are not initialised, and their memory is not used. Call this at the top of the program, before any
+    array, tensor or mesh exists. A second call with the same number has no effect. Host memory that a step
+    frees is kept for the next step, unless the environment configures glibc's allocator (`MALLOC_...`, `GLIBC_TUNABLES`).
 
     Args:
-        n: how many devices the program gets; in a job, a multiple of the number of its processes.
+        n: total number of devices; in a job, a multiple of its number of processes.
 
     Raises:
         DeviceError: `n` is not a positive int, or jax has already started other devices.
 
     Warns:
-        AcceleratorIdle: this machine seems to have an accelerator, and jax had not been confined to CPU before.
+        AcceleratorIdle: this machine seems to have an accelerator, and jax was not yet restricted to CPU.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        what = f"virtual_devices({n!r}) needs at least one device"
+        what = f"virtual_devices({n!r}) must create at least one device"
         raise DeviceError(message(what, f"{n!r} is not a positive int", fix="mesh.virtual_devices(8)"))
-    if _split.num_processes > 1:
-        n = _share(n)
+    if _job_devices.num_processes > 1:
+        n = _devices_per_process(n)
     if _backends_are_initialized():
         _require_virtual(n)
         return
@@ -99,35 +99,44 @@ def virtual_devices(n: int) -> None:
 
 
 def devices() -> tuple[Device, ...]:
-    """All devices of the default platform, on every host, ordered by id; the position is the logical id."""
+    """All devices of the default platform on all hosts, ordered by id. A device's position is its logical id."""
     return tuple(sorted(cast("list[Device]", jax.devices()), key=lambda device: device.id))
 
 
 def host_device() -> Device | None:
-    """A CPU device of this process, beside those of the default platform; None where jax may use that platform alone."""
+    """A CPU device of this process, whatever the default platform is, or None if jax may not use the CPU."""
     try:
         return cast("Device", jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS says so
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         return None
 
 
 def device_count() -> int:
-    """Number of devices of the default platform, on every host."""
+    """Number of devices of the default platform on all hosts."""
     return jax.device_count()
 
 
 def platform() -> str:
-    """Name of the platform in use as jax spells it: 'cpu', 'gpu' or 'tpu'."""
+    """Name of the default platform as jax spells it: 'cpu', 'gpu' or 'tpu'."""
     return devices()[0].platform
 
 
 def is_confined_to_cpu() -> bool:
-    """Whether jax will use CPU devices, whatever else there is."""
+    """Whether jax is restricted to CPU devices, even if the machine has others."""
     return jax.config.values["jax_platforms"] == "cpu"
 
 
 def gpu_share(index: int, count: int, device_files: Path = Path("/dev")) -> list[int] | None:
-    """Which of this machine's GPUs belong to process `index` of the `count` on it; None without GPUs, or when all are its own."""
+    """The GPUs of this machine that process `index` uses, if `count` processes run on it. None without GPUs or with one process.
+
+    Args:
+        index: index of the process among those on this machine.
+        count: number of the job's processes on this machine.
+        device_files: folder with the driver's device files.
+
+    Raises:
+        DeviceError: `count` does not divide the number of GPUs.
+    """
     num_gpus = len(list(device_files.glob(_ACCELERATOR_FILES["NVIDIA GPU"][0])))
     if count < 2 or num_gpus == 0 or is_confined_to_cpu():
         return None
@@ -135,8 +144,8 @@ def gpu_share(index: int, count: int, device_files: Path = Path("/dev")) -> list
         raise DeviceError(
             message(
                 f"{count} processes cannot share this machine's GPUs evenly",
-                f"it has {num_gpus}",
-                fix=f"start 1, or a divisor of {num_gpus}, on each machine",
+                f"it has {num_gpus} GPUs",
+                fix=f"start a number of processes on each machine that divides {num_gpus}",
             )
         )
     each = num_gpus // count
@@ -144,34 +153,34 @@ def gpu_share(index: int, count: int, device_files: Path = Path("/dev")) -> list
 
 
 def has_tpu() -> bool:
-    """Whether this machine seems to have a TPU that this program may use; starts nothing."""
+    """Whether this machine seems to have a TPU that this program may use. Does not initialise it."""
     return not is_confined_to_cpu() and any(name.startswith("TPU") for name in _accelerators())
 
 
 def has_started() -> bool:
-    """Whether jax has started its devices, so that their number is fixed."""
+    """Whether jax has initialised its devices, so that their number is fixed."""
     return _backends_are_initialized()
 
 
-def _share(n: int) -> int:
-    """Of `n` devices of the job those of one process."""
-    num_processes, per_process = _split.num_processes, _split.per_process
+def _devices_per_process(n: int) -> int:
+    """Number of devices that each process creates if the job is to have `n` devices in total."""
+    num_processes, per_process = _job_devices.num_processes, _job_devices.per_process
     if n % num_processes == 0 and per_process in (None, n // num_processes):
         return n // num_processes
-    have = "" if per_process is None else f" of {per_process} devices each, {num_processes * per_process} in all"
+    each = "" if per_process is None else f" of {per_process} devices each, {num_processes * per_process} in total"
     fix = f"spmd launch --devices-per-process {max(1, n // num_processes)}, or mesh.virtual_devices({num_processes * (per_process or 1)})"
-    raise DeviceError(message(f"virtual_devices({n}) does not fit the job", f"it has {num_processes} processes{have}", fix=fix))
+    raise DeviceError(message(f"virtual_devices({n}) does not fit the job", f"the job has {num_processes} processes{each}", fix=fix))
 
 
 def _require_virtual(n: int) -> None:
-    # Several hosts: `n` counts the devices of this one.
+    # In a job of several processes, `n` is the number of devices of this process.
     num_local = jax.local_device_count()
     if platform() == "cpu" and num_local == n:
         return
     raise DeviceError(
         message(
             f"virtual_devices({n}) was called too late: jax has already initialized its devices",
-            f"{num_local} exist on platform {platform()!r}, {n} virtual CPU devices were asked for",
+            f"{num_local} exist on platform {platform()!r}, {n} virtual CPU devices were requested",
             fix=f"call mesh.virtual_devices({n}) at the top of the program, before any tensor, array or mesh",
         )
     )
@@ -185,17 +194,17 @@ def _confine_to_cpu(n: int) -> None:
 
 
 def prepare_threads() -> None:
-    """Have XLA:CPU start enough threads for the devices that jax is set to make, unless it has made them; see Note [Threads of XLA:CPU]."""
+    """Make XLA:CPU start enough threads for its devices. Has no effect once jax has started. See Note [Threads of XLA:CPU]."""
     if not _backends_are_initialized():
-        asked = int(jax.config.values["jax_num_cpu_devices"])
-        num_devices = asked if asked > 0 else count_in_flags()
+        configured = int(jax.config.values["jax_num_cpu_devices"])
+        num_devices = configured if configured > 0 else count_in_flags()
         provide_threads(num_devices)
-        _with_threads[0] = has_threads(num_devices)
+        _has_enough_threads[0] = has_threads(num_devices)
 
 
 def started_with_threads() -> bool:
-    """Whether the CPU devices of this process have threads enough for programs that wait for each other."""
-    return _with_threads[0]
+    """Whether XLA:CPU started with enough threads in this process for programs whose devices wait for each other."""
+    return _has_enough_threads[0]
 
 
 def _backends_are_initialized() -> bool:
@@ -203,7 +212,7 @@ def _backends_are_initialized() -> bool:
 
 
 def _cpu_count_is_frozen() -> bool:
-    """Whether jax refuses to change the number of CPU devices, as it does once started."""
+    """Whether jax refuses to change the number of CPU devices, which it does once its backends are initialised."""
     current = int(jax.config.values["jax_num_cpu_devices"])
     try:
         jax.config.update("jax_num_cpu_devices", current + 1)

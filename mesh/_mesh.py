@@ -1,11 +1,11 @@
-"""Mesh: devices arranged along named axes. An immutable value.
+"""Mesh: a grid of devices with named axes. Immutable.
 
     mesh = Mesh(range(8), (4, 2), ("data", "model"))
     mesh = Mesh.from_string("data=4,model=2")         # the same, from a command line
     mesh.axis_size("model")                           # 2
     mesh.to_jax()                                     # a jax.sharding.Mesh, all axes Auto
 
-Knows nothing of tensors and of how they are split over the mesh.
+This module does not depend on tensors or shardings.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from mesh._devices import Device
 from mesh._mesh_errors import DeviceError, MeshError, message
 from mesh._topology import topology_devices
 
-# What the string form needs to stay readable: no separator of that form inside a name.
+# An axis name must not contain the separators of the string form, which could not be parsed otherwise.
 _AXIS_NAME = re.compile(r"[^\s=,@]+")
 _AXIS = re.compile(r"\s*([^\s=,@]+)\s*=\s*(\d+)\s*")
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Mesh:
-    """Devices along named axes; hashable, compared by value.
+    """A grid of devices with named axes. Hashable, compared by value.
 
     Args:
-        device_ids: logical ids (positions in `mesh.devices()`), in the mesh's device order; each at most once.
+        device_ids: logical ids (positions in `mesh.devices()`) in the mesh's device order, without repetition.
         mesh_shape: size of each axis; the product equals the number of ids.
-        axis_names: one name per axis; without them the axes are called "0", "1", ...
-        topology: name of a TPU slice to compile for ("v5e:16x16"): programs over the mesh are compiled, not run, and the
-            ids are positions in `mesh.topology_devices(topology)`.
+        axis_names: one name per axis. None: "0", "1", ...
+        topology: name of a TPU slice to compile for ("v5e:16x16"). Programs over the mesh can then be compiled but not run, and
+            the ids are positions in `mesh.topology_devices(topology)`.
 
     Raises:
-        MeshError: the arguments do not fit each other.
+        MeshError: an argument is malformed, or the arguments do not match each other.
         DeviceError: the mesh names devices that do not exist, or the topology is unknown.
     """
 
@@ -70,28 +70,27 @@ class Mesh:
         object.__setattr__(self, "axis_names", names)
 
     def __eq__(self, other: object) -> bool:
-        # By value, whatever the class: a value's own layout is read back as a plain Mesh, its annotation may hold a HybridMesh.
+        # By value, whatever the class: a sharding read back from a jax.Array has a plain Mesh, while its annotation may have a HybridMesh.
         if not isinstance(other, Mesh):
             return NotImplemented
-        mine, its = (self._ids, self.mesh_shape, self.axis_names), (other._ids, other.mesh_shape, other.axis_names)
-        return mine == its
+        return (self._ids, self.mesh_shape, self.axis_names) == (other._ids, other.mesh_shape, other.axis_names)
 
     @property
     def device_ids(self) -> npt.NDArray[np.int64]:
-        """Logical ids in the mesh's device order: a flat, read-only array."""
+        """Logical ids in the mesh's device order, as a flat read-only array."""
         return self._id_array
 
     @property
     def devices(self) -> npt.NDArray[np.object_]:
-        """The jax devices in the shape of the mesh: a read-only array."""
+        """The jax devices, as a read-only array in the shape of the mesh."""
         return self._device_array
 
     def size(self, axis: str | int | None = None) -> int:
-        """Number of devices, in all or along one axis."""
+        """Number of devices of the mesh, or along one axis (name or index)."""
         return math.prod(self.mesh_shape) if axis is None else self.axis_size(axis)
 
     def shape(self) -> OrderedDict[str, int]:
-        """Size of each axis by name, in order (a method, as in torch_xla)."""
+        """Size of each axis by name, in axis order. A method, as in torch_xla."""
         return OrderedDict(zip(self.axis_names, self.mesh_shape, strict=True))
 
     def get_logical_mesh(self) -> npt.NDArray[np.int64]:
@@ -99,11 +98,11 @@ class Mesh:
         return self._id_array.reshape(self.mesh_shape)
 
     def get_axis_name_idx(self, name: str) -> int | None:
-        """Position of the axis, or None if the mesh has no such axis (as in torch_xla)."""
+        """Index of the axis, or None if the mesh has no such axis (as in torch_xla)."""
         return self.axis_names.index(name) if name in self.axis_names else None
 
     def axis_size(self, name: str | int) -> int:
-        """Number of devices along one axis, given by name or index.
+        """Number of devices along one axis, which is given by name or index.
 
         Raises:
             MeshError: the mesh has no such axis.
@@ -111,13 +110,13 @@ class Mesh:
         return self.mesh_shape[self._axis_index(name)]
 
     def axis_groups(self, names: str | int | Sequence[str | int]) -> list[tuple[int, ...]]:
-        """Which positions communicate when reducing over some axes.
+        """Replica groups of a collective over one or several axes.
 
         Args:
-            names: one axis, or several; a group runs through the last one fastest.
+            names: one axis or several. Within a group, the index along the last one varies fastest.
 
         Returns:
-            Groups of positions in the mesh's device order (0 .. size-1), not of device ids; every position is in
+            Groups of positions in the mesh's device order (0 .. size-1), not of device ids. Every position is in
             exactly one group.
 
         Raises:
@@ -126,19 +125,19 @@ class Mesh:
         listed = [names] if isinstance(names, str | int) else list(names)
         inner = [self._axis_index(name) for name in listed]
         if len(set(inner)) != len(inner):
-            raise MeshError(message(f"{self} cannot be grouped over {listed}", "an axis is named twice", fix="name every axis once"))
+            raise MeshError(message(f"{self} cannot be grouped over {listed}", "an axis is named twice", fix="name each axis once"))
         outer = [axis for axis in range(len(self.mesh_shape)) if axis not in inner]
         group_size = math.prod(self.mesh_shape[axis] for axis in inner)
         groups = np.arange(self.size()).reshape(self.mesh_shape).transpose(outer + inner).reshape(-1, group_size)
         return [tuple(int(position) for position in group) for group in groups]
 
     def to_jax(self) -> jax.sharding.Mesh:
-        """The same mesh for jax, every axis Auto (under Explicit axes ordinary torch models do not trace)."""
+        """The same mesh as a `jax.sharding.Mesh`. All axes are Auto, because ordinary torch models cannot be traced under Explicit axes."""
         return self._jax_mesh
 
     @classmethod
     def from_jax(cls, jax_mesh: jax.sharding.Mesh) -> Mesh:
-        """The same mesh, its axes re-typed Auto, its devices as logical ids.
+        """Convert a jax mesh, whatever the types of its axes; `to_jax` gives Auto axes.
 
         Raises:
             MeshError: an axis is not named by a string.
@@ -150,7 +149,7 @@ class Mesh:
         if unknown:
             raise DeviceError(
                 message(
-                    f"the jax mesh {dict(jax_mesh.shape)} names device {unknown[0]}, which is not in use",
+                    f"the jax mesh {dict(jax_mesh.shape)} contains device {unknown[0]}, which is not in use",
                     f"in use: {len(logical_id)} devices on platform {_devices.platform()!r}",
                     fix="build the jax mesh from mesh.devices()",
                 )
@@ -158,7 +157,7 @@ class Mesh:
         return cls([logical_id[device] for device in named], jax_mesh.devices.shape, jax_mesh.axis_names)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-able form; `from_dict` reads it."""
+        """The mesh as a JSON-serializable dict, which `from_dict` reads."""
         data: dict[str, object] = {
             "device_ids": list(self._ids),
             "mesh_shape": list(self.mesh_shape),
@@ -168,7 +167,7 @@ class Mesh:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Mesh:
-        """The mesh that `to_dict` wrote.
+        """Create a mesh from the result of `to_dict`.
 
         Raises:
             MeshError: an entry is missing or malformed.
@@ -186,18 +185,22 @@ class Mesh:
         )
 
     def to_string(self) -> str:
-        """One line that `from_string` reads: 'data=4,model=2', 'data=4,model=2@7,6,...' for another device order,
-        'data=4,model=2 on v5e:2x4' for a topology."""
+        """The mesh as one line, which `from_string` reads: 'data=4,model=2', with '@7,6,...' for another device order and
+        ' on v5e:2x4' for a topology."""
         axes = ",".join(f"{name}={size}" for name, size in self.shape().items())
         ordered = axes if self._is_default_order else f"{axes}@{','.join(map(str, self._ids))}"
         return ordered if self.topology is None else f"{ordered} on {self.topology}"
 
     @classmethod
     def from_string(cls, text: str) -> Mesh:
-        """Mesh from 'data=4,model=2': the first eight devices, or those listed after an '@', or of the topology after ' on '.
+        """Create a mesh from text like 'data=4,model=2'. It has the first devices, unless ids follow after '@'.
+
+        Args:
+            text: axis sizes; then '@' and the device ids (optional); then ' on ' and a topology (optional).
 
         Raises:
-            MeshError: the text is malformed.
+            MeshError: the text is malformed, or the sizes and ids do not match.
+            DeviceError: the mesh names devices that do not exist.
         """
         grid_text, _, topology = text.partition(" on ")
         axes_text, at, ids_text = grid_text.partition("@")
@@ -222,7 +225,7 @@ class Mesh:
         return self._hash
 
     def __reduce__(self) -> tuple[Callable[[Mapping[str, object]], Mesh], tuple[dict[str, object]]]:
-        # Through the constructor: a process with fewer devices refuses, and no jax object is pickled.
+        # Unpickling calls the constructor, so a process with fewer devices refuses the mesh. No jax object is pickled.
         return Mesh.from_dict, (self.to_dict(),)
 
     def __copy__(self) -> Mesh:
@@ -233,7 +236,7 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Kept: a pod's mesh has thousands of ids, and every jax cache lookup hashes it.
+        # Cached: the mesh of a pod has thousands of ids, and every jax cache lookup hashes the mesh.
         return hash((self._ids, self.mesh_shape, self.axis_names, self.topology))
 
     @functools.cached_property
@@ -266,27 +269,27 @@ class Mesh:
             return names.index(axis)
         if isinstance(axis, int) and -len(names) <= axis < len(names):
             return axis % len(names)
-        raise MeshError(message(f"{self} has no axis {axis!r}", f"axes: {', '.join(names)}", fix="name one of these axes"))
+        raise MeshError(message(f"{self} has no axis {axis!r}", f"axes: {', '.join(names)}", fix="use one of these axes"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> Mesh:
-    """A mesh over the first devices, with the arguments of torch's function of that name.
+    """Create a mesh over the first devices, with the arguments of torch's function of the same name.
 
     Args:
         device_type: "jax", or the platform in use ("cpu", "tpu", "gpu" or "cuda").
         mesh_shape: size of each axis.
-        mesh_dim_names: one name per axis; torch's word for what is called `axis_names` here.
+        mesh_dim_names: one name per axis; called `axis_names` elsewhere in this package.
 
     Raises:
-        DeviceError: another platform is in use, or there are too few devices.
-        MeshError: shape and names do not fit each other.
+        DeviceError: `device_type` is not the platform in use, or the mesh needs more devices than exist.
+        MeshError: `mesh_shape` and `mesh_dim_names` are malformed or differ in length.
     """
     in_use = _devices.platform()
     wanted = "gpu" if device_type == "cuda" else device_type
     if wanted not in ("jax", in_use):
         raise DeviceError(
             message(
-                f"init_device_mesh({device_type!r}, ...) asks for a platform that is not in use",
+                f"init_device_mesh({device_type!r}, ...) requests a platform that is not in use",
                 f"in use: {_devices.device_count()} devices on platform {in_use!r}",
                 fix=f"init_device_mesh('jax', {tuple(mesh_shape)})",
             )
@@ -300,14 +303,14 @@ def _existing(topology: str | None) -> tuple[Device, ...]:
 
 
 def _title(names: Sequence[str], shape: Sequence[int], topology: str | None = None) -> str:
-    place = "" if topology is None else f" on {topology}"
-    return f"Mesh({', '.join(f'{name}={size}' for name, size in zip(names, shape, strict=True))}){place}"
+    suffix = "" if topology is None else f" on {topology}"
+    return f"Mesh({', '.join(f'{name}={size}' for name, size in zip(names, shape, strict=True))}){suffix}"
 
 
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     sizes = np.asarray(mesh_shape)
     if sizes.ndim != 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or (sizes < 1).any():
-        raise MeshError(message(f"{mesh_shape!r} is not a mesh shape", fix="give one positive size per axis, e.g. (4, 2)"))
+        raise MeshError(message(f"{mesh_shape!r} is not a mesh shape", fix="pass one positive size per axis, e.g. (4, 2)"))
     return tuple(int(size) for size in sizes)
 
 
@@ -320,14 +323,16 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
     if len(names) != len(shape):
         raise MeshError(
             message(
-                f"axis_names={names} do not fit mesh_shape={shape}", f"{len(names)} names, {len(shape)} sizes", fix="give one name per size"
+                f"axis_names={names} does not fit mesh_shape={shape}",
+                f"{len(names)} names, {len(shape)} sizes",
+                fix="pass one name per size",
             )
         )
     for name in names:
         if not isinstance(name, str) or not _AXIS_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise MeshError(message(f"{name!r} is not an axis name", fix="use a string without spaces, '=', ',' and '@', e.g. 'data'"))
+            raise MeshError(message(f"{name!r} is not an axis name", fix="use a string without spaces, '=', ',' or '@'"))
     if len(set(names)) != len(names):
-        raise MeshError(message(f"axis_names={names} repeat a name", fix="give every axis its own name"))
+        raise MeshError(message(f"axis_names={names} repeats a name", fix="give each axis a different name"))
     return names
 
 
@@ -342,15 +347,16 @@ def _checked_ids(
     count = device_ids.size if isinstance(device_ids, np.ndarray) else len(device_ids)
     if count != size:
         raise MeshError(message(f"{title} needs {size} device ids, got {count}", fix=f"pass {size} ids, e.g. range({size})"))
-    # Before a range is spelled out: "data=1000000000" must not fill the memory.
+    # Checked before a range becomes an array, so that "data=1000000000" does not fill the memory.
     _require_devices(size - 1, size, title, topology)
     ids = np.asarray(device_ids).ravel()
     if ids.dtype.kind not in "iu" or (ids < 0).any():
-        raise MeshError(message(f"{title} has invalid device ids", f"got {ids.tolist()}", fix=f"pass ints from 0 on, e.g. range({size})"))
+        fix = f"pass non-negative ints, e.g. range({size})"
+        raise MeshError(message(f"{title} has invalid device ids", f"got {ids.tolist()}", fix=fix))
     values, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
         repeated = values[counts > 1].tolist()
-        raise MeshError(message(f"{title} names a device more than once", f"repeated ids: {repeated}", fix="name every device once"))
+        raise MeshError(message(f"{title} names a device more than once", f"repeated ids: {repeated}", fix="list each device once"))
     _require_devices(int(ids.max()), size, title, topology)
     return tuple(int(i) for i in ids)
 

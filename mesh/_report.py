@@ -1,10 +1,10 @@
-"""What rules make of a model: for every tensor its place, and findings about what they got wrong. Values, and their text.
+"""The report on sharding rules applied to a model: the sharding of each tensor, and findings about suspicious placements.
 
     report = rules_report({"up.weight": Tensor((4096, 1024), 4)}, mesh, rules)
     report.bytes_per_device, report.errors
-    print(report)                                        # rich shows it as a table
+    print(report)                                        # a table
 
-Knows names, shapes and element sizes; no model and no tensor.
+Works on names, shapes and element sizes only, without a model or tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LARGE_BYTES = 1 << 20
 
 
 class Sized(NamedTuple):
-    """What of a tensor decides where it goes.
+    """The properties of a tensor that decide its placement.
 
     Attributes:
         shape: global shape.
-        itemsize: bytes of one element.
-        aliases: its other names, if it is tied.
-        is_buffer: a buffer that no rule names is replicated without a finding.
+        itemsize: bytes per element.
+        aliases: other names of the tensor, if it is tied.
+        is_buffer: whether it is a buffer. A buffer that no rule matches is replicated without a finding.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +44,15 @@ class Sized(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one tensor goes.
+    """The sharding that the rules give to one tensor.
 
     Attributes:
-        rule: title of the rule that decided, or None.
-        num_bytes: of the whole tensor.
-        bytes_per_device: of one device's piece.
+        name: name of the parameter or buffer.
+        shape: global shape.
+        sharding: mesh and spec.
+        rule: title of the rule that matched, or None.
+        num_bytes: bytes of the whole tensor.
+        bytes_per_device: bytes of one device's shard, including padding.
     """
 
     name: str
@@ -62,12 +65,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Finding:
-    """A suspicious placement that rules make.
+    """A suspicious placement, or a rule without effect.
 
     Attributes:
         kind: "replicated", "unmatched", "shadowed", "uneven", "tied", "pair", "heads" or "packed".
-        is_error: whether `strict` raises for it; other findings are notes.
+        what: the problem, with the names of the tensors and rules.
         fix: the shortest change that helps.
+        is_error: whether `strict` raises for it. Other findings are notes.
     """
 
     kind: str
@@ -81,7 +85,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RulesReport:
-    """All placements and findings; iterating gives the placements."""
+    """All placements and findings. Iterates over the placements."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -94,7 +98,7 @@ class RulesReport:
         return len(self.placements)
 
     def __getitem__(self, name: str) -> Placement:
-        """The placement of the tensor of that name."""
+        """The placement of the tensor with this name. Raises KeyError if there is none."""
         for placement in self.placements:
             if placement.name == name:
                 return placement
@@ -102,12 +106,12 @@ class RulesReport:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
+        """Total bytes of all tensors; tied tensors count once."""
         return sum(placement.num_bytes for placement in self.placements)
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of all tensors' pieces on one device."""
+        """Total bytes of the shards on one device."""
         return sum(placement.bytes_per_device for placement in self.placements)
 
     @property
@@ -116,14 +120,14 @@ class RulesReport:
         return tuple(finding for finding in self.findings if finding.is_error)
 
     def with_findings(self, findings: Sequence[Finding]) -> RulesReport:
-        """The same report with more findings."""
+        """A copy of the report with more findings."""
         return replace(self, findings=(*self.findings, *findings))
 
     def raise_errors(self) -> None:
-        """Raise if there is a finding that is an error.
+        """Raise an error if some findings are errors.
 
         Raises:
-            RulesError: it names every one of them.
+            RulesError: there are such findings; the message lists all of them.
         """
         if not self.errors:
             return
@@ -133,13 +137,13 @@ class RulesReport:
             message(
                 f"the rules make {count} suspicious placement{'s' * (count > 1)}",
                 *details,
-                fix="change the rules as said above, or pass strict=False and read the report",
+                fix="change the rules as suggested above, or pass strict=False and read the report",
             )
         )
 
     def __str__(self) -> str:
-        """The table as text, as wide as the terminal: the equal layers of a stack are one line."""
-        from mesh._report_table import text  # rich only where something is shown
+        """The table as text, as wide as the terminal. Repeated layers share one row."""
+        from mesh._report_table import text  # imports rich only when a report is printed
 
         return text(self)
 
@@ -153,11 +157,14 @@ def rules_report(tensors: Mapping[str, Sized], mesh: Mesh, rules: Rules, large_b
     """Apply rules to names and shapes.
 
     Args:
-        tensors: by name, in the order of the report.
-        large_bytes: a parameter of at least this size that no rule named is a finding.
+        tensors: properties of the tensors by name, in the order of the report.
+        mesh: the mesh to shard over.
+        rules: the first rule that matches a name decides.
+        large_bytes: size in bytes from which a parameter that no rule matches is a finding.
 
     Raises:
-        SpecError: a spec does not fit its tensor's rank or names an axis that the mesh does not have.
+        SpecError: a spec does not fit its tensor's rank or names an axis that the mesh does not have. The message contains the
+            tensor's name and the rule.
     """
     placements: list[Placement] = []
     findings: list[Finding] = []
@@ -179,7 +186,7 @@ def rules_report(tensors: Mapping[str, Sized], mesh: Mesh, rules: Rules, large_b
 
 
 def _placed(name: str, tensor: Sized, rule: Rule | None, mesh: Mesh) -> tuple[Placement, list[Finding]]:
-    """The placement, and a finding where the padding of uneven dims takes more than an eighth of the memory."""
+    """The placement of one tensor, and a finding if the padding of uneven dims adds more than an eighth to its size."""
     num_bytes = math.prod(tensor.shape) * tensor.itemsize
     whole = ShardingSpec(mesh, replicated(len(tensor.shape)))
     if rule is None:
@@ -187,20 +194,20 @@ def _placed(name: str, tensor: Sized, rule: Rule | None, mesh: Mesh) -> tuple[Pl
     try:
         sharding = ShardingSpec(mesh, rule.spec_for(name, tensor.shape, mesh))
     except SpecError as error:
-        raise type(error)(f"{name!r}, by rule {rule.title!r}: {error}") from error  # a placement's error stays one
+        raise type(error)(f"{name!r}, by rule {rule.title!r}: {error}") from error  # keeps the subclass of SpecError
     if len(sharding.partition_spec) != len(tensor.shape):
         sharding.validate(tensor.shape, f"{name!r}, by rule {rule.title!r},")
-    piece = math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
-    placement = Placement(name, tensor.shape, sharding, rule.title, num_bytes, piece)
+    shard_bytes = math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
+    placement = Placement(name, tensor.shape, sharding, rule.title, num_bytes, shard_bytes)
     stored = sharding.padded_shape(tensor.shape)
     if math.prod(stored) <= 1.125 * math.prod(tensor.shape):
         return placement, []
     text = f"{name!r} of {_shape(tensor.shape)}, by rule {rule.title!r}: {sharding.partition_spec} pads it to {_shape(stored)}"
-    return placement, [Finding("uneven", text, "split a dim that the axes divide, or replicate it: (name, None)")]
+    return placement, [Finding("uneven", text, f"shard a dim that the axes divide, or replicate it: ({name!r}, None)")]
 
 
 def _tied(name: str, tensor: Sized, rules: Rules, placement: Placement) -> list[Finding]:
-    """A finding for each other name of a tied tensor whose rule wants another spec."""
+    """A finding for each alias of a tied tensor whose rule gives a different spec."""
     found: list[Finding] = []
     for alias in tensor.aliases:
         rule = rules.first(alias)
@@ -208,12 +215,13 @@ def _tied(name: str, tensor: Sized, rules: Rules, placement: Placement) -> list[
             continue
         spec = ShardingSpec(placement.sharding.mesh, rule.spec_for(alias, tensor.shape, placement.sharding.mesh)).partition_spec
         if spec != placement.sharding.partition_spec:
-            what = f"{name!r} and {alias!r} are one tensor; rule {rule.title!r} wants {spec}, it gets {placement.sharding.partition_spec}"
+            what = f"{name!r} and {alias!r} are one tensor with spec {placement.sharding.partition_spec}; rule {rule.title!r} gives {spec}"
             found.append(Finding("tied", what, f"give both names the same spec, or drop the rule for {alias!r}"))
     return found
 
 
 def _unused(rules: Rules, tensors: Mapping[str, Sized], winners: set[int]) -> list[Finding]:
+    """A finding for each rule that decided no placement: it matches no name, or earlier rules match all its names."""
     names = [name for first, tensor in tensors.items() for name in (first, *tensor.aliases)]
     found: list[Finding] = []
     for position, rule in enumerate(rules):
@@ -231,7 +239,7 @@ def _unused(rules: Rules, tensors: Mapping[str, Sized], winners: set[int]) -> li
 
 
 def _nearest(rule: Rule, names: Sequence[str]) -> str:
-    """The name, or tail of a name, that the rule's author may have meant."""
+    """Suggestion to append to a fix: the name, or end of a name, that is closest to the rule's pattern; "" if none is close."""
     length = rule.title.count(".") + 1
     tails = list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
     near = difflib.get_close_matches(rule.title, tails, 1, 0.6)
@@ -239,7 +247,7 @@ def _nearest(rule: Rule, names: Sequence[str]) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes with a unit."""
+    """Format a number of bytes with a unit: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"

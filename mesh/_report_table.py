@@ -16,14 +16,14 @@ from mesh._report import Finding, Placement, RulesReport, size_text
 
 
 def table(report: RulesReport) -> RenderableType:
-    """The report as a rich table followed by its findings."""
+    """The report as a rich table, followed by its findings."""
     groups: dict[tuple[object, ...], list[Placement]] = {}
     for placement in report:
         groups.setdefault((_stack(placement.name), placement.shape, placement.sharding, placement.rule), []).append(placement)
     shown = Table(title=str(report.mesh), box=rich.box.SIMPLE_HEAD, show_footer=True, show_edge=False, title_justify="left")
     shown.add_column("tensor", "total", overflow="fold")
     shown.add_column("shape", justify="right", no_wrap=True)
-    shown.add_column("piece", justify="right", no_wrap=True)
+    shown.add_column("shard", justify="right", no_wrap=True)
     shown.add_column("spec", f"of {size_text(report.num_bytes)}", no_wrap=True)
     shown.add_column("per device", size_text(report.bytes_per_device), justify="right", no_wrap=True)
     shown.add_column("rule", overflow="fold", style="dim")
@@ -44,9 +44,9 @@ def _row(members: Sequence[Placement]) -> tuple[RenderableType, ...]:
     name = _stack(first.name) if len(members) > 1 else first.name
     count = f" ({len(members)})" if len(members) > 1 else ""
     spec = Text("replicated", "dim") if first.sharding.is_replicated else Text(_entries(first), "cyan")
-    piece = "" if first.sharding.is_replicated else _dims(first.sharding.shard_shape(first.shape))
+    shard = "" if first.sharding.is_replicated else _dims(first.sharding.shard_shape(first.shape))
     total = size_text(sum(member.bytes_per_device for member in members))
-    return Text(name + count), _dims(first.shape), piece, spec, total, Text(first.rule or "none")
+    return Text(name + count), _dims(first.shape), shard, spec, total, Text(first.rule or "none")
 
 
 def _stack(name: str) -> str:

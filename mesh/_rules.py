@@ -1,14 +1,14 @@
-"""Rules: which tensors of a model get which spec, by name. Immutable values; no model and no tensor is known here.
+"""Rules: specs for the tensors of a model, chosen by name. Immutable. This module does not depend on models or tensors.
 
     rules = Rules(
-        ("attn.q_proj.weight", ("model", None)),         # a glob: '*' is one part of a name, '**' any number of parts
+        ("attn.q_proj.weight", ("model", None)),         # a glob: '*' matches within one part of a name, '**' any number
         ("layers.*.mlp.**", largest_dim("data")),        # a function of name and shape
         (re.compile(r"norm\\d?\\.(weight|bias)$"), None),   # replicated on purpose, whatever the rank
     )
-    rules.first("layers.0.attn.q_proj.weight")           # the first rule that matches, or None
+    rules.first("layers.0.attn.q_proj.weight")           # the first matching rule, or None
 
-A glob matches the whole name or its tail from a dot on, so the same rules fit a model and one that holds it; one that
-begins with '^' matches whole names only. A compiled regular expression is searched for.
+A glob matches a whole name or its last parts, so the same rules work for a model and for a module that contains it. A glob that
+begins with '^' matches whole names only. A compiled regular expression may match anywhere in a name.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Pattern: TypeAlias = str | re.Pattern[str]
 
 
 class SpecFunction(Protocol):
-    """A spec that depends on the tensor; returns None for "replicated"."""
+    """A function that returns the spec for a tensor, or None to replicate it."""
 
     def __call__(self, name: str, shape: tuple[int, ...], mesh: Mesh, /) -> SpecLike | None: ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of `Rules`.
+    """One entry of `Rules`.
 
     Attributes:
-        pattern: a glob or a compiled regular expression, for names of parameters and buffers.
-        spec: one entry per dim; None for a tensor that is replicated on purpose; or a function of name, shape and mesh.
-        is_optional: deciding about no tensor is no finding.
+        pattern: a glob or a compiled regular expression for names of parameters and buffers.
+        spec: one entry per dim; None to replicate on purpose; or a function of name, shape and mesh.
+        is_optional: whether the rule may be unused. Otherwise a rule that decides no placement is a finding.
     """
 
     pattern: Pattern
@@ -48,16 +48,16 @@ class Rule:
     is_optional: bool = False
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is for a tensor of this name."""
+        """Whether the pattern matches this name."""
         if isinstance(self.pattern, re.Pattern):
             return self.pattern.search(name) is not None
         return _glob(self.pattern).fullmatch(name) is not None
 
     def spec_for(self, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-        """The rule's spec for one tensor; its rank is not checked here, except that None fits every rank.
+        """The spec for one tensor. Its rank is not checked against `shape`.
 
         Raises:
-            SpecError: the rule's function returned no spec.
+            SpecError: the rule's function returned something that is not a spec.
         """
         spec = self.spec if self.spec is None or isinstance(self.spec, PartitionSpec) else self.spec(name, shape, mesh)
         return replicated(len(shape)) if spec is None else as_spec(spec)
@@ -70,13 +70,13 @@ class Rule:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Rules:
-    """Ordered (pattern, spec) pairs; the first that matches a name decides.
+    """Ordered (pattern, spec) pairs. The first pattern that matches a name decides.
 
     Args:
-        pairs: (pattern, spec), as `Rule` describes them.
+        pairs: (pattern, spec) as described in `Rule`, or `Rule` objects.
 
     Raises:
-        SpecError: a pair is no pair, a pattern is empty, or a spec is malformed.
+        SpecError: an argument is not a pair, a pattern is empty, or a spec is malformed.
     """
 
     rules: tuple[Rule, ...]
@@ -85,7 +85,7 @@ class Rules:
         object.__setattr__(self, "rules", tuple(_as_rule(pair) for pair in pairs))
 
     def first(self, name: str) -> Rule | None:
-        """The rule that decides about this name."""
+        """The first rule that matches this name, or None."""
         return next((rule for rule in self.rules if rule.matches(name)), None)
 
     def __iter__(self) -> Iterator[Rule]:
@@ -101,18 +101,19 @@ class Rules:
         return f"Rules({', '.join(f'({rule.title!r}, {rule.spec})' for rule in self.rules)})"
 
     def split_further(self, axes: Axis | Sequence[Axis], names: Collection[str] | None = None) -> Rules:
-        """The same rules, each tensor also split over `axes` (see `split_largest_dim`), also those that no rule named.
+        """Rules that shard each tensor also over `axes` (see `split_largest_dim`), including tensors that no rule matches.
 
         Args:
-            names: the tensors to split further; default: all.
+            axes: one axis or several.
+            names: the tensors to shard further. None: all.
         """
-        rules = [replace(rule, spec=_Further(rule, axes, names)) for rule in self.rules]
-        return Rules(*rules, Rule("**", _Further(None, axes, names), is_optional=True))
+        rules = [replace(rule, spec=_SplitLargestDim(rule, axes, names)) for rule in self.rules]
+        return Rules(*rules, Rule("**", _SplitLargestDim(None, axes, names), is_optional=True))
 
 
 @dataclass(frozen=True)
-class _Further:
-    """Spec function: another rule's spec, split further over `axes`."""
+class _SplitLargestDim:
+    """Spec function: the spec of another rule (None: replicated), with the largest dim also sharded over `axes`."""
 
     rule: Rule | None
     axes: Axis | Sequence[Axis]
@@ -130,44 +131,51 @@ class _Further:
 
 
 def largest_dim(axes: Axis | Sequence[Axis], min_elements: int = 0) -> SpecFunction:
-    """A spec function: split the largest dim that `axes` divide; tensors of fewer elements stay replicated."""
-    return _Further(None, axes, min_elements=min_elements)
+    """A spec function that shards the largest dim that `axes` divide.
+
+    Args:
+        axes: one axis or several.
+        min_elements: tensors with fewer elements stay replicated.
+    """
+    return _SplitLargestDim(None, axes, min_elements=min_elements)
 
 
 def split_largest_dim(spec: SpecLike, shape: Sequence[int], mesh: Mesh, axes: Axis | Sequence[Axis]) -> PartitionSpec:
-    """`spec` with its largest dim also split over `axes`.
+    """Add `axes` to the largest dim of `spec`.
 
     Args:
         spec: one entry per dim of `shape`.
-        axes: axes of the mesh; those that `spec` already uses are left out.
+        shape: global shape.
+        mesh: the mesh of `axes`.
+        axes: one axis or several. Axes that `spec` already uses are ignored.
 
     Returns:
-        The spec with `axes` added to the largest dim that they divide (the first of equal ones); a dim that `spec` splits
-        already only if they divide no other; `spec` itself if they divide none.
+        The spec with `axes` added to the largest dim that they divide (the first one if several are equal). A dim that `spec`
+        already shards is chosen only if the axes divide no other dim. If they divide none, `spec` is returned as it is.
     """
     resolved = as_spec(spec).resolved(mesh.axis_names)
     used = {axis for entry in resolved for axis in entry_axes(entry)}
     wanted = entry_axes(PartitionSpec(_as_entry(axes)).resolved(mesh.axis_names)[0])
     extra = tuple(axis for axis in wanted if axis not in used)
     count = math.prod(mesh.axis_size(axis) for axis in extra)
-    pieces = [size // math.prod(mesh.axis_size(a) for a in entry_axes(entry)) for size, entry in zip(shape, resolved, strict=True)]
-    fitting = [dim for dim, piece in enumerate(pieces) if piece and piece % count == 0]
+    shard_sizes = [size // math.prod(mesh.axis_size(a) for a in entry_axes(entry)) for size, entry in zip(shape, resolved, strict=True)]
+    fitting = [dim for dim, size in enumerate(shard_sizes) if size and size % count == 0]
     if not extra or not fitting:
         return resolved
-    chosen = max(fitting, key=lambda dim: (resolved[dim] is None, pieces[dim], -dim))
+    chosen = max(fitting, key=lambda dim: (resolved[dim] is None, shard_sizes[dim], -dim))
     entries: list[Entry] = list(resolved)
     entries[chosen] = (*entry_axes(entries[chosen]), *extra)
     return PartitionSpec(*entries).resolved(mesh.axis_names)
 
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """The spec of a tensor gathered over `axes`: the same without them."""
+    """`spec` without `axes`: the spec of the tensor after a gather over these axes."""
     kept = [tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in spec]
     return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in kept))
 
 
 def replicated(rank: int) -> PartitionSpec:
-    """The spec of a tensor of `rank` dims that every device holds whole."""
+    """The spec of a replicated tensor with `rank` dims."""
     return PartitionSpec(*(None,) * rank)
 
 
@@ -183,7 +191,7 @@ def _as_rule(pair: object) -> Rule:
             message(
                 f"{pair!r} is not a rule",
                 "a rule is a pair of a pattern and a spec",
-                fix="write ('layers.*.up.weight', ('model', None)); None as spec replicates",
+                fix="write ('layers.*.up.weight', ('model', None)); the spec None replicates",
             )
         )
     pattern, spec = pair
@@ -198,7 +206,8 @@ def _as_rule(pair: object) -> Rule:
 
 @functools.cache
 def _glob(pattern: str) -> re.Pattern[str]:
-    """The whole name or its tail from a dot on; '**' is any number of parts, '*' and '?' stay within one, '{a,b}' chooses."""
+    """Regular expression for a glob. It matches the whole name or its last parts ('^': the whole name only). '**' matches any number
+    of parts, '*' and '?' match within one part, and '{a,b}' matches either."""
     out = "" if pattern.startswith("^") else r"(?:.*\.)?"
     for piece in re.findall(r"\*\*\.|\*\*|\[[^\]]+\]|\{[^}]+\}|.", pattern.removeprefix("^")):
         if piece in _WILDCARDS:

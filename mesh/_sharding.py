@@ -1,10 +1,10 @@
-"""ShardingSpec: how a tensor lies on the devices of a mesh. An immutable value.
+"""ShardingSpec: the sharding of a tensor over the devices of a mesh. Immutable.
 
     sharding = ShardingSpec(mesh, PartitionSpec("data", None))
     sharding.shard_shape((64, 16))                    # (16, 16) on a mesh with data=4
     sharding.to_jax()                                 # a jax.sharding.NamedSharding
 
-Knows shapes, never tensors or their values.
+Works on shapes, never on tensors or their values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mesh._spec import PartitionSpec, SpecLike, as_spec, entry_axes
 
 
 class ShardingType(IntEnum):
-    """The kind of a sharding, with torch_xla's enum values; TILED is an alias of OTHER."""
+    """Kind of a sharding, with torch_xla's enum values. TILED is an alias of OTHER."""
 
     REPLICATED = 0
     MAXIMAL = 1
@@ -40,7 +40,7 @@ class ShardingType(IntEnum):
 
 
 class ShardSlice(NamedTuple):
-    """The shard of one device: a slice per dim, and the replica number (0, 1, ... in device order)."""
+    """The shard of one device: a slice per dim, and the index among the replicas of this shard (0, 1, ... in device order)."""
 
     device: Device
     slices: tuple[slice, ...]
@@ -49,12 +49,12 @@ class ShardSlice(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class ShardingSpec:
-    """A mesh and a spec for it: the sharding of tensors of the spec's rank.
+    """A mesh and a partition spec: the sharding of tensors of the spec's rank.
 
     Args:
         mesh: the devices.
-        partition_spec: one entry per dim of the tensor; kept in the form of `PartitionSpec.resolved`.
-        minibatch: for input: each host provides its own part of the batch, not the whole; not compared by `==`.
+        partition_spec: one entry per dim of the tensor; stored in the normal form of `PartitionSpec.resolved`.
+        minibatch: for input batches: each host provides only its own part of the batch. Not compared by `==`.
 
     Raises:
         SpecError: the spec does not fit the mesh.
@@ -70,7 +70,7 @@ class ShardingSpec:
         object.__setattr__(self, "partition_spec", as_spec(partition_spec).resolved(mesh.axis_names))
 
     def __eq__(self, other: object) -> bool:
-        # By value, whatever the class: `spmd.ShardingSpec` can also be applied to tensors.
+        # By value, whatever the class: `spmd.ShardingSpec` is a subclass that can be applied to tensors.
         if not isinstance(other, ShardingSpec):
             return NotImplemented
         return (self.mesh, self.partition_spec) == (other.mesh, other.partition_spec)
@@ -80,17 +80,17 @@ class ShardingSpec:
 
     @property
     def num_shards(self) -> int:
-        """Number of distinct shards; if there are more devices, they hold copies."""
+        """Number of distinct shards. If the mesh has more devices, shards are replicated."""
         return math.prod(self._shards_per_dim)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the whole tensor."""
+        """Whether every device has the whole tensor."""
         return self.num_shards == 1
 
     @property
     def sharding_type(self) -> ShardingType:
-        """Kind of the sharding, by the number of distinct shards: axes of size 1 do not count."""
+        """Kind of the sharding, from the number of distinct shards, so axes of size 1 have no effect."""
         if self.mesh.size() == 1:
             return ShardingType.MAXIMAL
         if self.is_replicated:
@@ -103,10 +103,10 @@ class ShardingSpec:
         Args:
             shape: the tensor's global shape.
             name: the tensor's name in the message, e.g. "parameter 'up.weight'".
-            uneven: "error" refuses a dim that does not split evenly over its axes; "pad" allows it, see `padded_shape`.
+            uneven: "error" refuses a dim whose size its axes do not divide; "pad" allows it, see `padded_shape`.
 
         Raises:
-            SpecError: the spec has not one entry per dim, or `uneven` refuses a dim.
+            SpecError: the spec and `shape` differ in rank, or `uneven="error"` refuses a dim.
         """
         title = f"{name or 'a tensor'} of shape {tuple(shape)}"
         _require_rank(self, shape, title)
@@ -116,10 +116,10 @@ class ShardingSpec:
             raise SpecError(message(f"uneven must be 'pad' or 'error', got {uneven!r}", fix='uneven="pad" or uneven="error"'))
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape in which a tensor is stored: a dim that its axes do not divide is padded at its end to equal pieces.
+        """Global shape with padding: a dim whose size its axes do not divide is padded at its end, so that all shards are equal.
 
         Raises:
-            SpecError: a tensor of this rank cannot have this sharding.
+            SpecError: the spec and `shape` differ in rank.
         """
         self.validate(shape)
         return tuple(-(-size // shards) * shards for size, shards in zip(shape, self._shards_per_dim, strict=True))
@@ -131,45 +131,49 @@ class ShardingSpec:
             shape: global shape, in elements.
 
         Returns:
-            Per-device shape, same rank; a dim without an axis keeps its size.
+            Per-device shape of the same rank. A dim without an axis keeps its size.
 
         Raises:
-            SpecError: a tensor of this shape cannot have this sharding.
+            SpecError: the spec and `shape` differ in rank.
         """
         padded = self.padded_shape(shape)
         return tuple(size // shards for size, shards in zip(padded, self._shards_per_dim, strict=True))
 
     def shard_slices(self, shape: Sequence[int]) -> list[ShardSlice]:
-        """The shard of every device, without padding, in the mesh's device order; equal to jax's `devices_indices_map`.
+        """The shard of every device, without padding, in the mesh's device order. Equal to jax's `devices_indices_map`.
 
         Raises:
-            SpecError: a tensor of this shape cannot have this sharding.
+            SpecError: the spec and `shape` differ in rank.
         """
-        pieces = self.shard_shape(shape)
-        starts_by_dim = [index * piece for index, piece in zip(self._shard_index_per_dim, pieces, strict=True)]
-        copies_seen: dict[tuple[int, ...], int] = {}
-        held: list[ShardSlice] = []
+        shard_shape = self.shard_shape(shape)
+        starts_by_dim = [index * length for index, length in zip(self._shard_index_per_dim, shard_shape, strict=True)]
+        num_replicas: dict[tuple[int, ...], int] = {}
+        shards: list[ShardSlice] = []
         for position, device in enumerate(cast("list[Device]", self.mesh.devices.ravel().tolist())):
             starts = tuple(int(starts[position]) for starts in starts_by_dim)
             slices = tuple(
-                slice(min(start, size), min(start + piece, size)) if shards > 1 else slice(None)
-                for start, piece, shards, size in zip(starts, pieces, self._shards_per_dim, shape, strict=True)
+                slice(min(start, size), min(start + length, size)) if count > 1 else slice(None)
+                for start, length, count, size in zip(starts, shard_shape, self._shards_per_dim, shape, strict=True)
             )
-            replica_id = copies_seen.get(starts, 0)
-            copies_seen[starts] = replica_id + 1
-            held.append(ShardSlice(device, slices, replica_id))
-        return held
+            replica_id = num_replicas.get(starts, 0)
+            num_replicas[starts] = replica_id + 1
+            shards.append(ShardSlice(device, slices, replica_id))
+        return shards
 
     def to_jax(self) -> jax.sharding.NamedSharding:
-        """The same sharding for jax."""
+        """The same sharding as a `jax.sharding.NamedSharding`."""
         return self._named_sharding
 
     @classmethod
     def from_jax(cls, sharding: jax.sharding.NamedSharding, ndim: int) -> ShardingSpec:
-        """The ShardingSpec of jax's sharding, for a tensor of `ndim` dims (jax's spec may be shorter); memory kinds are dropped.
+        """Convert a jax sharding. Its memory kind is ignored.
+
+        Args:
+            sharding: a sharding over a concrete mesh.
+            ndim: rank of the tensor. jax's spec may have fewer entries.
 
         Raises:
-            SpecError: the sharding has no devices, leaves a dim to the compiler, or is for more dims.
+            SpecError: the sharding has no devices, has an UNCONSTRAINED dim, or has more than `ndim` entries.
         """
         if not isinstance(sharding.mesh, jax.sharding.Mesh):
             raise SpecError(
@@ -185,25 +189,25 @@ class ShardingSpec:
     def to_xla(self) -> str:
         """The sharding as XLA and torch_xla print it: "{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}" or "{replicated}".
 
-        Devices that hold copies of one piece are listed in rising order, as XLA's own normal form has it.
+        Devices with replicas of the same shard are listed in ascending order, as in XLA's normal form.
         """
         if self.is_replicated:
             return "{replicated}"
         tiled = [axis for axes in self._axes_per_dim for axis in axes]
         rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in tiled]
-        num_copies = self.mesh.size() // self.num_shards
-        pieces = np.sort(self.mesh.get_logical_mesh().transpose(tiled + rest).reshape(-1, num_copies), axis=1)
-        dims = [*self._shards_per_dim, *([num_copies] if num_copies > 1 else [])]
-        suffix = " last_tile_dim_replicate" if num_copies > 1 else ""
-        return f"{{devices=[{','.join(map(str, dims))}]{','.join(map(str, pieces.ravel().tolist()))}{suffix}}}"
+        num_replicas = self.mesh.size() // self.num_shards
+        ids = np.sort(self.mesh.get_logical_mesh().transpose(tiled + rest).reshape(-1, num_replicas), axis=1)
+        dims = [*self._shards_per_dim, *([num_replicas] if num_replicas > 1 else [])]
+        suffix = " last_tile_dim_replicate" if num_replicas > 1 else ""
+        return f"{{devices=[{','.join(map(str, dims))}]{','.join(map(str, ids.ravel().tolist()))}{suffix}}}"
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-able form; `from_dict` reads it."""
+        """The sharding as a JSON-serializable dict, which `from_dict` reads."""
         return {"mesh": self.mesh.to_dict(), "partition_spec": self.partition_spec.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> ShardingSpec:
-        """The sharding that `to_dict` wrote.
+        """Create a sharding from the result of `to_dict`.
 
         Raises:
             MeshError: an entry is missing or malformed.
@@ -220,7 +224,7 @@ class ShardingSpec:
 
     @classmethod
     def from_string(cls, text: str) -> ShardingSpec:
-        """The sharding that `str` wrote, e.g. "data=4,model=2 ('data', None)".
+        """Create a sharding from the result of `str`, e.g. "data=4,model=2 ('data', None)".
 
         Raises:
             MeshError: the text is malformed.
@@ -246,7 +250,7 @@ class ShardingSpec:
 
     @functools.cached_property
     def _shard_index_per_dim(self) -> tuple[npt.NDArray[np.int64], ...]:
-        # For each dim, which piece along it the device at each position holds; the first axis of an entry is slowest.
+        # For each dim, the index of the shard along it, per device position. The first axis of an entry varies slowest.
         coordinates = np.unravel_index(np.arange(self.mesh.size()), self.mesh.mesh_shape)
         indices: list[npt.NDArray[np.int64]] = []
         for axes in self._axes_per_dim:

@@ -1,9 +1,9 @@
-"""PartitionSpec: which mesh axes split which dims of a tensor. An immutable value.
+"""PartitionSpec: the mesh axes over which each dim of a tensor is sharded. Immutable.
 
-    PartitionSpec("data", None)                       # dim 0 over axis 'data', dim 1 whole
-    PartitionSpec(("data", "model"), None)            # dim 0 over both axes, 'data' slowest
+    PartitionSpec("data", None)                       # dim 0 over axis 'data', dim 1 not sharded
+    PartitionSpec(("data", "model"), None)            # dim 0 over both axes, 'data' varies slowest
 
-An *axis* is always a mesh axis, a *dim* always a tensor dimension. Knows axis names, but no mesh and no shapes.
+An *axis* is always a mesh axis, a *dim* always a tensor dimension. A spec contains axis names; it is independent of meshes and shapes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Entry: TypeAlias = Axis | tuple[Axis, ...] | None
 
 @dataclass(frozen=True, init=False, repr=False, slots=True)
 class PartitionSpec:
-    """Which mesh axes split each dim of a tensor; a sequence with one entry per dim, compared by value, with tuples too:
-    `PartitionSpec("data", None) == ("data", None)`, and both find the same key of a dict.
+    """The mesh axes over which each dim of a tensor is sharded: a sequence with one entry per dim.
+
+    A spec is compared by value, also with tuples: `PartitionSpec("data", None) == ("data", None)`, with equal hashes.
 
     Args:
-        entries: for each dim an axis name, an axis index (may be negative), None (the dim is not split), or a tuple
-            of names and indices (split over all of them, the first one slowest).
+        entries: for each dim an axis name, an axis index (may be negative), None (not sharded), or a tuple
+            of names and indices (sharded over all of them; the first one varies slowest).
 
     Raises:
         SpecError: an entry is something else, or an axis is used twice.
@@ -48,7 +49,7 @@ class PartitionSpec:
         return self._entries == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._entries)  # that of the tuple it equals
+        return hash(self._entries)  # a spec equals the tuple of its entries, so the hashes must be equal
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
@@ -66,13 +67,13 @@ class PartitionSpec:
         return str(self._entries)
 
     def resolved(self, axis_names: Sequence[str]) -> PartitionSpec:
-        """The same spec in its one normal form for a mesh: names only.
+        """The spec in normal form for a mesh, in which equal shardings have equal specs.
 
         Args:
-            axis_names: the mesh's axes.
+            axis_names: the mesh's axis names, in order.
 
         Returns:
-            Indices turned into names, tuples of one name into the name, empty tuples into None.
+            The spec with names in place of indices, a name in place of a tuple of one name, and None in place of an empty tuple.
 
         Raises:
             SpecError: the mesh lacks an axis, or an axis is used twice (perhaps by name and by index).
@@ -93,38 +94,39 @@ class PartitionSpec:
             message(
                 f"{self!r} names axis {axis!r}, which the mesh does not have",
                 f"axes of the mesh: {', '.join(map(repr, names))}",
-                fix="use one of these names, an index into them, or None for a dim that is not split",
+                fix="use one of these names, an index into them, or None for a dim that is not sharded",
             )
         )
 
     def to_jax(self) -> jax.sharding.PartitionSpec:
-        """The same spec for jax, which knows axes by name only.
+        """The same spec as a `jax.sharding.PartitionSpec`, which has axis names only.
 
         Raises:
-            SpecError: an axis is still an index.
+            SpecError: an axis is given by index.
         """
         if any(isinstance(axis, int) for entry in self for axis in entry_axes(entry)):
-            raise SpecError(message(f"{self!r} has axis indices, which jax does not know", fix="spec.resolved(mesh.axis_names).to_jax()"))
+            what = f"{self!r} has axis indices, which jax does not support"
+            raise SpecError(message(what, fix="spec.resolved(mesh.axis_names).to_jax()"))
         return jax.sharding.PartitionSpec(*self._entries)
 
     @classmethod
     def from_jax(cls, spec: jax.sharding.PartitionSpec) -> PartitionSpec:
-        """The same spec as jax's, entry by entry.
+        """Convert a jax spec.
 
         Raises:
-            SpecError: a dim is left to the compiler (UNCONSTRAINED), or the spec has unreduced or reduced axes.
+            SpecError: a dim is UNCONSTRAINED, or the spec has unreduced or reduced axes.
         """
         if spec.unreduced or spec.reduced:
             raise SpecError(message(f"jax's {spec} has unreduced or reduced axes", fix="reduce the array first"))
         return cls(*cast("tuple[Entry, ...]", tuple(spec)))
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-able form; `from_dict` reads it."""
+        """The spec as a JSON-serializable dict, which `from_dict` reads."""
         return {"entries": [list(entry) if isinstance(entry, tuple) else entry for entry in self._entries]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> PartitionSpec:
-        """The spec that `to_dict` wrote.
+        """Create a spec from the result of `to_dict`.
 
         Raises:
             SpecError: the entries are missing or malformed.
@@ -135,17 +137,17 @@ class PartitionSpec:
 
     @classmethod
     def from_string(cls, text: str) -> PartitionSpec:
-        """The spec that `str` wrote, e.g. "('data', None)".
+        """Create a spec from the result of `str`, e.g. "('data', None)".
 
         Raises:
-            SpecError: the text is no tuple of entries.
+            SpecError: the text is not a tuple of entries.
         """
         try:
             entries: object = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError) as error:
-            raise SpecError(_no_tuple(text)) from error
+            raise SpecError(_not_a_tuple(text)) from error
         if not isinstance(entries, tuple):
-            raise SpecError(_no_tuple(text))
+            raise SpecError(_not_a_tuple(text))
         return cls(*cast("tuple[Entry, ...]", entries))
 
 
@@ -153,10 +155,10 @@ SpecLike: TypeAlias = PartitionSpec | jax.sharding.PartitionSpec | Sequence[Entr
 
 
 def as_spec(spec: SpecLike) -> PartitionSpec:
-    """Convert our PartitionSpec, jax's, a tuple or a list to a PartitionSpec.
+    """Convert a tuple, a list or a jax spec to a PartitionSpec. A PartitionSpec is returned as it is.
 
     Raises:
-        SpecError: it is none of these; None too, which could mean "replicated" or "forgotten".
+        SpecError: `spec` is none of these. None is refused too, since it could mean "replicated" or "forgotten".
     """
     if isinstance(spec, PartitionSpec):
         return spec
@@ -174,7 +176,7 @@ def as_spec(spec: SpecLike) -> PartitionSpec:
 
 
 def entry_axes(entry: Entry) -> tuple[Axis, ...]:
-    """The axes of one entry, as a tuple: empty for None."""
+    """The axes of one entry of a spec, as a tuple; empty for None."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -207,13 +209,13 @@ def _require_distinct(entries: tuple[Entry, ...]) -> None:
         raise SpecError(
             message(
                 f"PartitionSpec({', '.join(map(repr, entries))}) uses axis {repeated[0]!r} more than once",
-                "an axis can split one dim of a tensor only",
-                fix="replace all but one use by None or another axis",
+                "an axis can shard only one dim of a tensor",
+                fix="replace all but one use with None or another axis",
             )
         )
 
 
-def _no_tuple(text: str) -> str:
+def _not_a_tuple(text: str) -> str:
     return message(
         f"{text!r} is not a partition spec", fix="write a tuple with one entry per dim, e.g. \"('data', None)\" or \"('data',)\""
     )

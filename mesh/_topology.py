@@ -45,7 +45,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
         name: chip generation and shape, e.g. "v5e:16x16".
 
     Raises:
-        DeviceError: libtpu is not installed, is in use by another process, or knows no such topology.
+        DeviceError: libtpu is not installed, is in use by another process, or does not support the topology.
     """
     before = dict(os.environ)
     for variable, value in _FOR_LIBTPU.items():

@@ -129,7 +129,7 @@ def init(
     else:
         _joined.alone = Preemption(1, lambda step: cast("Preemption", _joined.alone).hear(0, step))
     _joined.host = host
-    _devices.split_over(host.count, host.devices)
+    _devices.set_job_devices(host.count, host.devices)
     _listen_for_sigterm()
     while _joined.job is not None and _joined.when_joined:
         _joined.when_joined.pop(0)(_joined.job)

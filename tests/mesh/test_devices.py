@@ -48,7 +48,7 @@ def test_virtual_devices_after_jax_has_started_is_refused_with_the_fix() -> None
     )
     assert done.returncode == 1
     assert "DeviceError: virtual_devices(4) was called too late: jax has already initialized its devices" in done.stderr
-    assert "1 exist on platform 'cpu', 4 virtual CPU devices were asked for" in done.stderr
+    assert "1 exist on platform 'cpu', 4 virtual CPU devices were requested" in done.stderr
     assert "fix: call mesh.virtual_devices(4) at the top of the program" in done.stderr
 
 

@@ -119,7 +119,7 @@ def test_axis_grouped_twice_is_refused() -> None:
         (([0, -1], (2,)), "invalid device ids"),
         (([0.0, 1.0], (2,)), "invalid device ids"),
         ((range(8), (4, 2), ("data",)), "1 names, 2 sizes"),
-        ((range(8), (4, 2), ("data", "data")), "repeat a name"),
+        ((range(8), (4, 2), ("data", "data")), "repeats a name"),
         ((range(8), (8,), "data"), r"fix: axis_names=\('data',\)"),
         *[((range(8), (8,), (name,)), "is not an axis name") for name in ("", "a b", "a=b", "a,b", "a@b", 0)],
     ],
