@@ -105,8 +105,8 @@ class PartitionSpec:
             SpecError: an axis is given by index.
         """
         if any(isinstance(axis, int) for entry in self for axis in entry_axes(entry)):
-            what = f"{self!r} has axis indices, which jax does not support"
-            raise SpecError(message(what, fix="spec.resolved(mesh.axis_names).to_jax()"))
+            fix = "spec.resolved(mesh.axis_names).to_jax()"
+            raise SpecError(message(f"{self!r} has axis indices, which jax does not support", fix=fix))
         return jax.sharding.PartitionSpec(*self._entries)
 
     @classmethod

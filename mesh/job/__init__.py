@@ -1,1 +1,1 @@
-"""The processes of a job: finding one's place in it, joining, watching over it, ending together."""
+"""Jobs of several processes: how a process finds its place in a job, joins it, monitors it, and ends with the others."""

@@ -1,8 +1,8 @@
-"""Alarm: exits of a process that must end the whole job. Each is reported once, in one line, and never blocks.
+"""Alarm: ends this process after a failure that must end the whole job. Each failure is reported once, in one line, without blocking.
 
-An exception in one process leaves the others in a collective that never completes, and jax's own shutdown waits minutes
-for them. So the first failure is announced to all, each writes one line, and each leaves at once by its exit code.
-Knows nothing of jax; how a failure is announced is handed in.
+After an exception in one process the others wait in a collective that never completes, and jax's own shutdown waits minutes
+for them. So the first failure is announced to all processes. Each writes one line and exits at once with its exit code.
+This module does not depend on jax; the caller passes the function that announces a failure.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _ANNOUNCE_S = 0.3
 
 
 class Alarm:
-    """Ends this process.
+    """Reports a failure to the other processes and to the launcher, and ends this process.
 
     Args:
-        host: this process.
-        announce: tells the other processes (kind, and what of it); may fail or block, and is not waited for long.
+        host: this process's place in the job.
+        announce: called with the kind of the failure and keyword arguments, to notify the other processes. It may fail or
+            block; it gets at most `_ANNOUNCE_S` seconds.
     """
 
     def __init__(self, host: Host, announce: Callable[..., None]) -> None:
@@ -38,11 +39,11 @@ class Alarm:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """From now on an exception that nobody catches, in any thread, ends the job; a crash prints where it was."""
+        """Install exception hooks, so that an uncaught exception in any thread ends the job. A crash prints the stack of every thread."""
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         if not faulthandler.is_enabled() and sys.stderr is not None:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file
                 faulthandler.enable()
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -57,44 +58,44 @@ class Alarm:
         self.failed(f"{caught.exc_type.__name__}: {caught.exc_value} (in {name})", 1)
 
     def failed(self, why: str, code: int) -> None:
-        """This process failed: notify the others and leave with `code`."""
-        self._lock.acquire()  # never released: the first thread that comes here ends the process
+        """Handle a failure of this process: notify the others and exit with `code`."""
+        self._lock.acquire()  # never released: the first thread that takes it ends the process
         _within(_ANNOUNCE_S, lambda: self._announce("failed", why=why.splitlines()[0][:500], code=code))
         self._record("failed", why, code)
         self._leave(code)
 
     def stuck(self, culprit: int | None, why: str) -> None:
-        """The watchdog found a stall: notify the others, print the stack of every thread, leave."""
+        """Handle a hang that the watchdog detected: notify the others, print the stack of every thread, and exit."""
         self._lock.acquire()
         self._record("stuck", why, STUCK)
-        # Process 0, which passes the news on, may be the one that stands still.
+        # Notices go through process 0, which may be the process that hangs.
         _within(_ANNOUNCE_S / 3, lambda: self._announce("stuck", culprit=culprit, why=why))
         self._write(f"watchdog: {why}\n")
         self.show_threads()
         self._leave(STUCK)
 
     def peer_failed(self, index: int, why: str, *, show_threads: bool = False) -> None:
-        """Another process failed first: one line, and out."""
+        """Handle the failure of another process: write one line and exit."""
         self._lock.acquire()
-        self._write(f"{self._host} stops: process {index} failed first: {why}\n")
+        self._write(f"{self._host} exits because process {index} failed first: {why}\n")
         if show_threads:
             self.show_threads()
-        if self._host.index == 0:  # jax aborts processes whose service is gone: process 0 leaves after those that have to speak
+        if self._host.index == 0:  # jax aborts a process whose service is gone, so process 0 exits after the others have written
             time.sleep(_ANNOUNCE_S)
         self._leave(PEER_FAILED)
 
     def forced(self) -> None:
-        """A second SIGTERM: no agreement, no saving."""
+        """Handle a second SIGTERM: exit at once, without agreeing on a step or saving."""
         self._lock.acquire()
-        self._write(f"{self._host} was told to stop twice and stops at once, unsaved\n")
+        self._write(f"{self._host} received SIGTERM twice and exits at once, without saving\n")
         self._leave(143)
 
     def say(self, text: str) -> None:
-        """A line on stderr; nothing ends."""
+        """Write a line to stderr, without ending the process."""
         self._write(f"{self._host}: {text}\n")
 
     def show_threads(self) -> None:
-        """Write what every thread of this process does to stderr, and beside the job's other files."""
+        """Write the stack of every thread to stderr, and to a file in the job's directory."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             faulthandler.dump_traceback()
         if self._host.directory is not None:
@@ -102,7 +103,7 @@ class Alarm:
                 faulthandler.dump_traceback(file)
 
     def _record(self, kind: str, why: str, code: int) -> None:
-        """For the launcher: who failed and why, with the time, in the job's directory."""
+        """Write the failure, its reason and its time to the job's directory, where the launcher reads them."""
         if self._host.directory is None:
             return
         line: dict[str, Any] = {"process": self._host.index, "kind": kind, "why": why, "code": code, "time": time.time()}
@@ -116,7 +117,7 @@ class Alarm:
             sys.stderr.flush()
 
     def _leave(self, code: int) -> None:
-        # Not sys.exit: jax's shutdown would wait for processes that never come, and other threads may be stuck.
+        # Not sys.exit: jax's shutdown would wait for processes that never arrive, and other threads may hang.
         def flush() -> None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -126,13 +127,13 @@ class Alarm:
         os._exit(code)
 
 
-def _within(seconds: float, do: Callable[[], None]) -> None:
-    """Do it, but do not wait longer than that: what it talks to may be what is broken."""
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """Run `action` on a thread and wait at most `seconds` for it, since it may need the process or link that is broken."""
 
-    def quietly() -> None:
+    def run() -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            do()
+            action()
 
-    thread = threading.Thread(target=quietly, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

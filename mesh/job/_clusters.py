@@ -1,7 +1,7 @@
-"""Where a process stands in its job, read from what a scheduler put into the environment.
+"""Detection of a process's place in its job, from the environment variables of schedulers.
 
-`detect(environ)` asks the readers below in order and takes the first that answers; the order is from the most particular
-to the most general, because one runs inside another (mpirun and torchrun inside a SLURM allocation, our launcher in any):
+`detect(environ)` calls the readers below in order and returns the first result. The most specific reader comes first,
+because one scheduler runs inside another (mpirun and torchrun inside a SLURM allocation, `spmd launch` inside any):
 
     1. spmd launch            SPMD_COORDINATOR, SPMD_PROCESS, SPMD_PROCESSES
     2. torchrun               TORCHELASTIC_RUN_ID with MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
@@ -9,8 +9,8 @@ to the most general, because one runs inside another (mpirun and torchrun inside
     4. SLURM (srun)           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST
     5. GKE, JobSet, TPU VMs   TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, and MEGASCALE_* for several slices
 
-A TPU VM outside GKE says nothing there; its metadata server does (`on_tpu_vm`), which is asked last, where there is a TPU.
-Everything here is a function of a mapping: the environment itself is read in `mesh/job/_join.py` only.
+A TPU VM outside GKE sets none of these variables. If there is a TPU, its metadata server is queried last (`on_tpu_vm`).
+The readers are functions of a mapping; only `mesh/job/_join.py` reads the environment itself.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Reader = Callable[[Environ], Host | None]
 
 
 def detect(environ: Environ) -> Host | None:
-    """The process's place in the job that `environ` describes, or None if it describes none.
+    """The process's place in the job that `environ` describes, or None if it describes no job.
 
     Raises:
-        JobError: variables of one scheduler are there, but one is missing or is no number.
+        JobError: the variables of a scheduler are incomplete, or one is not a number.
     """
-    own = ((name, reader) for name, reader in READERS.items() if name not in _BUILT_IN)
-    for reader in (READERS["launcher"], *(reader for _, reader in own), *(READERS[name] for name in _BUILT_IN[1:])):
+    registered = (reader for name, reader in READERS.items() if name not in _BUILT_IN)
+    for reader in (READERS["launcher"], *registered, *(READERS[name] for name in _BUILT_IN[1:])):
         found = reader(environ)
         if found is not None:
             return found
@@ -64,7 +64,7 @@ def _launcher(environ: Environ) -> Host | None:
 def _torchrun(environ: Environ) -> Host | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    # torchrun's own store listens on MASTER_PORT: ours is the port above.
+    # torchrun's own store listens on MASTER_PORT, so process 0 uses the port above.
     port = _number(environ, "MASTER_PORT") + 1
     return Host(
         index=_number(environ, "RANK"),
@@ -88,8 +88,8 @@ def _open_mpi(environ: Environ) -> Host | None:
     if coordinator is None:
         raise JobError(
             message(
-                "Open MPI does not say where process 0 runs",
-                f"{count} processes, {num_local} of them on this machine",
+                "Open MPI has no variable for the host of process 0",
+                f"the job has {count} processes, {num_local} of them on this machine",
                 fix=f"mpirun -x SPMD_COORDINATOR=<first host>:{DEFAULT_PORT} ...",
             )
         )
@@ -103,15 +103,15 @@ def _slurm(environ: Environ) -> Host | None:
     first = expand_hostlist(environ["SLURM_STEP_NODELIST"])[0]
     count = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
-    here = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    local = _tasks_on_node(here, int(environ.get("SLURM_NODEID", "0"))) if here else None
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    num_local = _tasks_on_node(per_node, int(environ.get("SLURM_NODEID", "0"))) if per_node else None
     coordinator = environ.get("SPMD_COORDINATOR") or f"{first}:{_port_of(step)}"
     return Host(
         index=_number(environ, "SLURM_PROCID"),
         count=count,
         coordinator=coordinator,
         found_by="SLURM",
-        num_local=local,
+        num_local=num_local,
         attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
         key=step,
         local_index=_number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else None,
@@ -149,16 +149,19 @@ _BUILT_IN = tuple(READERS)
 
 
 def register_cluster(name: str) -> Callable[[Reader], Reader]:
-    """Register the decorated function to detect a scheduler: it maps the environment to a `Host`, or None if it is another scheduler.
+    """Decorator that registers a function to detect a scheduler. It takes the environment and returns a `Host`, or None.
 
-    It is called by `mesh.init` and `spmd launch --join`, after our own launcher's variables and before the built-in schedulers.
+    `mesh.init` and `spmd launch --join` call the function after the check for `spmd launch` and before the built-in schedulers.
+
+    Args:
+        name: name of the scheduler, for error messages.
 
     Raises:
-        JobError: the name is taken.
+        JobError: a cluster of this name is already registered.
     """
     if name in READERS:
         raise JobError(
-            message(f"a cluster named {name!r} is already registered", f"known: {', '.join(READERS)}", fix="choose another name")
+            message(f"a cluster named {name!r} is already registered", f"registered: {', '.join(READERS)}", fix="choose another name")
         )
 
     def register(reader: Reader) -> Reader:
@@ -168,13 +171,13 @@ def register_cluster(name: str) -> Callable[[Reader], Reader]:
     return register
 
 
-def on_tpu_vm(ask: Callable[[str], str | None]) -> Host | None:
-    """The place of a TPU VM's host among the hosts of its slice, or None for a slice of one host or another machine.
+def on_tpu_vm(attribute: Callable[[str], str | None]) -> Host | None:
+    """The place of this TPU VM host among the hosts of its slice, or None for a slice of one host or another machine.
 
     Args:
-        ask: an attribute of the machine by name, or None.
+        attribute: returns a metadata attribute of the machine by its name, or None; see `metadata`.
     """
-    number, endpoints = ask("agent-worker-number"), ask("worker-network-endpoints")
+    number, endpoints = attribute("agent-worker-number"), attribute("worker-network-endpoints")
     if number is None or endpoints is None or not number.isdigit():
         return None
     addresses = [entry.split(":")[-1] for entry in endpoints.split(",") if entry]  # "unused:unused:10.0.0.2,..."
@@ -184,7 +187,7 @@ def on_tpu_vm(ask: Callable[[str], str | None]) -> Host | None:
 
 
 def metadata(name: str) -> str | None:
-    """An attribute of this Google Cloud machine, or None; waits a second at most."""
+    """A metadata attribute of this Google Cloud machine, or None after one second without an answer."""
     url = f"http://metadata.google.internal/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:
@@ -195,10 +198,10 @@ def metadata(name: str) -> str | None:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Names in SLURM's short form: "n[01-03,7],login" is n01, n02, n03, n7, login.
+    """Expand SLURM's short form of host names: "n[01-03,7],login" becomes n01, n02, n03, n7, login.
 
     Raises:
-        JobError: brackets or a range that make no sense.
+        JobError: unbalanced brackets or a malformed range.
     """
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
@@ -223,7 +226,7 @@ def _expanded(part: str) -> list[str]:
 
 
 def _tasks_on_node(text: str, node: int) -> int | None:
-    """The node's entry of SLURM's "2(x3),1": tasks per node, with repetitions."""
+    """The entry of one node in SLURM's list of tasks per node, e.g. "2(x3),1", or None."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -234,18 +237,20 @@ def _tasks_on_node(text: str, node: int) -> int | None:
 
 
 def _port_of(job: str) -> int:
-    """A port that all processes of a job derive alike; below the range from which systems hand out ports."""
+    """Port derived from the job's id, equal in all processes. It is below the range of ephemeral ports."""
     return 20_000 + 2 * (int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 5_000)
 
 
 def _text(environ: Environ, name: str) -> str:
     if not environ.get(name):
-        raise JobError(message(f"the environment has no {name}", "its scheduler sets it", fix=f"set {name}, or pass it to mesh.init(...)"))
+        fix = f"set {name}, or call mesh.init(coordinator, count, index)"
+        raise JobError(message(f"the environment has no {name}", "the scheduler normally sets it", fix=fix))
     return environ[name]
 
 
 def _number(environ: Environ, name: str) -> int:
     text = _text(environ, name)
     if not text.isdigit():
-        raise JobError(message(f"{name} is {text!r}", "a number from 0 on is expected", fix=f"set {name}, or pass it to mesh.init(...)"))
+        fix = f"set {name}, or call mesh.init(coordinator, count, index)"
+        raise JobError(message(f"{name} is {text!r}", "a non-negative integer is expected", fix=fix))
     return int(text)

@@ -1,11 +1,11 @@
-"""Joining a job: `mesh.init()` makes this process one of several that run one program. The one reader of the environment.
+"""`mesh.init()`: makes this process one of several that run the same program. Only this module reads the environment for it.
 
-    host = mesh.init()        # under spmd launch, torchrun, mpirun, srun, on TPU pods; alone it changes nothing
+    host = mesh.init()        # under spmd launch, torchrun, mpirun, srun, on TPU pods; has no effect outside a job
     host.index, host.count
 
-It finds out where the process stands (`mesh/job/_clusters.py` has the order), calls the roll (`_rollcall`), starts jax's
-service with limits that suit a job, and from then on watches: an exception anywhere ends the job at once (`_alarm`,
-`_notices`), a standstill is noticed (`_watchdog`), SIGTERM is agreed on (`_preemption`).
+It detects the process's place in the job (`mesh/job/_clusters.py` has the order), runs the roll call (`_rollcall`) and starts jax's
+service with timeouts for such a job. From then on the job is monitored: an exception in any process ends the job at once
+(`_alarm`, `_notices`), a hang is detected (`_watchdog`), and after SIGTERM all agree on a step to stop at (`_preemption`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import jax
 
 from mesh import _devices
 from mesh._mesh_errors import JobError, message
-from mesh.job._agreement import Steps
+from mesh.job._agreement import StepChecks
 from mesh.job._alarm import Alarm
 from mesh.job._clusters import detect, metadata, on_tpu_vm
 from mesh.job._notices import Notice, Notices
 from mesh.job._place import Host
 from mesh.job._preemption import Preemption
 from mesh.job._records import write_record
-from mesh.job._rollcall import Report, RollCall, report, require_reachable_name, resolve
+from mesh.job._rollcall import Report, RollCall, report, require_reachable_name, resolve, service_address
 from mesh.job._service import Service, ServiceLost
 from mesh.job._timeouts import BARRIER_S, HEARTBEAT_S, JOIN_S, LEAVE_S, SERVICE_START_S, SERVICE_STOP_S, SHARED_VALUE_S
 from mesh.job._watchdog import Limits, Watchdog
@@ -49,7 +49,7 @@ _VERSIONED = ("jax", "jaxlib", "libtpu", "ml_dtypes", "numpy", "spmd-mesh", "tor
 
 @dataclass
 class Job:
-    """The running parts of a job of several processes."""
+    """The services and threads of this process for a job of several processes."""
 
     host: Host
     service: Service
@@ -57,35 +57,35 @@ class Job:
     notices: Notices
     watchdog: Watchdog
     preemption: Preemption
-    steps: Steps
+    steps: StepChecks
     roll: RollCall | None
     num_programs: int = 0
 
     def next_program(self) -> int:
-        """Number of the next program to be compared; all processes count alike."""
+        """Number of the next program to compare. All processes count in the same order."""
         self.num_programs += 1
         return self.num_programs - 1
 
 
 @dataclass
 class _Membership:
-    """The one mutable of this module: what this process has joined."""
+    """The only mutable state of this module: the job that this process has joined."""
 
     host: Host | None = None
     job: Job | None = None
-    alone: Preemption | None = None  # of a job of one
+    alone: Preemption | None = None  # in a job of one process
     when_joined: list[Callable[[Job], None]] = field(default_factory=list[Callable[["Job"], None]])
 
 
 _joined = _Membership()
 
 
-def when_joined(do: Callable[[Job], None]) -> None:
-    """Call `do` once this process is part of a job of several: at once if it is."""
+def when_joined(callback: Callable[[Job], None]) -> None:
+    """Call `callback` when this process joins a job of several processes, or at once if it has joined."""
     if _joined.job is not None:
-        do(_joined.job)
+        callback(_joined.job)
     else:
-        _joined.when_joined.append(do)
+        _joined.when_joined.append(callback)
 
 
 def init(
@@ -98,27 +98,28 @@ def init(
     watchdog_s: float | None = None,
     first_step_s: float | None = None,
 ) -> Host:
-    """Join the job that this process belongs to; call it before the first array, tensor or mesh. Further calls have no effect.
+    """Join the job that this process belongs to. Call this before the first array, tensor or mesh. Further calls have no effect.
 
     Args:
-        coordinator: "name:port" of process 0; it listens there, on that address only, and on the port above it.
-        count: number of processes. Give all three, or none to read them from the environment (see `mesh/job/_clusters.py`).
-        index: the index of this process, from 0.
-        devices: virtual CPU devices of each process; None takes what the machine has.
-        timeout_s: how long to wait for the other processes.
-        watchdog_s: the least number of seconds without progress after which the job ends (default 60; 20 median steps if longer).
+        coordinator: "name:port" of process 0. It listens on that address only, on this port and the one above.
+        count: number of processes. Pass coordinator, count and index, or none of them to read them from the environment
+            (see `mesh/job/_clusters.py`).
+        index: index of this process, from 0.
+        devices: number of virtual CPU devices of each process. None: the machine's own devices.
+        timeout_s: seconds to wait for the other processes.
+        watchdog_s: seconds without progress after which the job ends, or 20 median steps if that is longer (default 60).
         first_step_s: the same for the first step, and for compiling and saving (default 1800).
 
     Returns:
-        This process's place; `count` is 1 when there is no job.
+        This process's place in the job; `count` is 1 without a job.
 
     Raises:
-        JobError: the processes could not form the job; the message gives the reason and a fix.
-        DeviceError: jax has already started.
+        JobError: the processes could not start together; the message gives the reason and a fix.
+        DeviceError: jax has already initialised its devices, and `devices` asks for others.
     """
     if _joined.host is not None:
         return _joined.host
-    host = _placed(coordinator, count, index)
+    host = _detected(coordinator, count, index)
     if devices is not None:
         host = replace(host, devices=devices)
     if host.devices is not None:
@@ -137,19 +138,25 @@ def init(
 
 
 def place() -> Host:
-    """Where this process stands, or would once it joins its job; nothing is joined."""
-    return _joined.host or _placed(None, None, None)
+    """This process's place in its job, whether it has joined it or not. Does not join."""
+    return _joined.host or _detected(None, None, None)
 
 
 def job() -> Job | None:
-    """The running parts of the job that this process has joined; None alone."""
+    """The job of several processes that this process has joined, or None."""
     return _joined.job
 
 
 def should_stop(step: int) -> bool:
-    """Whether to save and exit before this step; asked before each, with its number, in every process.
+    """Whether to save and exit before this step. Call it before each step, in every process.
 
-    True in all processes at the same step, once any of them got SIGTERM. Save then, and leave with `mesh.PREEMPTED`.
+    After any process received SIGTERM, it is True in all processes from the same step on. Then save, and exit with `mesh.PREEMPTED`.
+
+    Args:
+        step: number of the step, the same in all processes.
+
+    Raises:
+        JobError: a process did not answer in time after SIGTERM.
     """
     if _joined.job is not None:
         return _joined.job.preemption.should_stop(step)
@@ -157,7 +164,15 @@ def should_stop(step: int) -> bool:
 
 
 def shared(name: str, own: str, timeout_s: float = SHARED_VALUE_S) -> str:
-    """Process 0's value of something that all processes must hold alike; `own` is this process's.
+    """Broadcast a value from process 0.
+
+    Args:
+        name: name of the value; used once.
+        own: this process's value, which only process 0 sends.
+        timeout_s: seconds to wait for process 0.
+
+    Returns:
+        The value of process 0.
 
     Raises:
         JobError: process 0 did not answer in time.
@@ -175,7 +190,11 @@ def shared(name: str, own: str, timeout_s: float = SHARED_VALUE_S) -> str:
 
 
 def barrier(name: str, timeout_s: float = BARRIER_S) -> None:
-    """Wait until every process of the job has reached the barrier of this name; each name is used once.
+    """Wait until every process of the job has reached the barrier with this name. Has no effect outside a job.
+
+    Args:
+        name: name of the barrier, which can be used only once.
+        timeout_s: seconds to wait for the other processes.
 
     Raises:
         JobError: some processes did not arrive in time; the message names them.
@@ -185,7 +204,7 @@ def barrier(name: str, timeout_s: float = BARRIER_S) -> None:
 
 
 def report_saved(step: int) -> None:
-    """Tell the launcher that a checkpoint of this step is complete; this resets its count of failures."""
+    """Tell the launcher that the checkpoint of this step is complete, which resets its count of failures (`--restarts`)."""
     host = _joined.host
     if host is None or host.directory is None or host.index != 0:
         return
@@ -193,13 +212,17 @@ def report_saved(step: int) -> None:
 
 
 def programs_of_job() -> Path | None:
-    """Where the programs of this job are kept for its restarts; None outside a job of several processes that has a directory."""
+    """Folder with the compiled programs of this job, for its restarts. None without a job of several processes or its directory."""
     return None if _joined.job is None else _programs(_joined.job.host)
 
 
 @contextmanager
 def extended_timeout(what: str) -> Generator[None]:
-    """A context manager under which the watchdog allows as much time as for a first step, for saving, evaluating or loading."""
+    """Context manager under which the watchdog allows as much time as for a first step: for saving, evaluating or loading.
+
+    Args:
+        what: name of the phase, which the watchdog's messages show.
+    """
     if _joined.job is None:
         yield
         return
@@ -207,10 +230,11 @@ def extended_timeout(what: str) -> Generator[None]:
         yield
 
 
-long = extended_timeout  # its name before
+long = extended_timeout  # the former name
 
 
-def _placed(coordinator: str | None, count: int | None, index: int | None) -> Host:
+def _detected(coordinator: str | None, count: int | None, index: int | None) -> Host:
+    """This process's place in its job, from the arguments of `init` or, without any, from the environment."""
     given = [value is not None for value in (coordinator, count, index)]
     if all(given):
         found = detect(os.environ) if "SPMD_COORDINATOR" in os.environ else None
@@ -221,7 +245,7 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
             message(
                 "mesh.init got only some of coordinator, count and index",
                 f"coordinator={coordinator!r}, count={count!r}, index={index!r}",
-                fix="give all three, or none to read them from the environment",
+                fix="pass all three, or none to read them from the environment",
             )
         )
     else:
@@ -231,7 +255,7 @@ def _placed(coordinator: str | None, count: int | None, index: int | None) -> Ho
             message(
                 f"process {host.index} is out of range in a job of {host.count} processes",
                 f"read from: {host.found_by}",
-                fix="number them from 0",
+                fix=f"index must be from 0 to {host.count - 1}",
             )
         )
     return host
@@ -249,7 +273,7 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
         raise JobError(
             message(
                 "mesh.init was called too late: jax has already initialized its devices",
-                f"{host} joins before the first array, tensor or mesh",
+                f"{host} must join before its first array, tensor or mesh",
                 fix="call mesh.init() at the top of the program",
             )
         )
@@ -263,13 +287,13 @@ def _join(host: Host, timeout_s: float, limits: Limits) -> None:
     if host.index == 0:
         roll = RollCall(ip, port, own, host.key)
         roll.wait(timeout_s)
-        address = f"{_bracketed(ip)}:{_service_port(ip, port)}"
+        address = service_address(ip, port)
         start = roll.start
     else:
-        address, start = report((ip, port), own, host.key, timeout_s), _nothing
+        address, start = report((ip, port), own, host.key, timeout_s), _do_nothing
     _configure(host, limits)
     _start_jax(host, address, start)
-    _joined.job = _watched(host, limits, roll)
+    _joined.job = _monitored(host, limits, roll)
     atexit.register(_leave)
 
 
@@ -278,16 +302,16 @@ def _programs(host: Host) -> Path | None:
 
 
 def _configure(host: Host, limits: Limits) -> None:
-    """Flags of XLA and jax that a job needs; before jax starts."""
+    """Set the options of XLA and jax that a job needs, before jax starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_cpu_collective_timeout_seconds" not in flags:
-        # Not below the first step's allowance: a process may compile while the others wait for it in a collective.
+        # At least the timeout of a first step: a process may compile while the others wait for it in a collective.
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={int(max(limits.least_s, limits.first_s))}".strip()
-    jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM; see mesh/job/_preemption.py
+    jax.config.update("jax_enable_preemption_service", False)  # it would consume SIGTERM; see mesh/job/_preemption.py
     jax.config.update("jax_check_proxy_envs", False)
     programs = _programs(host)
     if programs is not None and jax.config.values["jax_compilation_cache_dir"] is None:
-        # A restarted gang finds its programs compiled. The folder is the job's own: what lies in it is run.
+        # A restarted job finds its programs compiled. Only this job may write to the folder, because its contents are executed.
         programs.mkdir(mode=0o700, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(programs))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -296,16 +320,16 @@ def _configure(host: Host, limits: Limits) -> None:
 
 
 def _start_jax(host: Host, address: str, start: Callable[[str], None]) -> None:
-    """jax's own service and clients; process 0 lets the others come when its service listens."""
+    """Start jax's service and clients. Process 0 sends the address to the others when its service listens."""
     if host.index == 0:
-        # The others are let in by a thread: initialize returns in process 0 only when all have connected.
-        def let_in() -> None:
+        # On a thread, because in process 0 `initialize` returns only when all processes have connected.
+        def send_address() -> None:
             deadline = time.monotonic() + 5.0
             while time.monotonic() < deadline and not _listens(address):
                 time.sleep(0.002)
             start(address)
 
-        threading.Thread(target=let_in, name="roll call answers", daemon=True).start()
+        threading.Thread(target=send_address, name="roll call answers", daemon=True).start()
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=host.count,
@@ -320,6 +344,7 @@ def _start_jax(host: Host, address: str, start: Callable[[str], None]) -> None:
 
 
 def _own_gpus(host: Host) -> list[int] | None:
+    """The GPUs of this process, or None for all of the machine."""
     if host.devices is not None or host.num_local is None or host.local_index is None:
         return None
     return _devices.gpu_share(host.local_index, host.num_local)
@@ -334,8 +359,8 @@ def _listens(address: str) -> bool:
         return False
 
 
-def _watched(host: Host, limits: Limits, roll: RollCall | None) -> Job:
-    """The parts that watch over the job, wired to each other."""
+def _monitored(host: Host, limits: Limits, roll: RollCall | None) -> Job:
+    """Start the threads that monitor the job, and connect them with each other."""
     service = Service(host.count)
 
     def announce(kind: str, **what: Any) -> None:
@@ -353,7 +378,7 @@ def _watched(host: Host, limits: Limits, roll: RollCall | None) -> Job:
     watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck, lambda text: alarm.say(f"slow: {text}"))
     notices = Notices(service, host.index, hear, lost)
     alarm.install()
-    return Job(host, service, alarm, notices, watchdog, preemption, Steps(service, host.index, alarm.failed), roll)
+    return Job(host, service, alarm, notices, watchdog, preemption, StepChecks(service, host.index, alarm.failed), roll)
 
 
 def _hear(notice: Notice, host: Host, alarm: Alarm, preemption: Preemption, watchdog: Watchdog) -> None:
@@ -368,43 +393,44 @@ def _hear(notice: Notice, host: Host, alarm: Alarm, preemption: Preemption, watc
 
 
 def _leave() -> None:
-    """The orderly end of a process: all leave together, so that nobody takes an early end for a failure."""
-    left, _joined.job = _joined.job, None
-    if left is None:
+    """Leave the job at the normal end of the program. All processes leave together, so that an early end is not mistaken for a failure."""
+    ending, _joined.job = _joined.job, None
+    if ending is None:
         return
-    left.steps.stop()
-    left.watchdog.stop()
+    ending.steps.stop()
+    ending.watchdog.stop()
     try:
-        left.service.barrier("spmd/leave", LEAVE_S)
+        ending.service.barrier("spmd/leave", LEAVE_S)
     except JobError as error:
-        left.alarm.failed(str(error), 1)
-    left.notices.leave()
+        ending.alarm.failed(str(error), 1)
+    ending.notices.leave()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is done and saved; the interpreter's end would take its default, and die of it
+        # The work is done and saved. Python restores the default handler when it exits, so a late SIGTERM would kill it.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _listen_for_sigterm() -> None:
-    """SIGTERM is heard by a thread, because the main thread may be in a collective or in the compiler for minutes."""
+    """Handle SIGTERM on a thread, because the main thread may be in a collective or in the compiler for minutes."""
     if threading.current_thread() is not threading.main_thread():
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    signal.signal(signal.SIGTERM, _ignored)
+    signal.signal(signal.SIGTERM, _no_action)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def listen() -> None:
-        asked = False
+        is_second = False
         while True:
             if signal.SIGTERM not in reader.recv(64):
                 continue
-            if asked:
-                _force()
-            asked = True
-            _say("told to stop (SIGTERM): all stop where they next ask mesh.should_stop; told once more, this one stops at once")
-            _ask_to_stop()
+            if is_second:
+                _exit_at_once()
+            is_second = True
+            _say("received SIGTERM: all processes stop at the same mesh.should_stop(step); a second SIGTERM ends this one at once")
+            _request_stop()
 
     thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)
-    thread.ends = (reader, writer)  # type: ignore[attr-defined]  # kept open as long as the thread lives
+    thread.ends = (reader, writer)  # type: ignore[attr-defined]  # keeps the sockets open as long as the thread lives
     thread.start()
 
 
@@ -413,48 +439,31 @@ def _say(text: str) -> None:
         _joined.job.alarm.say(text)
 
 
-def _ask_to_stop() -> None:
+def _request_stop() -> None:
     if _joined.job is None:
         if _joined.alone is not None:
             _joined.alone.ask()
         return
-    with contextlib.suppress(ServiceLost):  # the listener of notices ends the process for that
+    with contextlib.suppress(ServiceLost):  # the thread that receives notices ends the process in this case
         _joined.job.notices.post("stop")
 
 
-def _force() -> None:
+def _exit_at_once() -> None:
     if _joined.job is not None:
         _joined.job.alarm.forced()
     os._exit(143)
 
 
-def _ignored(number: int, frame: FrameType | None) -> None:
-    """SIGTERM's handler: the thread behind `set_wakeup_fd` does the work."""
+def _no_action(number: int, frame: FrameType | None) -> None:
+    """Python's handler of SIGTERM. The thread that reads the other end of `set_wakeup_fd` handles the signal."""
 
 
-def _nothing(address: str) -> None:
-    """What other processes than 0 do when jax's service listens."""
-
-
-def _bracketed(ip: str) -> str:
-    return f"[{ip}]" if ":" in ip else ip
-
-
-def _service_port(ip: str, port: int) -> int:
-    """jax's own port: the one above the roll call's, which a firewall can know; on loopback any free one."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, 0 if ip in ("127.0.0.1", "::1") else port + 1))
-        except OSError as error:
-            fix = f"choose another port than {port} for the coordinator; {port} and {port + 1} must be free"
-            raise JobError(message(f"port {port + 1} of {ip} is in use", "jax's service needs it", fix=fix)) from error
-        return int(probe.getsockname()[1])
+def _do_nothing(address: str) -> None:
+    """In place of `RollCall.start` in processes other than 0."""
 
 
 def _versions() -> dict[str, str]:
-    """Of everything that must be equal in all processes."""
+    """Versions of Python and of the packages that must be equal in all processes."""
     found = {"Python": platform.python_version()}
     for name in _VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -463,7 +472,7 @@ def _versions() -> dict[str, str]:
 
 
 def program_environment() -> dict[str, str]:
-    """The variables that change what a compiled program is or does, for the digest of a program."""
+    """The environment variables that affect compiled programs, for a program's digest."""
     return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}
 
 

@@ -1,6 +1,6 @@
 """Notices: messages from one process to all others, delivered even while their main threads are blocked.
 
-They form an ordered list in the coordination service.
+The notices form an ordered list in the coordination service.
 
 A daemon thread of each process waits for the next notice and passes it to a callback. So a failure reaches the other processes
 within milliseconds, even while they wait in a collective. The thread stops at the notice that its own process posts in `leave`:

@@ -7,9 +7,9 @@
         train_step(...)
 
 # Note [One step for all]
-Processes are not at the same step: devices run behind Python, and one process gets the signal before the others hear of it.
-So each process reports, on the thread that hears notices, the first step before which it can still stop: the last step that it
-entered, plus one. The agreed step is the largest of these. A process that reaches `should_stop` before all have reported waits there. It
+Processes are not at the same step: devices run behind Python, and one process gets the signal before the others receive the notice.
+So each process reports the first step before which it can still stop: the last step that it entered, plus one. The thread that receives
+notices does this. The agreed step is the largest of these. A process that reaches `should_stop` before all have reported waits there. It
 has dispatched every step that the others may still be in, so no other process waits for it in a collective.
 """
 
@@ -23,11 +23,11 @@ from mesh.job._timeouts import AGREE_ON_STOP_S
 
 
 class Preemption:
-    """The last step that this process entered, and the reports of all processes on where they can stop.
+    """Agreement of all processes on the step before which they stop.
 
     Args:
         count: number of processes.
-        say: callback that sends to all processes the first step before which this one can stop.
+        say: called with the first step before which this process can stop, to send it to all processes.
     """
 
     def __init__(self, count: int, say: Callable[[int], None]) -> None:
@@ -44,7 +44,7 @@ class Preemption:
         return self._asked
 
     def ask(self) -> None:
-        """Handle a stop request to any process: report this process's first possible step, once."""
+        """Handle a stop request to any process: report the first step before which this process can stop. Further calls have no effect."""
         with self._lock:
             if self._asked:
                 return
@@ -59,7 +59,7 @@ class Preemption:
             self._reached.notify_all()
 
     def should_stop(self, step: int) -> bool:
-        """Whether to stop before `step`: True from the agreed step on, the same in every process. Called before each step.
+        """Whether to stop before `step`: True from the agreed step on, in every process. Call it before each step.
 
         Raises:
             JobError: a process did not report its step in time.
@@ -69,12 +69,12 @@ class Preemption:
                 self._entered = step
                 return False
             if not self._reached.wait_for(lambda: len(self._steps) == self._count, AGREE_ON_STOP_S):
-                silent = [i for i in range(self._count) if i not in self._steps]
+                names = ", ".join(str(i) for i in range(self._count) if i not in self._steps)
                 raise JobError(
                     message(
-                        f"process {', '.join(map(str, silent))} did not report within {AGREE_ON_STOP_S:g} s at which step it can stop",
-                        f"{len(self._steps)} of {self._count} processes did",
-                        fix="check the last lines of its output",
+                        f"process {names} did not report the step at which it can stop within {AGREE_ON_STOP_S:g} s after SIGTERM",
+                        f"{len(self._steps)} of {self._count} processes reported",
+                        fix=f"check the last output of process {names}, and the network between the hosts",
                     )
                 )
             return step >= max(self._steps.values())

@@ -1,12 +1,11 @@
-"""Roll call: before jax starts, every process of a job reports to process 0, which says whether they fit together.
+"""Roll call: before jax starts, every process of a job reports to process 0, which checks that they are compatible.
 
-jax itself aborts a process that waits in vain, and two jobs can share a port without noticing. So process 0 listens first
-on a port that it keeps for itself as long as it lives; the others report who they are; all get one answer, within seconds
-once they are there: the address of jax's service, or one line that says what is wrong. After the start the port answers
-late comers that they are too late. Bytes that are no report are dropped; a report is one line of JSON of at most
-`MAX_BYTES`, signed with the job's key if it has one.
+jax itself aborts a process whose wait times out, and two jobs can share a port without noticing. So process 0 first listens
+on a port that it occupies for its whole life, and the others send a report of themselves. Once all have reported, all get the same
+answer: the address of jax's service, or the text of an error. A process that connects after the start is told that it is too
+late. A report is one line of JSON of at most `MAX_BYTES`, signed with the job's key if it has one. Anything else is discarded.
 
-Knows nothing of jax.
+This module does not depend on jax.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from mesh._mesh_errors import JobError, message
 from mesh.job._timeouts import DEFAULT_PORT
 
 MAX_BYTES = 4096
-_PATIENCE_S = 5.0  # for one line from a connected peer
+_PEER_TIMEOUT_S = 5.0  # for one line from or to a connected peer
 _RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a process says of itself.
+    """Description of a process, which it sends to process 0.
 
     Attributes:
-        index, count: its place in the job as it sees it.
-        versions: of what must be equal everywhere.
-        where: machine and process id, for messages.
+        index, count: its place in the job, as its own environment describes it.
+        versions: versions of the packages that must be equal in all processes.
+        where: host name and process id, for error messages.
     """
 
     index: int
@@ -49,13 +48,13 @@ class Report:
     where: str
 
     def to_line(self, key: str) -> bytes:
-        """The report as it travels."""
+        """The report as a signed line of JSON."""
         text = json.dumps({"index": self.index, "count": self.count, "versions": dict(self.versions), "where": self.where})
         return json.dumps({"report": text, "mac": _mac(key, text)}).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes, key: str) -> Report | None:
-        """The report in a line, or None if it is not one of this job."""
+        """Parse a line. None if it is not a report of this job."""
         outer = _json_dict(line)
         text, mac = outer.get("report"), outer.get("mac")
         if not isinstance(text, str) or not isinstance(mac, str) or not hmac.compare_digest(mac.encode(), _mac(key, text).encode()):
@@ -68,38 +67,42 @@ class Report:
 
 
 def resolve(address: str, *, spans_machines: bool) -> tuple[str, int]:
-    """IP and port of "name:port".
+    """Resolve "name:port" to an IP address and a port.
+
+    Args:
+        address: address of process 0.
+        spans_machines: whether processes on other machines must reach it, so that a name must not resolve to loopback.
 
     Raises:
-        JobError: no port, no such name, or the name leads back to this machine although others must use it.
+        JobError: the port is missing or out of range, the name cannot be resolved, or it resolves to loopback.
     """
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 65535:
-        raise JobError(message(f"{address!r} is not an address of a coordinator", fix=f"write name:port, e.g. 'node1:{DEFAULT_PORT}'"))
+        raise JobError(message(f"{address!r} is not a coordinator address", fix=f"write name:port, e.g. 'node1:{DEFAULT_PORT}'"))
     try:
         found = socket.getaddrinfo(name.strip("[]"), int(port), socket.AF_UNSPEC, socket.SOCK_STREAM)
     except socket.gaierror as error:
         fix = "use an IP address, or add the name to DNS or /etc/hosts on every host"
         raise JobError(message(f"the coordinator's name {name!r} cannot be resolved on this host", f"{error.strerror}", fix=fix)) from error
     ip = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
-    # An address that was written as one is meant so (a tunnel, several "hosts" on one machine).
+    # A loopback address given as digits is accepted: it may be a tunnel, or several "hosts" on one machine.
     is_loopback = ipaddress.ip_address(ip.split("%")[0]).is_loopback and ip != name.strip("[]")
     if spans_machines and is_loopback:
         raise JobError(
             message(
                 f"the coordinator's name {name!r} resolves to loopback ({ip}) on this host, where other hosts cannot reach it",
                 "Debian writes '127.0.1.1 <own name>' into /etc/hosts",
-                fix="give the host's own IP address as coordinator, or take the line out of /etc/hosts",
+                fix="use the host's IP address as coordinator, or remove the line from /etc/hosts",
             )
         )
     return ip, int(port)
 
 
 def require_reachable_name(name: str) -> None:
-    """gloo tells the other processes this host's own name as it resolves here: refuse one that leads back to this host.
+    """Check that this host's own name does not resolve to loopback, since gloo announces the resolved address to the other processes.
 
     Raises:
-        JobError: it does, or it does not resolve.
+        JobError: the name resolves to loopback, or cannot be resolved.
     """
     try:
         found = socket.gethostbyname(name)
@@ -108,7 +111,7 @@ def require_reachable_name(name: str) -> None:
             message(
                 f"this host's own name {name!r} cannot be resolved",
                 str(error),
-                "collectives between CPU processes announce it",
+                "collectives between CPU processes announce its address",
                 fix=f"add a line '<its IP address> {name}' to /etc/hosts",
             )
         ) from error
@@ -116,20 +119,42 @@ def require_reachable_name(name: str) -> None:
         raise JobError(
             message(
                 f"this host's own name {name!r} resolves to loopback ({found}), where other hosts cannot reach it",
-                "collectives between CPU processes announce it; Debian writes '127.0.1.1 <own name>' into /etc/hosts",
-                fix=f"replace that line in /etc/hosts by '<its IP address> {name}'",
+                "collectives between CPU processes announce its address; Debian writes '127.0.1.1 <own name>' into /etc/hosts",
+                fix=f"replace that line in /etc/hosts with '<its IP address> {name}'",
             )
         )
 
 
+def service_address(ip: str, port: int) -> str:
+    """Address for jax's service, next to the roll call at `ip` and `port`.
+
+    Its port is the one above, so that a firewall can allow it. On loopback it is any free port.
+
+    Raises:
+        JobError: that port is in use.
+    """
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, 0 if ip in ("127.0.0.1", "::1") else port + 1))
+        except OSError as error:
+            fix = f"use another port than {port} for the coordinator; that port and the one above must be free"
+            raise JobError(message(f"port {port + 1} of {ip} is in use", "jax's service needs it", fix=fix)) from error
+        return f"[{ip}]:{probe.getsockname()[1]}" if ":" in ip else f"{ip}:{probe.getsockname()[1]}"
+
+
 @dataclass
 class RollCall:
-    """Process 0's side: a listening socket that belongs to this process alone.
+    """Process 0's side of the roll call: a listening socket that no other process can share.
 
     Args:
-        ip, port: where to listen, and nowhere else.
-        own: this process's report; the others are measured by it.
-        key: the job's secret; reports signed otherwise are dropped.
+        ip, port: the only address on which it listens.
+        own: report of process 0, with which the others must agree.
+        key: secret of the job; reports with another signature are discarded.
+
+    Raises:
+        JobError: the port is in use, or the address does not belong to this host.
     """
 
     ip: str
@@ -145,7 +170,7 @@ class RollCall:
     def __post_init__(self) -> None:
         family = socket.AF_INET6 if ":" in self.ip else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
-        # REUSEADDR lets a restarted job take a port whose last connections linger; a port that is listened on stays refused.
+        # REUSEADDR lets a restarted job bind a port with connections in TIME_WAIT. If another process listens there, bind still fails.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind((self.ip, self.port))
@@ -156,10 +181,10 @@ class RollCall:
         self._listener.setblocking(False)
 
     def wait(self, timeout_s: float) -> None:
-        """Until every process has reported and all fit.
+        """Wait until every process has reported, and check that all are compatible.
 
         Raises:
-            JobError: some do not fit, or did not come in time; the message names them. The others get the same message.
+            JobError: some processes are incompatible, or did not report in time. The message names them; all get the same one.
         """
         deadline = time.monotonic() + timeout_s
         with _Lines(self._listener) as lines:
@@ -174,41 +199,43 @@ class RollCall:
             raise JobError(self._problem)
 
     def start(self, service: str) -> None:
-        """Tell everybody where jax's service is, and from now on turn late comers away."""
+        """Send the address of jax's service to all processes. From now on, later connections are refused."""
         self._answer({"service": service})
-        text = message("the job has started without this process", f"{self.own.count} processes run", fix="wait until that job has ended")
+        others = f"its {self.own.count} processes run"
+        text = message("the job has started without this process", others, fix="wait until that job has ended")
         self._verdict = json.dumps({"problem": text}).encode() + b"\n"
-        threading.Thread(target=self._refuse_late_comers, name="roll call", daemon=True).start()
+        threading.Thread(target=self._refuse_late_processes, name="roll call", daemon=True).start()
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._is_over = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for late comers, which closes it
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in `_refuse_late_processes`, which closes the socket
 
     def _take(self, peer: socket.socket, line: bytes) -> None:
         report = Report.from_line(line, self.key)
         if report is None:
             peer.close()
             return
-        self._problem = self._problem or self._misfit(report)
+        self._problem = self._problem or self._incompatibility(report)
         self._waiting[-1 - len(self._waiting) if self._problem else report.index] = (report, peer)
 
-    def _misfit(self, report: Report) -> str | None:
+    def _incompatibility(self, report: Report) -> str | None:
+        """Error text if the report contradicts those before it, else None."""
         own = self.own
         if report.count != own.count:
             return message(
-                "the processes disagree on their number",
-                f"process {own.index} ({own.where}) says {own.count}, process {report.index} ({report.where}) says {report.count}",
+                "the processes disagree on the number of processes",
+                f"process {own.index} ({own.where}): {own.count}, process {report.index} ({report.where}): {report.count}",
                 fix="start all of them with the same number of processes",
             )
         other = own if report.index == own.index else self._waiting[report.index][0] if report.index in self._waiting else None
         if other is not None or not 0 <= report.index < own.count:
             twice = "" if other is None else f" and {other.where}"
             what = f"process {report.index} reported twice" if other else f"there is no process {report.index} in a job of {own.count}"
-            return message(what, f"from {report.where}{twice}", fix="give every process its own number from 0 on")
+            return message(what, f"from {report.where}{twice}", fix=f"give each process a different index from 0 to {own.count - 1}")
         for name in sorted({*own.versions, *report.versions}):
-            ours, theirs = own.versions.get(name, "none"), report.versions.get(name, "none")
+            ours, theirs = own.versions.get(name, "no version"), report.versions.get(name, "no version")
             if ours != theirs:
                 return message(
                     f"the processes run different versions of {name}",
@@ -223,27 +250,27 @@ class RollCall:
         return message(
             f"process {named} did not report within {timeout_s:g} s",
             f"{1 + len(self._waiting)} of {self.own.count} processes connected to {self.ip}:{self.port}",
-            fix="check that it was started and can reach that address; mesh.init(timeout_s=...) sets a longer timeout",
+            fix="check that it was started and can reach that address; a longer timeout: mesh.init(timeout_s=...)",
         )
 
     def _answer(self, verdict: Mapping[str, str]) -> None:
         line = json.dumps(verdict).encode() + b"\n"
         for _, peer in self._waiting.values():
             try:
-                peer.settimeout(_PATIENCE_S)
+                peer.settimeout(_PEER_TIMEOUT_S)
                 peer.sendall(line)
-            except OSError:  # it is gone; its own end says why
+            except OSError:  # the peer has ended and printed its own error
                 continue
             finally:
                 peer.close()
 
-    def _refuse_late_comers(self) -> None:
+    def _refuse_late_processes(self) -> None:
         assert self._verdict is not None
         with _Lines(self._listener) as lines:
             while not self._is_over:
                 for peer, _ in lines.received(60.0):
                     try:
-                        peer.settimeout(_PATIENCE_S)
+                        peer.settimeout(_PEER_TIMEOUT_S)
                         peer.sendall(self._verdict)
                     except OSError:
                         continue
@@ -253,7 +280,7 @@ class RollCall:
 
 
 class _Lines:
-    """First lines of whoever connects; too many, too long or too slow ones are cut off."""
+    """First line of each connection. A connection whose line is too long or too slow is closed."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -270,9 +297,9 @@ class _Lines:
         self._selector.close()
 
     def received(self, timeout_s: float) -> list[tuple[socket.socket, bytes]]:
-        """Connections whose first line is complete, with it; waits up to `timeout_s` for something to happen."""
+        """Wait up to `timeout_s` for an event. Returns the connections whose first line is complete, each with its line."""
         done: list[tuple[socket.socket, bytes]] = []
-        for event, _ in self._selector.select(min(timeout_s, _PATIENCE_S) if self._partial else timeout_s):
+        for event, _ in self._selector.select(min(timeout_s, _PEER_TIMEOUT_S) if self._partial else timeout_s):
             peer = cast("socket.socket", event.fileobj)
             if peer is self._listener:
                 self._accept()
@@ -281,14 +308,14 @@ class _Lines:
                 if line is not None:
                     done.append((peer, line))
         now = time.monotonic()
-        for peer in [peer for peer, (_, since) in self._partial.items() if now - since > _PATIENCE_S]:
+        for peer in [peer for peer, (_, since) in self._partial.items() if now - since > _PEER_TIMEOUT_S]:
             self._drop(peer)
         return done
 
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except OSError:  # gone before we looked, or no descriptors left: the next one may fare better
+        except OSError:  # the peer is gone, or no file descriptors are left: later connections may succeed
             return
         peer.setblocking(False)
         self._partial[peer] = (b"", time.monotonic())
@@ -320,18 +347,28 @@ class _Lines:
 
 
 def report(address: tuple[str, int], own: Report, key: str, timeout_s: float) -> str:
-    """Report to process 0, and wait for its answer: the address of jax's service.
+    """Send a report to process 0, and wait for its answer.
+
+    Args:
+        address: IP address and port of process 0.
+        own: report of this process.
+        key: secret of the job, to sign the report.
+        timeout_s: seconds to retry until process 0 answers.
+
+    Returns:
+        The address of jax's service.
 
     Raises:
-        JobError: process 0 cannot be reached or gives no answer in time, or says that the processes do not fit together.
+        JobError: process 0 did not answer in time, or the processes are incompatible.
     """
     deadline = time.monotonic() + timeout_s
     refusal = "no answer"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection(address, timeout=min(_PATIENCE_S, timeout_s)) as connection:
+            with socket.create_connection(address, timeout=min(_PEER_TIMEOUT_S, timeout_s)) as connection:
                 connection.sendall(own.to_line(key))
-                connection.settimeout(max(0.1, deadline + _PATIENCE_S - time.monotonic()))  # process 0 names the absent first
+                # Longer than process 0 waits, so that its answer with the names of the missing processes arrives.
+                connection.settimeout(max(0.1, deadline + _PEER_TIMEOUT_S - time.monotonic()))
                 answer = _json_dict(_line_from(connection))
         except OSError as error:
             refusal = error.strerror or str(error)
@@ -341,7 +378,7 @@ def report(address: tuple[str, int], own: Report, key: str, timeout_s: float) ->
             raise JobError(answer["problem"])
         if isinstance(answer.get("service"), str):
             return answer["service"]
-        refusal = "it hung up: another job's process, or another program, listens there"
+        refusal = "it closed the connection: another job's process, or another program, listens there"
         time.sleep(_RETRY_S)
     raise JobError(
         message(
@@ -379,12 +416,12 @@ def _cannot_listen(ip: str, port: int, error: OSError) -> str:
         return message(
             f"port {port} of {ip} is in use: another job or program listens there",
             "process 0 needs this port",
-            fix=f"choose another port, e.g. {port + 10}, or end the other program (ss -ltnp shows it)",
+            fix=f"use another port, e.g. {port + 10}, or end the other program (ss -ltnp shows it)",
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return message(
             f"{ip} is not an address of this host, where process 0 runs",
             f"process 0 must listen on {ip}:{port}",
-            fix="give the address of the host that runs process 0, or start process 0 there",
+            fix="pass the address of the host that runs process 0, or start process 0 there",
         )
-    return message(f"process 0 cannot listen on {ip}:{port}", error.strerror or str(error), fix="choose another address or port")
+    return message(f"process 0 cannot listen on {ip}:{port}", error.strerror or str(error), fix="use another address or port")

@@ -74,14 +74,20 @@ class Service:
             raise JobError(
                 message(
                     f"{who} did not reach the barrier {name!r} within {timeout_s:g} s",
-                    f"{self.count} processes; the service says: {str(error).splitlines()[0][:300]}",
-                    fix="check the last lines of this process's output; all processes must reach the same barriers",
+                    f"the job has {self.count} processes; error of the service: {str(error).splitlines()[0][:300]}",
+                    fix="check the last output of that process; all processes must reach the same barriers",
                 )
             ) from error
 
     def _call(self, method: Any, *args: Any) -> Any:
         if self._client is None:
-            raise ServiceLost(message("this process has left the job", fix="call mesh.init() before"))
+            raise ServiceLost(
+                message(
+                    "this process has left the job: its connection to the coordination service is closed",
+                    "jax.distributed.shutdown() was called, or the program is exiting",
+                    fix="remove the call to jax.distributed.shutdown(): the job shuts it down when the program ends",
+                )
+            )
         try:
             return method(*args)
         except jax.errors.JaxRuntimeError as error:
@@ -90,7 +96,7 @@ class Service:
                 return None
             raise ServiceLost(
                 message(
-                    "process 0 cannot be reached: it coordinates the job",
+                    "process 0, which coordinates the job, cannot be reached",
                     text.splitlines()[0][:300],
                     fix="check the last output of process 0; if it still runs, check the network between the hosts",
                 )

@@ -14,14 +14,14 @@ import pytest
 
 from mesh import DeviceError, JobError, _devices
 from mesh._devices import gpu_share
-from mesh.job._agreement import Steps, compare, difference
+from mesh.job._agreement import StepChecks, compare, difference
 from mesh.job._clusters import detect, expand_hostlist, on_tpu_vm
 from mesh.job._join import init
 from mesh.job._place import Host
 from mesh.job._preemption import Preemption
 from mesh.job._rollcall import MAX_BYTES, Report, RollCall, report, require_reachable_name, resolve
 from mesh.job._service import Service
-from mesh.job._watchdog import Beat, Limits, Watchdog, blame
+from mesh.job._watchdog import Heartbeat, Limits, Watchdog, blame
 from tests.ports import reserve_port
 
 VERSIONS = {"jax": "1"}
@@ -97,7 +97,7 @@ def test_processes_of_one_job_derive_the_same_port_and_those_of_another_a_differ
 
 
 def test_open_mpi_on_several_machines_says_what_to_pass() -> None:
-    with pytest.raises(JobError, match="does not say where process 0 runs(?s:.*)mpirun -x SPMD_COORDINATOR"):
+    with pytest.raises(JobError, match="has no variable for the host of process 0(?s:.*)mpirun -x SPMD_COORDINATOR"):
         detect({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
@@ -179,7 +179,7 @@ def test_processes_that_fit_are_told_where_the_service_is() -> None:
 @pytest.mark.parametrize(
     ("reports", "text"),
     [
-        ([Report(1, 3, VERSIONS, "host 1")], "disagree on their number"),
+        ([Report(1, 3, VERSIONS, "host 1")], "disagree on the number of processes"),
         ([Report(0, 2, VERSIONS, "host 9")], "process 0 reported twice"),
         ([Report(5, 2, VERSIONS, "host 5")], "there is no process 5 in a job of 2"),
         ([Report(1, 2, {"jax": "2"}, "host 1")], "different versions of jax"),
@@ -284,7 +284,7 @@ def test_bytes_that_are_no_report_of_this_job_are_none() -> None:
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:x", "host:0", "host:65535", "host:99999"])
 def test_address_without_a_sensible_port_is_refused(address: str) -> None:
-    with pytest.raises(JobError, match="is not an address of a coordinator"):
+    with pytest.raises(JobError, match="is not a coordinator address"):
         resolve(address, spans_machines=False)
 
 
@@ -366,7 +366,7 @@ def service_of(count: int) -> Service:
 
 def fed(service: Service, index: int, batches: list[int]) -> tuple[int, str]:
     """Run the steps of one process that feeds these batches: how many began, and the error that stopped it."""
-    checks = Steps(service, index, lambda why, code: None)
+    checks = StepChecks(service, index, lambda why, code: None)
     for number, batch in enumerate(batches):
         checks.note("batch", batch)
         try:
@@ -432,7 +432,7 @@ def test_watchdog_calls_when_steps_stop_and_names_the_process_that_is_behind() -
     there.step()
     assert here.over.wait(20)
     assert here.stalls[0][0] == 1
-    assert "process 1 stopped first: it entered step 1 as the last, between steps" in here.stalls[0][1]
+    assert "process 1 stopped first: it did not get past step 1, between steps" in here.stalls[0][1]
     there.dog.stop()
 
 
@@ -444,13 +444,13 @@ class SlowKeys(SharedKeys):
         super().set(key, value, overwrite=overwrite)
 
 
-def test_no_beat_is_under_way_when_a_watchdog_has_stopped() -> None:
+def test_no_heartbeat_is_under_way_when_a_watchdog_has_stopped() -> None:
     """Python would shut down while a thread is in jax's client, which aborts the process."""
     service = SlowKeys(2)
     dog = Bitten(cast("Service", service), 1, Limits(1.0, 60.0)).dog
     dog.stop()
     assert not any(thread.is_alive() for thread in dog._threads)
-    assert "left" in service.below("spmd/beat")["1"]
+    assert "left" in service.below("spmd/heartbeat")["1"]
 
 
 def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -> None:
@@ -479,7 +479,7 @@ def test_process_that_stops_as_a_whole_is_named_also_while_it_compiles() -> None
     stopped.set()
     assert here.over.wait(20)
     assert here.stalls[0][0] == 1
-    assert "process 1 stopped first: no sign of life for " in here.stalls[0][1]
+    assert "process 1 stopped first: no heartbeat for " in here.stalls[0][1]
     there.dog.stop()
 
 
@@ -500,8 +500,8 @@ def test_step_of_three_medians_and_more_is_told_once() -> None:
     assert here.warnings[0].startswith("step 8 has taken")
 
 
-def beats(*steps_phases_counts: tuple[int, str, int]) -> dict[int, Beat]:
-    return {i: Beat(*entry) for i, entry in enumerate(steps_phases_counts)}
+def beats(*steps_phases_counts: tuple[int, str, int]) -> dict[int, Heartbeat]:
+    return {i: Heartbeat(*entry) for i, entry in enumerate(steps_phases_counts)}
 
 
 @pytest.mark.parametrize(
@@ -513,9 +513,9 @@ def beats(*steps_phases_counts: tuple[int, str, int]) -> dict[int, Beat]:
         (beats((9, "x", 5), (9, "x", 5), (9, "x", 5)), beats((9, "in a step", 8), (9, "in a step", 8), (9, "in a step", 8)), None),
         (beats((9, "x", 5)), beats((9, "in a step", 8), (9, "in a step", 8)), 2),
     ],
-    ids=["no sign of life", "fewest steps", "not in a step", "all in the same step", "never came"],
+    ids=["no heartbeat", "fewest steps", "not in a step", "all in the same step", "never came"],
 )
-def test_process_that_stopped_first_is_named(before: dict[int, Beat], now: dict[int, Beat], culprit: int | None) -> None:
+def test_process_that_stopped_first_is_named(before: dict[int, Heartbeat], now: dict[int, Heartbeat], culprit: int | None) -> None:
     assert blame(before, now, 0, 3, "here")[0] == culprit
 
 
@@ -555,5 +555,5 @@ def test_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("mesh.job._preemption.AGREE_ON_STOP_S", 0.1)
     preemption = Preemption(2, lambda step: preemption.hear(0, step))
     preemption.ask()
-    with pytest.raises(JobError, match="process 1 did not report within 0.1 s at which step it can stop"):
+    with pytest.raises(JobError, match="process 1 did not report the step at which it can stop within 0.1 s"):
         preemption.should_stop(3)

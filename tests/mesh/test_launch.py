@@ -101,7 +101,7 @@ def test_sigterm_to_one_stops_all_before_the_same_step_and_none_is_lost(unbroken
 
 @pytest.mark.parametrize(
     ("spoil", "code", "text"),
-    [("raise", 1, "process 1 (host"), ("exit", 3, "exit code 3"), ("stop", STUCK, "process 1 stopped first: no sign of life")],
+    [("raise", 1, "process 1 (host"), ("exit", 3, "exit code 3"), ("stop", STUCK, "process 1 stopped first: no heartbeat")],
 )
 def test_first_failure_is_named_last_and_is_the_jobs_exit_code(spoil: str, code: int, text: str, tmp_path: Path) -> None:
     options = ("--watchdog", 2, "--first-step", 120)

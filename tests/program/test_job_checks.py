@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mesh.job import _agreement
-from mesh.job._watchdog import Beat, blame
+from mesh.job._watchdog import Heartbeat, blame
 from spmd.program._job_checks import JobChecks
 
 
@@ -44,7 +44,7 @@ def test_a_process_that_waits_for_the_others_says_so_and_not_that_it_compiles(mo
     JobChecks(job).require_same("step", None, [], [], SimpleNamespace(as_text=lambda: "module"))
     assert phases == ["waiting for all processes to run program 3 (step), which it has traced"]
     assert job.phase == "compiling"
-    beats = [{0: Beat(6, "in a step", n), 1: Beat(5, phases[0], n)} for n in (1, 2)]
+    beats = [{0: Heartbeat(6, "in a step", n), 1: Heartbeat(5, phases[0], n)} for n in (1, 2)]
     who, why = blame(beats[0], beats[1], 0, 2, "no progress for 60.0 s")
     assert who == 1
-    assert "it entered step 5 as the last, waiting for all processes to run program 3 (step), which it has traced" in why
+    assert "it did not get past step 5, waiting for all processes to run program 3 (step), which it has traced" in why
