@@ -68,7 +68,7 @@ def test_without_a_script_there_is_nothing_to_run(arguments: list[str], found: s
 @pytest.mark.parametrize(
     ("environment", "error", "message"),
     [
-        ({"CPU_NUM_DEVICES": "many"}, mesh.DeviceError, "CPU_NUM_DEVICES='many' is not a number of devices"),
+        ({"CPU_NUM_DEVICES": "many"}, mesh.DeviceError, "CPU_NUM_DEVICES='many' is not a positive number of devices"),
         ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "77"}, mesh.DeviceError, "was called too late"),
         ({"XLA_AUTO_SPMD": "1"}, spmd.SpmdError, "automatic sharding"),
     ],

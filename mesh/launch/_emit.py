@@ -1,4 +1,4 @@
-"""`spmd launch --emit`: the job of a command line as the file of a scheduler (`mesh.schedulers`)."""
+"""`spmd launch --emit`: writes the job of a command line as the file of a scheduler (`mesh.schedulers`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WRITERS: dict[str, Callable[[ScheduledJob], tuple[str, str]]] = {"slurm": slurm,
 
 
 def emit(options: Options) -> list[Path]:
-    """Write the files for `options.emit` into `options.out`.
+    """Write the file for the scheduler `options.emit` into `options.out`.
 
     Returns:
-        What was written.
+        The paths written.
     """
     assert options.emit is not None
     options.out.mkdir(parents=True, exist_ok=True)
-    name, text = WRITERS[options.emit](scheduled(options))
+    name, text = WRITERS[options.emit](scheduled_job(options))
     path = options.out / name
     path.write_text(text, encoding="utf-8")
     if name.endswith(".sh"):
@@ -33,8 +33,8 @@ def emit(options: Options) -> list[Path]:
     return [path]
 
 
-def scheduled(options: Options) -> ScheduledJob:
-    """The job that a scheduler is to start: each process joins it and runs the program."""
+def scheduled_job(options: Options) -> ScheduledJob:
+    """The job for a scheduler's file, in which each process joins the job and runs the program."""
     timeout = f"{max(JOIN_S, options.timeout_s):g}"
     exports = {"SPMD_WATCHDOG": f"{options.watchdog_s:g}", "SPMD_FIRST_STEP": f"{options.first_step_s:g}"}
     if options.directory is not None:
@@ -51,6 +51,7 @@ def scheduled(options: Options) -> ScheduledJob:
 
 
 def _job_name(options: Options) -> str:
+    """Name of the job from its program, as a DNS label of at most 40 characters, which leaves room for the numbers of pods."""
     program = options.program[1] if options.program[0] == "-m" else Path(options.program[0]).stem
     name = re.sub(r"[^a-z0-9]+", "-", program.lower()).strip("-")
-    return (name if name[:1].isalpha() else f"job-{name}")[:40].strip("-")  # a label of DNS, with room for pods' numbers
+    return (name if name[:1].isalpha() else f"job-{name}")[:40].strip("-")

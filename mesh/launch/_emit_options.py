@@ -1,4 +1,4 @@
-"""The part of the launcher's command line that `--emit` reads: what the hosts of a scheduler need."""
+"""The launcher's options for `--emit`: resources and setup of a scheduler's hosts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mesh.schedulers._tpu_slice import TpuSlice
 
 KINDS = ("slurm", "jobset", "tpu-vm", "skypilot")
 
-# option -> the kinds of files that it means something in
-_MEANS: dict[str, tuple[str, ...]] = {
+# option -> the schedulers for which it has an effect
+_SCHEDULERS: dict[str, tuple[str, ...]] = {
     "name": KINDS,
     "image": ("jobset", "skypilot"),
     "code": KINDS,
@@ -35,39 +35,45 @@ _INSTALL = "pip install -r requirements.txt"
 
 
 def add_emit_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what --emit writes into the file")
+    """Add these options to the launcher's parser."""
+    group = parser.add_argument_group("options of --emit")
     add = group.add_argument
-    add("--name", help="of the job and the file (default: the program's)")
-    add("--image", metavar="NAME", help="the container that the program runs in (jobset, skypilot)")
-    add("--code", metavar="HOW", help="how the program gets there: here (this folder), image (it holds it) or git+URL@REF")
+    add("--name", help="name of the job and the file (default: from the program)")
+    add("--image", metavar="NAME", help="container image in which the program runs (jobset, skypilot)")
+    add("--code", metavar="HOW", help="source of the code: here (this folder), image (part of the image) or git+URL@REF")
     add("--install", metavar="LINE", help=f"run on each host before the program (tpu-vm, skypilot without an image: {_INSTALL})")
-    add("--secret", action="append", metavar="NAME", help="a variable whose value the scheduler keeps; may be given again")
-    add("--volume", action="append", metavar="FROM:PATH", help="storage for checkpoints: a claim, a bucket or an NFS share as a folder")
-    add("--tpu", metavar="SLICE", help="TPU chips, as v5e:4x4; says the number of hosts too")
-    add("--gpus", metavar="KIND:N", help="GPUs of each host, as H100:8")
+    add("--secret", action="append", metavar="NAME", help="environment variable whose value the scheduler stores; repeatable")
+    add(
+        "--volume",
+        action="append",
+        metavar="FROM:PATH",
+        help="mount a claim, bucket or NFS share for checkpoints; repeatable",
+    )
+    add("--tpu", metavar="SLICE", help="TPU slice, as in v5e:4x4; also determines the number of hosts")
+    add("--gpus", metavar="KIND:N", help="GPUs of each host, as in H100:8")
     add("--cpus", type=int, metavar="N", help="cores of each host")
-    add("--memory", type=int, metavar="GIB", help="memory of each host")
-    add("--sbatch", action="append", metavar="NAME=VALUE", help="one more directive of SLURM, as partition=gpu; may be given again")
+    add("--memory", type=int, metavar="GIB", help="memory of each host, in GiB")
+    add("--sbatch", action="append", metavar="NAME=VALUE", help="additional SLURM directive, as in partition=gpu; repeatable")
 
 
 def setup_of(given: argparse.Namespace) -> tuple[Setup, str | None]:
-    """What the options say, and what is wrong with them."""
+    """The setup that the options describe, and an error line or None."""
     kind: str | None = given.emit
-    for option, kinds in _MEANS.items():
+    for option, kinds in _SCHEDULERS.items():
         if getattr(given, option) is not None and kind not in kinds:
-            return Setup(), f"--{option} means nothing without --emit {' or '.join(kinds)}"
+            return Setup(), f"--{option} has no effect without --emit {' or '.join(kinds)}"
     if kind is None:
         return Setup(), None
     if kind == "jobset" and given.image is None:
-        return Setup(), "--emit jobset needs --image: the container that holds Python and this package"
+        return Setup(), "--emit jobset needs --image, a container with Python and this package"
     code = _code(given.code or ("image" if given.image is not None and kind == "jobset" else "here"))
     if code is None:
         return Setup(), f"--code is here, image or git+URL@REF, not {given.code!r}"
     if code.kind not in _CODE[kind]:
-        return Setup(), f"--code {code.kind} is not possible with --emit {kind}: one of {', '.join(_CODE[kind])} is"
-    fault = _fault_of_words(given) or _fault_of_resources(given)
-    if fault:
-        return Setup(), fault
+        return Setup(), f"--code {code.kind} is not possible with --emit {kind}, only {' and '.join(_CODE[kind])}"
+    problem = _text_problem(given) or _resource_problem(given)
+    if problem:
+        return Setup(), problem
     default = _INSTALL if kind in ("tpu-vm", "skypilot") and given.image is None else None
     volumes = tuple(Volume(*text.rpartition(":")[::2]) for text in given.volume or ())
     return Setup(
@@ -96,27 +102,28 @@ def _gpus(text: str | None) -> tuple[str, int] | None:
     return kind, int(count)
 
 
-def _fault_of_words(given: argparse.Namespace) -> str | None:
+def _text_problem(given: argparse.Namespace) -> str | None:
     if given.name is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", given.name):
-        return f"--name is up to 40 lower case letters, digits and dashes, a letter first, not {given.name!r}"
+        return f"--name takes up to 40 lower-case letters, digits and dashes, beginning with a letter, not {given.name!r}"
     for name in given.secret or ():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            return f"--secret is the name of a variable without its value, not {name.partition('=')[0]!r} and more"
+            shown = f"{name.partition('=')[0]}=..." if "=" in name else name
+            return f"--secret takes the name of a variable without its value, not {shown!r}"
     for text in given.volume or ():
         source, _, path = text.rpartition(":")
         if not source or not path.startswith("/"):
-            return f"--volume is a source and a folder, as in checkpoints:/checkpoints, not {text!r}"
+            return f"--volume takes a source and a folder, as in checkpoints:/checkpoints, not {text!r}"
     for text in given.sbatch or ():
         if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", text):
-            return f"--sbatch is a directive without its dashes, as in partition=gpu, not {text!r}"
+            return f"--sbatch takes a directive without its dashes, as in partition=gpu, not {text!r}"
     return None
 
 
-def _fault_of_resources(given: argparse.Namespace) -> str | None:
+def _resource_problem(given: argparse.Namespace) -> str | None:
     if given.tpu is not None and given.gpus is not None:
-        return "--tpu and --gpus are both given: a host has one of them"
+        return "--tpu and --gpus exclude each other: a host has TPUs or GPUs"
     if given.gpus is not None and not re.fullmatch(r"[A-Za-z][\w-]*:[1-9]\d*", given.gpus):
-        return f"--gpus is a kind and how many of it each host has, as in H100:8, not {given.gpus!r}"
+        return f"--gpus takes a type of GPU and its number on each host, as in H100:8, not {given.gpus!r}"
     for option, value in {"--cpus": given.cpus, "--memory": given.memory}.items():
         if value is not None and value < 1:
             return f"{option} must be at least 1, got {value}"
@@ -125,8 +132,8 @@ def _fault_of_resources(given: argparse.Namespace) -> str | None:
     try:
         hosts = TpuSlice.parse(given.tpu).num_hosts
     except DeviceError as error:
-        wrong, fix = str(error).splitlines()
-        return f"--tpu {wrong}: {fix.strip().removeprefix('fix: ')}"
+        what, fix = str(error).splitlines()
+        return f"--tpu {what}: {fix.strip().removeprefix('fix: ')}"
     if given.processes is not None and given.processes != hosts:
-        return f"-n {given.processes} does not fit --tpu {given.tpu}, which has {hosts} host{'s' * (hosts != 1)}: leave -n out"
+        return f"-n {given.processes} does not fit --tpu {given.tpu}, which has {hosts} host{'s' * (hosts != 1)}: omit -n"
     return None

@@ -1,7 +1,7 @@
-"""A gang: processes that are started together, whose output and ends are seen as they happen, and that are ended together.
+"""A gang: processes that are started and ended together, with their output and exits handled as they happen.
 
-Everything happens on one thread around one selector: processes are forked from here, and a fork must not find locks that
-other threads hold.
+Everything runs on one thread with one selector, because processes are forked here, and a fork copies locks that
+other threads have acquired.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mesh.launch._keeper import Keeper, kill_group
+from mesh.launch._reaper import Reaper, kill_group
 
 
 class InMember(Exception):
-    """Raised in the forked process, to leave the launcher's frames; its `run` is what the process is for."""
+    """Raised in the forked process, to unwind the launcher's frames. Its `run` then runs the program."""
 
     def __init__(self, run: Callable[[], int]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class InMember(Exception):
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a member: exit code as `subprocess` has it (negative: a signal), and when it was seen (time.time)."""
+    """Exit of a member: code as in `subprocess` (negative: a signal), and the time.time() at which it was seen."""
 
     member: int
     code: int
@@ -44,88 +44,90 @@ class _Member:
 
 
 class Gang:
-    """Processes of one attempt.
+    """The processes of one attempt.
 
     Args:
-        keeper: is told every process group.
-        on_line: called with (member, is_stderr, line without its end).
+        reaper: gets the process group of every member.
+        on_line: called with (member, is_stderr, line without newline) for each line that a member writes.
     """
 
-    def __init__(self, keeper: Keeper, on_line: Callable[[int, bool, str], None]) -> None:
-        self._keeper, self._on_line = keeper, on_line
+    def __init__(self, reaper: Reaper, on_line: Callable[[int, bool, str], None]) -> None:
+        self._reaper, self._on_line = reaper, on_line
         self._selector = selectors.DefaultSelector()
         self._members: dict[int, _Member] = {}
         self._inputs: list[int] = []
         self.exits: list[Exit] = []
-        self.killed: set[int] = set()  # by `end`, so that their exits say nothing
+        self.killed: set[int] = set()  # by `end`, so that their exit codes have no meaning
 
     @property
     def running(self) -> list[int]:
         """Members that have not ended."""
-        over = {end.member for end in self.exits}
-        return [member for member in self._members if member not in over]
+        ended = {end.member for end in self.exits}
+        return [member for member in self._members if member not in ended]
 
     def pid(self, member: int) -> int:
+        """Process id of a member."""
         return self._members[member].pid
 
     def listen(self, descriptor: int) -> None:
-        """Make `step` return when something can be read there."""
+        """Make `step` return when this descriptor is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, None)
 
     def fork(self, member: int, run: Callable[[int, int], Callable[[], int]]) -> None:
         """Start a member as a fork of this process.
 
         Args:
-            run: called in the fork with its descriptors for stdout and stderr; what it returns is run after the
-                launcher's frames are left, and its result is the exit code.
+            member: index of the process.
+            run: called in the fork with the descriptors for its stdout and stderr. It returns a function, which runs after the
+                launcher's frames are unwound and returns the exit code.
         """
         (out_reader, out), (err_reader, err) = os.pipe(), os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not a signal between fork and the child's own handlers.
+        # Block signals until the child has installed its own handlers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         pid = os.fork()
         if pid == 0:
-            for descriptor in (*self._descriptors(), *self._keeper.descriptors, out_reader, err_reader):
+            for descriptor in (*self._descriptors(), *self._reaper.descriptors, out_reader, err_reader):
                 os.close(descriptor)
             self._selector.close()
             raise InMember(run(out, err))
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # it did so itself and went on, or is gone
-            os.setpgid(pid, pid)  # here too: it may be stopped before its first instruction, and its group must be there to be killed
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done this itself, or is gone
+            os.setpgid(pid, pid)  # here too: the child may be stopped before its first instruction, and is killed by its group
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.close(out)
         os.close(err)
         self._add(member, pid, out_reader, err_reader)
 
-    def spawn(self, member: int, command: Sequence[str], environ: Mapping[str, str], told: bytes | None = None) -> None:
-        """Start a member as a new program; `told` is written to its stdin, which then stays open as long as this gang."""
+    def spawn(self, member: int, command: Sequence[str], environ: Mapping[str, str], sent: bytes | None = None) -> None:
+        """Start a member as a new program. If `sent` is given, it is written to its stdin, which stays open until the gang ends."""
         (out_reader, out), (err_reader, err) = os.pipe(), os.pipe()
-        stdin = subprocess.DEVNULL if told is None else subprocess.PIPE
+        stdin = subprocess.DEVNULL if sent is None else subprocess.PIPE
         process = subprocess.Popen(command, env=dict(environ), stdin=stdin, stdout=out, stderr=err, process_group=0)
         os.close(out)
         os.close(err)
-        if told is not None:
+        if sent is not None:
             assert process.stdin is not None
             self._inputs.append(os.dup(process.stdin.fileno()))
-            os.write(self._inputs[-1], told)
+            os.write(self._inputs[-1], sent)
             process.stdin.close()
         process.returncode = 0  # the gang waits for it, not the Popen object
         self._add(member, process.pid, out_reader, err_reader)
 
     def step(self, timeout_s: float) -> bool:
-        """Wait for something to happen, and take it in; True if a descriptor of `listen` can be read."""
-        called = False
+        """Wait for events and handle them. True if a descriptor of `listen` is readable."""
+        is_readable = False
         for event, _ in self._selector.select(max(0.0, timeout_s)):
             if event.data is None:
-                called = True
+                is_readable = True
             elif event.fd == self._members[event.data].pidfd:
                 self._reap(event.data)
             else:
                 self._read(event.data, event.fd)
-        return called
+        return is_readable
 
     def stopped(self) -> list[int]:
-        """Members that a signal has stopped (SIGSTOP) and nothing has continued."""
+        """Members that are stopped by a signal (SIGSTOP)."""
         found: list[int] = []
         for member in self.running:
             change = os.waitid(os.P_PID, self._members[member].pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -134,12 +136,12 @@ class Gang:
         return found
 
     def send(self, number: int) -> None:
-        """A signal to every running member itself, not to what it started."""
+        """Send a signal to every running member, but not to its child processes."""
         for member in self.running:
             os.kill(self._members[member].pid, number)
 
     def end(self, grace_s: float) -> None:
-        """End all: those that still run get `grace_s` to end by themselves; then their groups are killed."""
+        """End all members. Running ones get `grace_s` seconds to end by themselves; then their process groups are killed."""
         for descriptor in self._inputs:
             os.close(descriptor)
         self._inputs.clear()
@@ -156,7 +158,7 @@ class Gang:
         self._selector.close()
 
     def _add(self, member: int, pid: int, out: int, err: int) -> None:
-        self._keeper.watch(pid)
+        self._reaper.watch(pid)
         pidfd = os.pidfd_open(pid)
         self._members[member] = _Member(pid, pidfd, {out: (False, bytearray()), err: (True, bytearray())})
         for descriptor in (pidfd, out, err):
@@ -173,7 +175,7 @@ class Gang:
         self._selector.unregister(member.pidfd)
         os.close(member.pidfd)
         member.pidfd = -1
-        for descriptor in list(member.streams):  # what it wrote last is in the pipes
+        for descriptor in list(member.streams):  # its last output is still in the pipes
             self._read(index, descriptor)
 
     def _read(self, index: int, descriptor: int) -> None:
@@ -186,7 +188,7 @@ class Gang:
                 return
             partial += piece
             *lines, rest = partial.split(b"\n")
-            if not piece or len(rest) > 1_000_000:  # the end, or a program that writes no lines
+            if not piece or len(rest) > 1_000_000:  # end of the stream, or a program that writes no newlines
                 lines, rest = [*lines, *([rest] if rest else [])], bytearray()
             partial[:] = rest
             for line in lines:
@@ -197,7 +199,7 @@ class Gang:
                 del member.streams[descriptor]
 
     def _drain(self) -> None:
-        """Take what is left in the pipes, and close them: a grandchild may hold the other end for ever."""
+        """Read the rest of the pipes and close them. Do not wait for their end, because a grandchild may keep them open for ever."""
         for index, member in self._members.items():
             for descriptor in list(member.streams):
                 self._read(index, descriptor)

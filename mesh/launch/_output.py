@@ -1,5 +1,5 @@
-"""What the members write: shown line by line with host and number before it, kept in files, and shown again at the end
-for the one member that failed first."""
+"""Output of the members: printed line by line with host and number as prefix, and written to files. The last error of the member
+that failed first is printed again at the end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TextIO
 
 _KEPT_LINES = 400
-# gloo says so for every group of processes it connects; nobody asked
+# gloo logs this for every group of processes that it connects
 _NOISE = "peer ranks. Expected number of connected peer ranks is"
 _LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:")  # XLA's own log
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class Output:
-    """The members' lines of one attempt.
+    """Prints and stores the lines that members write in one attempt.
 
     Args:
-        names: a member's name, e.g. "node1 3".
-        directory: where the full text of each member goes.
-        attempt: number in the files' names.
-        has_names: the members' lines begin with names already (those of the launchers on other hosts).
+        names: name of each member, e.g. "node1 3".
+        directory: folder for a file with the full output of each member.
+        attempt: number of the attempt, for the files' names.
+        has_names: whether the members' lines already begin with names, because the members are launchers on other hosts.
     """
 
     def __init__(self, names: dict[int, str], directory: Path, attempt: int, has_names: bool) -> None:
@@ -34,10 +34,10 @@ class Output:
             for member, name in names.items()
         }
         self._tails: dict[int, deque[str]] = {member: deque(maxlen=_KEPT_LINES) for member in names}
-        self.only: set[int] | None = None
+        self.only: set[int] | None = None  # members whose lines are still printed; None: all
 
     def line(self, member: int, is_error: bool, text: str) -> None:
-        """Take a line in. Once a member has failed (`only`), the others' lines go to their files alone: they follow from it."""
+        """Handle a line of a member. After a failure, lines of members outside `only` go to their files alone, as consequences of it."""
         if _NOISE in text:
             return
         self._files[member].write(text + "\n")
@@ -48,7 +48,7 @@ class Output:
             stream.write(f"{self._prefix[member]}{text}\n")
             stream.flush()
 
-    def last_words(self, member: int) -> list[str]:
+    def last_error(self, member: int) -> list[str]:
         """The member's last traceback, or its last lines on stderr if it wrote none."""
         lines = list(self._tails[member])
         starts = [i for i, line in enumerate(lines) if line.endswith(_TRACEBACK)]
@@ -59,11 +59,12 @@ class Output:
         return traceback[: ends[0]] if ends else traceback
 
     def close(self) -> None:
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own, on stderr."""
+    """Write a message of the launcher itself to stderr."""
     sys.stderr.write("".join(f"spmd launch: {line}\n" for line in text.splitlines()))
     sys.stderr.flush()

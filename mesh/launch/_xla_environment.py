@@ -1,4 +1,4 @@
-"""The environment variables of torch_xla that say on which devices a script runs."""
+"""The environment variables with which torch_xla configures a script."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mesh._mesh_errors import DeviceError, message
 
 @dataclass(frozen=True)
 class TorchXlaEnvironment:
-    """What torch_xla's variables ask for.
+    """The devices and mode that torch_xla's variables request.
 
     Attributes:
         device: `PJRT_DEVICE` ("CPU", "TPU", "CUDA"), or None.
         num_cpu_devices: `CPU_NUM_DEVICES`, or None.
-        auto_sharding: `XLA_AUTO_SPMD` is set.
+        auto_sharding: whether `XLA_AUTO_SPMD` is set.
     """
 
     device: str | None
@@ -26,14 +26,14 @@ class TorchXlaEnvironment:
 
 
 def torch_xla_environment() -> TorchXlaEnvironment:
-    """Read them now.
+    """Read torch_xla's variables from the environment.
 
     Raises:
-        DeviceError: `CPU_NUM_DEVICES` is no positive number.
+        DeviceError: `CPU_NUM_DEVICES` is not a positive integer.
     """
     count = os.environ.get("CPU_NUM_DEVICES")
     if count is not None and (not count.isdecimal() or int(count) < 1):
-        raise DeviceError(message(f"CPU_NUM_DEVICES={count!r} is not a number of devices", fix="CPU_NUM_DEVICES=8"))
+        raise DeviceError(message(f"CPU_NUM_DEVICES={count!r} is not a positive number of devices", fix="CPU_NUM_DEVICES=8"))
     return TorchXlaEnvironment(
         device=os.environ.get("PJRT_DEVICE"),
         num_cpu_devices=None if count is None else int(count),
@@ -48,7 +48,7 @@ def check_env_flag(name: str, default: str = "") -> bool:
 
 
 def getenv_as(name: str, type: Callable[[Any], Any], defval: Any = None) -> Any:
-    """A variable as a `type` (a bool is written as a number), or `defval` if it is not set."""
+    """A variable converted by `type` (for bool: from a number), or `defval` if it is not set."""
     text = os.environ.get(name)
     if text is None:
         return defval
@@ -56,12 +56,12 @@ def getenv_as(name: str, type: Callable[[Any], Any], defval: Any = None) -> Any:
 
 
 def set_spmd_flags(auto: bool = False) -> None:
-    """What torch_xla's `use_spmd` leaves in the environment for programs that look there."""
+    """Set the environment variables that torch_xla's `use_spmd` sets, for programs that read them."""
     os.environ["XLA_USE_SPMD"] = "1"
     if auto:
         os.environ["XLA_AUTO_SPMD"] = "1"
 
 
 def master_address() -> str:
-    """Host of the process that the others of the job come together at: `MASTER_ADDR`, or "localhost"."""
+    """Host of the process that coordinates the job: `MASTER_ADDR`, or "localhost"."""
     return os.environ.get("MASTER_ADDR", "localhost")

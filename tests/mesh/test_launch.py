@@ -192,7 +192,7 @@ os.register_at_fork(before=count, after_in_child=hold)
     first = pids_of(job)
     _, err = running.communicate(timeout=240)
     assert running.returncode == 0, err
-    assert "stopped first: a signal has held it for" in err
+    assert "stopped first: it has been stopped by a signal for" in err
     assert not any(map(is_running, first.values()))
 
 
@@ -343,7 +343,7 @@ def test_emit_writes_instead_of_running(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(3, "exit code 3"), (-9, "killed by SIGKILL: out of memory, or somebody killed it"), (-11, "killed by SIGSEGV")]
+    ("code", "text"), [(3, "exit code 3"), (-9, "killed by SIGKILL: out of memory, or killed from outside"), (-11, "killed by SIGSEGV")]
 )
 def test_exit_codes_in_words(code: int, text: str) -> None:
     assert meaning(code) == text
