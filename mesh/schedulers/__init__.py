@@ -1,5 +1,5 @@
-"""Files for schedulers: a job written down for SLURM, Kubernetes' JobSet, TPU VMs and SkyPilot, one file each.
+"""Job files for SLURM, Kubernetes JobSet, TPU VMs and SkyPilot; one module per scheduler.
 
-What they start is `python -m mesh.launch --join program`, once per process; where a process stands is read there
-(`mesh/job/_clusters.py`) or passed on by the file. They know nothing of the launcher's command line.
+Each file starts `python -m mesh.launch --join program` once per process. A process finds its place in the job from the scheduler's
+variables (`mesh/job/_clusters.py`), or from variables that the file sets. This package does not depend on the launcher's options.
 """

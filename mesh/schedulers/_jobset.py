@@ -1,16 +1,16 @@
-"""A job as a JobSet of Kubernetes (jobset.sigs.k8s.io, v1alpha2): one pod for each process, all of them started again together."""
+"""A job as a Kubernetes JobSet (jobset.sigs.k8s.io, v1alpha2): one pod per process; all pods are restarted together."""
 
 from __future__ import annotations
 
 from mesh.job._place import PREEMPTED
 from mesh.job._timeouts import DEFAULT_PORT
-from mesh.schedulers._scheduled_job import ScheduledJob, fetched, indented, quoted
+from mesh.schedulers._scheduled_job import ScheduledJob, git_fetch_commands, indented, quoted
 
 
 def jobset(job: ScheduledJob) -> tuple[str, str]:
-    """Name and text of the file.
+    """Name and text of the job file.
 
-    A pod that leaves with 75, or whose node is taken away, was preempted: the pods start again and `maxRestarts` does not count it.
+    A pod that exits with 75, or whose node is removed, was preempted. The pods are then restarted without counting for `maxRestarts`.
     """
     assert job.setup.image is not None
     text = f"""{_usage(job)}apiVersion: jobset.x-k8s.io/v1alpha2
@@ -71,13 +71,17 @@ def _node(job: ScheduledJob) -> str:
     tpu = job.setup.resources.tpu
     if tpu is None:
         return ""
-    lines = ["nodeSelector:", f"  cloud.google.com/gke-tpu-accelerator: {tpu.node}", f"  cloud.google.com/gke-tpu-topology: {tpu.topology}"]
+    lines = [
+        "nodeSelector:",
+        f"  cloud.google.com/gke-tpu-accelerator: {tpu.gke_label}",
+        f"  cloud.google.com/gke-tpu-topology: {tpu.topology}",
+    ]
     return indented(lines, 12)
 
 
 def _command(job: ScheduledJob) -> str:
-    """The program itself, or a shell that fetches and installs and then becomes it."""
-    before = fetched(job.setup.code, "/tmp/code") if job.setup.code.kind == "git" else []
+    """The program itself, or a shell that fetches and installs first and then replaces itself with the program."""
+    before = git_fetch_commands(job.setup.code, "/tmp/code") if job.setup.code.kind == "git" else []
     before += [job.setup.install] if job.setup.install is not None else []
     if not before:
         return indented([f"- {_literal(word)}" for word in job.command], 14)
@@ -86,26 +90,26 @@ def _command(job: ScheduledJob) -> str:
 
 
 def _literal(text: str) -> str:
-    """In quotes, and `$(NAME)` kept from Kubernetes, which would put a variable's value there."""
+    """The text in quotes, with `$(NAME)` escaped, since Kubernetes would replace it with the variable's value."""
     return quoted(text.replace("$(", "$$("))
 
 
 def _env(job: ScheduledJob) -> str:
     lines: list[str] = []
-    of_pod = {
+    from_pod = {
         "SPMD_PROCESS": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         "SPMD_JOB_KEY": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']",
         "SPMD_ATTEMPT": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']",
     }
-    for name, path in of_pod.items():
+    for name, path in from_pod.items():
         lines += [f"- name: {name}", "  valueFrom:", "    fieldRef:", f"      fieldPath: {path}"]
-    given = {
+    values = {
         "SPMD_PROCESSES": str(job.processes),
         "SPMD_LOCAL_PROCESSES": "1",
         "SPMD_COORDINATOR": f"{job.name}-host-0-0.{job.name}:{DEFAULT_PORT}",
         **job.exports,
     }
-    for name, value in given.items():
+    for name, value in values.items():
         lines += [f"- name: {name}", f"  value: {_literal(value)}"]
     for name in job.setup.secrets:
         lines += [f"- name: {name}", "  valueFrom:", "    secretKeyRef:", f"      name: {job.name}", f"      key: {name}"]
@@ -122,7 +126,7 @@ def _resources(job: ScheduledJob) -> str:
         limits["cpu"] = quoted(str(resources.cpus))
     if resources.memory_gb is not None:
         limits["memory"] = f"{resources.memory_gb}Gi"
-    # Requests are the limits: Kubernetes takes them for requests where there are none.
+    # No `requests`: Kubernetes then uses the limits as requests.
     return indented(["resources:", "  limits:", *(f"    {name}: {value}" for name, value in limits.items())], 14) if limits else ""
 
 

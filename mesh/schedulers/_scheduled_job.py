@@ -1,4 +1,4 @@
-"""A job as a scheduler's file needs it: what runs, on what, and how code, packages and secrets get there."""
+"""Description of a job for a scheduler's file: its command, resources, code, packages and secrets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from mesh.schedulers._tpu_slice import TpuSlice
 
 @dataclass(frozen=True)
 class Code:
-    """How the program gets to the hosts.
+    """Source of the program's code on the hosts.
 
     Attributes:
-        kind: "here": this folder, which the hosts share or get a copy of; "image": the image holds it; "git": each host fetches it.
-        url, ref: of the repository and the branch, tag or commit (kind "git").
+        kind: "here": this folder, which the hosts share or get a copy of; "image": part of the image; "git": each host fetches it.
+        url: URL of the repository (kind "git").
+        ref: branch, tag or commit (kind "git").
     """
 
     kind: str = "here"
@@ -25,10 +26,10 @@ class Code:
 
     @staticmethod
     def parse(text: str) -> Code:
-        """From "here", "image" or "git+https://host/path@ref".
+        """Parse "here", "image" or "git+https://host/path@ref".
 
         Raises:
-            ValueError: none of them.
+            ValueError: the text is none of these.
         """
         if text in ("here", "image"):
             return Code(text)
@@ -40,7 +41,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Volume:
-    """Storage that outlives a host: `source` as the scheduler names it, seen by the program as the folder `path`."""
+    """Storage that outlives a host: `source` in the scheduler's notation, mounted on the hosts as the folder `path`."""
 
     source: str
     path: str
@@ -48,12 +49,13 @@ class Volume:
 
 @dataclass(frozen=True)
 class Resources:
-    """What each host has. Of `tpu`, the whole slice.
+    """Resources of each host, and the TPU slice of all hosts.
 
     Attributes:
-        gpus: of each host, e.g. ("H100", 8).
-        cpus: cores of each host; None: the scheduler's default.
-        memory_gb: host memory, in GiB.
+        tpu: the TPU slice of the whole job.
+        gpus: type and number of GPUs of each host, e.g. ("H100", 8).
+        cpus: number of cores of each host. None: the scheduler's default.
+        memory_gb: memory of each host, in GiB. None: the scheduler's default.
     """
 
     tpu: TpuSlice | None = None
@@ -64,17 +66,17 @@ class Resources:
 
 @dataclass(frozen=True)
 class Setup:
-    """What there must be on the hosts before the program runs.
+    """Setup of the hosts before the program runs.
 
     Attributes:
-        image: of a container.
-        code: how the program gets there.
-        install: run once on each host, by a shell; None: nothing.
-        secrets: names of environment variables whose values the file does not hold.
+        image: container image in which the program runs, or None.
+        code: source of the program's code.
+        install: shell command to run once on each host, or None.
+        secrets: names of environment variables whose values the file must not contain.
         volumes: storage that outlives the hosts.
-        resources: what each host has.
-        directives: of SLURM, as "partition=tpu".
-        name: the job's; None: the program's.
+        resources: resources of each host.
+        directives: additional SLURM directives, e.g. "partition=tpu".
+        name: name of the job. None: derived from the program.
     """
 
     image: str | None = None
@@ -89,15 +91,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class ScheduledJob:
-    """What a file is written of.
+    """A job from which a scheduler's file is written.
 
     Attributes:
-        name: up to 40 lower case letters, digits and dashes, a letter first.
-        command: what each process runs.
-        num_hosts, processes: in all; processes are spread evenly.
-        restarts: how often it may fail and be started again.
-        exports: environment variables, values included.
-        setup: what there must be on the hosts.
+        name: up to 40 lower-case letters, digits and dashes, beginning with a letter.
+        command: command of each process.
+        num_hosts: total number of hosts.
+        processes: total number of processes, the same number on each host.
+        restarts: number of restarts after failures.
+        exports: environment variables of each process, with their values.
+        setup: setup of the hosts.
     """
 
     name: str
@@ -110,12 +113,12 @@ class ScheduledJob:
 
     @property
     def line(self) -> str:
-        """The command as a line of a shell."""
+        """The command as a shell command line."""
         return shlex.join(self.command)
 
 
-def fetched(code: Code, folder: str) -> list[str]:
-    """Commands of a shell after which it stands in `folder`, with the files of a commit, a tag or a branch; a second time too."""
+def git_fetch_commands(code: Code, folder: str) -> list[str]:
+    """Shell commands that check out the code's commit, tag or branch in `folder` and change to it. They can be run repeatedly."""
     return [
         f"git init --quiet {folder}",
         f"cd {folder}",
@@ -124,8 +127,8 @@ def fetched(code: Code, folder: str) -> list[str]:
     ]
 
 
-def environment_of_its_own(install: str) -> list[str]:
-    """Lines of a shell after which packages are installed in ~/env, under a Python that is new enough whatever the host has."""
+def virtual_environment_commands(install: str) -> list[str]:
+    """Shell commands that create a virtual environment in ~/env, with a recent Python whatever the host has, and run `install` in it."""
     return [
         "command -v uv > /dev/null || python3 -m pip install --quiet --user uv",
         'export PATH="$HOME/.local/bin:$PATH"',
@@ -136,10 +139,10 @@ def environment_of_its_own(install: str) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """A YAML string in double quotes."""
+    """The text as a YAML string in double quotes."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 def indented(lines: list[str], spaces: int) -> str:
-    """Lines of a file, each behind so many spaces; an empty line stays empty."""
+    """The lines as text, each indented by `spaces`. An empty line stays empty."""
     return "".join((" " * spaces + line if line else "") + "\n" for line in "\n".join(lines).split("\n"))

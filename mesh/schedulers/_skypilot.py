@@ -1,21 +1,21 @@
-"""A job as a task of SkyPilot: it finds machines in a cloud, copies the folder, and starts the program on every one."""
+"""A job as a SkyPilot task: SkyPilot finds machines in a cloud, copies the folder, and starts the program on each of them."""
 
 from __future__ import annotations
 
 from mesh.job._place import PREEMPTED
 from mesh.job._timeouts import DEFAULT_PORT
-from mesh.schedulers._scheduled_job import ScheduledJob, environment_of_its_own, indented, quoted
+from mesh.schedulers._scheduled_job import ScheduledJob, indented, quoted, virtual_environment_commands
 
 
 def skypilot(job: ScheduledJob) -> tuple[str, str]:
-    """Name and text of the file. SkyPilot counts a slice of TPUs as one node, whatever hosts it has."""
+    """Name and text of the job file. For SkyPilot a TPU slice is one node, whatever its number of hosts."""
     place = [
         'export SPMD_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n1)":' + str(DEFAULT_PORT),
         'export SPMD_PROCESS="$SKYPILOT_NODE_RANK" SPMD_PROCESSES="$(echo "$SKYPILOT_NODE_IPS" | wc -l)" SPMD_LOCAL_PROCESSES=1',
         'export SPMD_JOB_KEY="$SKYPILOT_TASK_ID"',
     ]
     activate = [". ~/env/bin/activate"] if job.setup.install is not None else []
-    setup = ["set -e", *environment_of_its_own(job.setup.install)] if job.setup.install is not None else []
+    setup = ["set -e", *virtual_environment_commands(job.setup.install)] if job.setup.install is not None else []
     secrets = "".join(f"  {name}: null\n" for name in job.setup.secrets)
     mounts = "".join(f"  {quoted(each.path)}:\n    source: {quoted(each.source)}\n    mode: MOUNT\n" for each in job.setup.volumes)
     exports = "".join(f"  {name}: {quoted(value)}\n" for name, value in job.exports.items())
@@ -47,7 +47,7 @@ def _resources(job: ScheduledJob) -> str:
     resources, found = job.setup.resources, dict[str, str]()
     if resources.tpu is not None:
         found["accelerators"] = f"tpu-{resources.tpu.accelerator}"
-        found["accelerator_args"] = f"{{runtime_version: {resources.tpu.image}}}"
+        found["accelerator_args"] = f"{{runtime_version: {resources.tpu.runtime_version}}}"
     if resources.gpus is not None:
         kind, count = resources.gpus
         found["accelerators"] = f"{kind}:{count}"

@@ -1,24 +1,24 @@
-"""A job as a script for sbatch: it asks for hosts, fetches and installs if told to, and starts the program by srun."""
+"""A job as an sbatch script: it requests hosts, fetches code and installs packages if needed, and starts the program with srun."""
 
 from __future__ import annotations
 
 import shlex
 
 from mesh.job._place import PREEMPTED
-from mesh.schedulers._scheduled_job import ScheduledJob, fetched
+from mesh.schedulers._scheduled_job import ScheduledJob, git_fetch_commands
 
 
 def slurm(job: ScheduledJob) -> tuple[str, str]:
-    """Name and text of the file. The folder where it is submitted is taken to be shared by the hosts."""
+    """Name and text of the job file. The hosts must share the folder from which it is submitted."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.exports.items()]
-    if job.setup.resources.cpus is not None:  # srun asks for none of them by itself, from SLURM 22.05 on
+    if job.setup.resources.cpus is not None:  # since SLURM 22.05 srun does not inherit --cpus-per-task
         exports.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"')
     text = f"""#!/bin/bash
 # {_usage(job)}
 {_directives(job)}# SIGTERM reaches all processes two minutes before the time is up: they agree on a step, save, and leave with {PREEMPTED}.
 #SBATCH --signal=TERM@120
 
-{_lines([*_secrets(job), *exports])}{_lines(_before(job))}
+{_lines([*_secrets(job), *exports])}{_lines(_setup(job))}
 failures=0
 while true; do
   srun --kill-on-bad-exit=1 {job.line}
@@ -59,15 +59,15 @@ def _directives(job: ScheduledJob) -> str:
 
 
 def _secrets(job: ScheduledJob) -> list[str]:
-    """sbatch hands its environment on; a job without one of them ends at once."""
+    """Lines that end the job at once if a secret is missing from the environment, which sbatch passes on."""
     return [f': "${{{name}:?export it before sbatch}}"' for name in job.setup.secrets]
 
 
-def _before(job: ScheduledJob) -> list[str]:
-    """Once in the whole job: the hosts share the folder."""
+def _setup(job: ScheduledJob) -> list[str]:
+    """Lines that fetch and install before srun, once for the whole job, since the hosts share the folder."""
     lines = ['cd "$SLURM_SUBMIT_DIR" || exit']
     if job.setup.code.kind == "git":
-        lines += [f"{command} || exit" for command in fetched(job.setup.code, f"{job.name}-code")]
+        lines += [f"{command} || exit" for command in git_fetch_commands(job.setup.code, f"{job.name}-code")]
     if job.setup.install is not None:
         lines += ["[ -d env ] || python3 -m venv env || exit", ". env/bin/activate", f"{job.setup.install} || exit"]
     return lines

@@ -1,4 +1,4 @@
-"""A slice of TPU chips by the name that compilers take, and by the names of those who lend it."""
+"""TPU slices: the name for the compiler, and the names for GKE and gcloud."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mesh._mesh_errors import DeviceError, message
 
 @dataclass(frozen=True)
 class _Generation:
-    """What the makers call it, per chip generation.
+    """Names and sizes of a chip generation.
 
     Attributes:
-        dims: of the grid in a slice's name.
-        one_host: chips up to which a slice has one host.
-        node: of GKE's label cloud.google.com/gke-tpu-accelerator.
+        dims: number of dims of the chip grid.
+        max_one_host: largest number of chips of a slice with one host.
+        gke_label: value of GKE's label cloud.google.com/gke-tpu-accelerator.
         accelerator: prefix of gcloud's accelerator type.
-        units: that the type's number counts, per chip: cores in old generations.
-        image: runtime version of a TPU VM.
+        units_per_chip: units per chip in the accelerator type's number, which counts cores in some generations.
+        runtime_version: runtime version of a TPU VM.
     """
 
     dims: int
-    one_host: int
-    node: str
+    max_one_host: int
+    gke_label: str
     accelerator: str
-    units: int
-    image: str
+    units_per_chip: int
+    runtime_version: str
 
 
 _GENERATIONS = {
@@ -36,16 +36,16 @@ _GENERATIONS = {
     "v5p": _Generation(3, 4, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     "v6e": _Generation(2, 8, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e"),
 }
-_CHIPS_PER_HOST = 4  # of slices with several hosts
+_CHIPS_PER_HOST = 4  # in slices with several hosts
 
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """Chips of one slice, e.g. TpuSlice("v5e", (4, 4)): 16 chips on 4 hosts.
+    """A TPU slice, e.g. TpuSlice("v5e", (4, 4)): 16 chips on 4 hosts.
 
     Attributes:
         generation: "v4", "v5e", "v5p" or "v6e".
-        grid: chips along each dim.
+        grid: number of chips along each dim.
     """
 
     generation: str
@@ -53,10 +53,10 @@ class TpuSlice:
 
     @staticmethod
     def parse(text: str) -> TpuSlice:
-        """From "v5e:4x4", which `mesh.Mesh(topology=...)` takes too.
+        """Parse a name like "v5e:4x4", as in `mesh.Mesh(topology=...)`.
 
         Raises:
-            DeviceError: no such chips, or a grid with another number of dims.
+            DeviceError: the generation is unknown, or its grids have another number of dims.
         """
         generation, _, grid = text.partition(":")
         known = _GENERATIONS.get(generation)
@@ -67,30 +67,34 @@ class TpuSlice:
 
     @property
     def num_chips(self) -> int:
+        """Number of chips of the slice."""
         return math.prod(self.grid)
 
     @property
     def num_hosts(self) -> int:
-        return 1 if self.num_chips <= self._known.one_host else math.ceil(self.num_chips / _CHIPS_PER_HOST)
+        """Number of hosts of the slice."""
+        return 1 if self.num_chips <= self._names.max_one_host else math.ceil(self.num_chips / _CHIPS_PER_HOST)
 
     @property
     def topology(self) -> str:
-        """The grid as GKE writes it: "4x4"."""
+        """The grid as GKE writes it, e.g. "4x4"."""
         return "x".join(map(str, self.grid))
 
     @property
-    def node(self) -> str:
-        return self._known.node
+    def gke_label(self) -> str:
+        """Value of GKE's label cloud.google.com/gke-tpu-accelerator."""
+        return self._names.gke_label
 
     @property
     def accelerator(self) -> str:
-        """Of `gcloud compute tpus tpu-vm create --accelerator-type`: "v5litepod-16"."""
-        return f"{self._known.accelerator}-{self.num_chips * self._known.units}"
+        """Accelerator type for `gcloud compute tpus tpu-vm create`, e.g. "v5litepod-16"."""
+        return f"{self._names.accelerator}-{self.num_chips * self._names.units_per_chip}"
 
     @property
-    def image(self) -> str:
-        return self._known.image
+    def runtime_version(self) -> str:
+        """Runtime version of a TPU VM."""
+        return self._names.runtime_version
 
     @property
-    def _known(self) -> _Generation:
+    def _names(self) -> _Generation:
         return _GENERATIONS[self.generation]

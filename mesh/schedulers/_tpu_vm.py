@@ -1,6 +1,6 @@
-"""A job as a script for TPU VMs: it makes them, copies or fetches the code, installs, and starts the program on every host by SSH.
+"""A job as a script for TPU VMs: it creates them, copies or fetches the code, installs packages, and starts the program over SSH.
 
-TPU VMs know themselves which of the hosts they are (their metadata server says so).
+Each host finds its place in the job from the metadata server of its TPU VM.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import shlex
 
 from mesh.job._place import PREEMPTED
-from mesh.schedulers._scheduled_job import ScheduledJob, environment_of_its_own, fetched
+from mesh.schedulers._scheduled_job import ScheduledJob, git_fetch_commands, virtual_environment_commands
 
 
 def tpu_vm(job: ScheduledJob) -> tuple[str, str]:
-    """Name and text of the file."""
+    """Name and text of the job file."""
     code = 'cd "$HOME/code"'
-    install = [*_unpacked(job), *_mounted(job), *(environment_of_its_own(job.setup.install) if job.setup.install is not None else [])]
+    install = [*_unpacked(job), *_mounted(job), *(virtual_environment_commands(job.setup.install) if job.setup.install is not None else [])]
     activate = [". ~/env/bin/activate"] if job.setup.install is not None else []
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.exports.items()]
     run = [code, *activate, *_secrets(job), *exports, f"exec {job.line}"]
     text = f"""#!/bin/bash
 # {job.name}.sh TPU_NAME ZONE
-# Makes the TPU VM if there is none of that name, brings the program there, and runs it on every host. The VM stays:
+# Creates the TPU VM if it does not exist, copies the program to it, and runs it on every host. To delete the VM afterwards:
 # gcloud compute tpus tpu-vm delete TPU_NAME --zone ZONE
 set -euo pipefail
 name=${{1:?TPU_NAME}} zone=${{2:?ZONE}}
@@ -45,8 +45,8 @@ def _create(job: ScheduledJob) -> str:
     tpu = job.setup.resources.tpu
     if tpu is None:
         return ""
-    # cloud-platform: the VM reads secrets and buckets under its own service account.
-    options = f"--accelerator-type {tpu.accelerator} --version {tpu.image} --scopes cloud-platform"
+    # With the scope cloud-platform the VM can read secrets and buckets under its own service account.
+    options = f"--accelerator-type {tpu.accelerator} --version {tpu.runtime_version} --scopes cloud-platform"
     return f"tpu describe > /dev/null 2>&1 || tpu create {options}\n"
 
 
@@ -56,7 +56,7 @@ def _copied(job: ScheduledJob) -> str:
     lines = [
         "archive=$(mktemp)",
         "trap 'rm -f \"$archive\"' EXIT",
-        "if git rev-parse --quiet --is-inside-work-tree > /dev/null 2>&1; then",  # what git ignores stays here
+        "if git rev-parse --quiet --is-inside-work-tree > /dev/null 2>&1; then",  # files that git ignores are not copied
         '  git ls-files -z --cached --others --exclude-standard | tar czf "$archive" --null -T -',
         "else",
         '  tar czf "$archive" --exclude=./.venv --exclude=./env .',
@@ -68,7 +68,7 @@ def _copied(job: ScheduledJob) -> str:
 
 def _unpacked(job: ScheduledJob) -> list[str]:
     if job.setup.code.kind == "git":
-        return fetched(job.setup.code, '"$HOME/code"')
+        return git_fetch_commands(job.setup.code, '"$HOME/code"')
     return ['mkdir -p "$HOME/code"', 'cd "$HOME/code"', 'tar xzf "$HOME/code.tgz"']
 
 
@@ -81,7 +81,8 @@ def _mounted(job: ScheduledJob) -> list[str]:
 
 
 def _secrets(job: ScheduledJob) -> list[str]:
-    """Read on the host from Secret Manager, in two steps: a failure in `export X=$(...)` would not end the script."""
+    """Lines that read secrets from Secret Manager on the host. Assignment and export are separate, because a failure in `export X=$(...)`
+    would not end the script."""
     found: list[str] = []
     for name in job.setup.secrets:
         found += [f'{name}="$(gcloud secrets versions access latest --secret={name})"', f"export {name}"]
