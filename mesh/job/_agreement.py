@@ -59,7 +59,7 @@ def _compared(service: Service, folder: str, name: str, timeout_s: float) -> str
     for other in range(service.count):
         text = service.get(f"{folder}/{other}", timeout_s)
         if text is None:
-            present = service.below(folder)
+            present = service.get_folder(folder)
             return _absent(name, [i for i in range(service.count) if str(i) not in present], timeout_s)
         gathered[other] = json.loads(text)
     return difference(name, gathered) or _EQUAL
@@ -123,7 +123,7 @@ class StepChecks:
         """Record an input of the next step that must be equal in all processes: a batch, a learning rate, the random stream."""
         self._digests[item] = zlib.crc32(crc.to_bytes(4, "little"), self._digests.get(item, 0))
 
-    def taken(self) -> dict[str, str]:
+    def _take(self) -> dict[str, str]:
         """Return the inputs recorded since the previous step, as hexadecimal digests by name, and clear them."""
         digests, self._digests = self._digests, {}
         return {item: f"{crc:08x}" for item, crc in digests.items()}
@@ -134,7 +134,7 @@ class StepChecks:
         Raises:
             JobError: the inputs of the previous step differed, or a process did not report them in time.
         """
-        text = json.dumps(self.taken())
+        text = json.dumps(self._take())
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
             self._thread.start()
@@ -197,5 +197,5 @@ class StepChecks:
 
     def _silent(self, number: int) -> list[int]:
         """The processes that have not reported the inputs of this step."""
-        present = self._service.below(f"spmd/step/{number}")
+        present = self._service.get_folder(f"spmd/step/{number}")
         return [i for i in range(self._service.count) if str(i) not in present]

@@ -90,7 +90,7 @@ class Alarm:
         self._write(f"{self._host} received SIGTERM twice and exits at once, without saving\n")
         self._leave(143)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Write a line to stderr, without ending the process."""
         self._write(f"{self._host}: {text}\n")
 

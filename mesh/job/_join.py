@@ -128,7 +128,7 @@ def init(
         limits = _limits(watchdog_s, first_step_s)
         _join(host, timeout_s, limits)
     else:
-        _joined.alone = Preemption(1, lambda step: cast("Preemption", _joined.alone).hear(0, step))
+        _joined.alone = Preemption(1, lambda step: cast("Preemption", _joined.alone).record(0, step))
     _joined.host = host
     _devices.set_job_devices(host.count, host.devices)
     _listen_for_sigterm()
@@ -368,28 +368,28 @@ def _monitored(host: Host, limits: Limits, roll: RollCall | None) -> Job:
 
     alarm = Alarm(host, announce)
 
-    def hear(notice: Notice) -> None:
-        _hear(notice, host, alarm, preemption, watchdog)
+    def on_notice(notice: Notice) -> None:
+        _handle_notice(notice, host, alarm, preemption)
 
-    def lost(error: ServiceLost) -> None:
+    def on_lost(error: ServiceLost) -> None:
         alarm.peer_failed(0, str(error).splitlines()[0])
 
     preemption = Preemption(host.count, lambda step: announce("can stop", step=step))
-    watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck, lambda text: alarm.say(f"slow: {text}"))
-    notices = Notices(service, host.index, hear, lost)
+    watchdog = Watchdog(service, host.index, host.count, limits, alarm.stuck, lambda text: alarm.log(f"slow: {text}"))
+    notices = Notices(service, host.index, on_notice, on_lost)
     alarm.install()
     return Job(host, service, alarm, notices, watchdog, preemption, StepChecks(service, host.index, alarm.failed), roll)
 
 
-def _hear(notice: Notice, host: Host, alarm: Alarm, preemption: Preemption, watchdog: Watchdog) -> None:
+def _handle_notice(notice: Notice, host: Host, alarm: Alarm, preemption: Preemption) -> None:
     kind, by = notice["kind"], notice["by"]
     if kind in ("failed", "stuck") and by != host.index:
         culprit = by if kind == "failed" else notice["culprit"]
         alarm.peer_failed(by if culprit is None else culprit, notice["why"], show_threads=culprit == host.index or culprit is None)
     elif kind == "stop":
-        preemption.ask()
+        preemption.request_stop()
     elif kind == "can stop":
-        preemption.hear(by, notice["step"])
+        preemption.record(by, notice["step"])
 
 
 def _leave() -> None:
@@ -426,7 +426,7 @@ def _listen_for_sigterm() -> None:
             if is_second:
                 _exit_at_once()
             is_second = True
-            _say("received SIGTERM: all processes stop at the same mesh.should_stop(step); a second SIGTERM ends this one at once")
+            _log("received SIGTERM: all processes stop at the same mesh.should_stop(step); a second SIGTERM ends this one at once")
             _request_stop()
 
     thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)
@@ -434,15 +434,15 @@ def _listen_for_sigterm() -> None:
     thread.start()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     if _joined.job is not None:
-        _joined.job.alarm.say(text)
+        _joined.job.alarm.log(text)
 
 
 def _request_stop() -> None:
     if _joined.job is None:
         if _joined.alone is not None:
-            _joined.alone.ask()
+            _joined.alone.request_stop()
         return
     with contextlib.suppress(ServiceLost):  # the thread that receives notices ends the process in this case
         _joined.job.notices.post("stop")

@@ -28,12 +28,12 @@ class Notices:
     Args:
         service: the coordination service that stores the list.
         index: index of this process, stored in each of its notices under "by".
-        hear: called with each notice, in order, on the listening thread.
+        on_notice: called with each notice, in order, on the listening thread.
         on_lost: called on that thread when process 0 is gone.
     """
 
-    def __init__(self, service: Service, index: int, hear: Callable[[Notice], None], on_lost: Callable[[ServiceLost], None]) -> None:
-        self._service, self._index, self._hear, self._on_lost = service, index, hear, on_lost
+    def __init__(self, service: Service, index: int, on_notice: Callable[[Notice], None], on_lost: Callable[[ServiceLost], None]) -> None:
+        self._service, self._index, self._on_notice, self._on_lost = service, index, on_notice, on_lost
         self._has_left = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="notices", daemon=True)
         self._thread.start()
@@ -44,7 +44,7 @@ class Notices:
         Raises:
             ServiceLost: process 0 is gone.
         """
-        number = self._service.next("spmd/notices")
+        number = self._service.next_number("spmd/notices")
         self._service.set(f"{_FOLDER}/{number}", json.dumps({"kind": kind, "by": self._index, **what}))
 
     def leave(self) -> None:
@@ -62,7 +62,7 @@ class Notices:
             try:
                 text = self._service.get(f"{_FOLDER}/{number}", _POLL_S)
                 if text is None:  # skip the gap left by a writer that died between taking a number and writing
-                    number += self._service.look(f"{_FOLDER}/{number + 1}") is not None
+                    number += self._service.try_get(f"{_FOLDER}/{number + 1}") is not None
                     continue
             except ServiceLost as lost:
                 if not self._has_left.is_set():
@@ -73,4 +73,4 @@ class Notices:
             if notice["kind"] == "left" and notice["by"] == self._index:
                 self._has_left.set()
                 return
-            self._hear(notice)
+            self._on_notice(notice)

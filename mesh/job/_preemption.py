@@ -27,32 +27,27 @@ class Preemption:
 
     Args:
         count: number of processes.
-        say: called with the first step before which this process can stop, to send it to all processes.
+        send: called with the first step before which this process can stop, to send it to all processes.
     """
 
-    def __init__(self, count: int, say: Callable[[int], None]) -> None:
-        self._count, self._say = count, say
+    def __init__(self, count: int, send: Callable[[int], None]) -> None:
+        self._count, self._send = count, send
         self._lock = threading.Lock()
         self._reached = threading.Condition(self._lock)
         self._entered = -1
-        self._asked = False
+        self._is_requested = False
         self._steps: dict[int, int] = {}
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether any process received SIGTERM."""
-        return self._asked
-
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Handle a stop request to any process: report the first step before which this process can stop. Further calls have no effect."""
         with self._lock:
-            if self._asked:
+            if self._is_requested:
                 return
-            self._asked = True
+            self._is_requested = True
             first = self._entered + 1
-        self._say(first)
+        self._send(first)
 
-    def hear(self, index: int, step: int) -> None:
+    def record(self, index: int, step: int) -> None:
         """Record that process `index` can stop before `step` at the earliest."""
         with self._reached:
             self._steps[index] = step
@@ -65,7 +60,7 @@ class Preemption:
             JobError: a process did not report its step in time.
         """
         with self._reached:
-            if not self._asked:
+            if not self._is_requested:
                 self._entered = step
                 return False
             if not self._reached.wait_for(lambda: len(self._steps) == self._count, AGREE_ON_STOP_S):

@@ -41,16 +41,16 @@ class Service:
         """Wait until a process has set the key and return its value, or None after `timeout_s`."""
         return self._call(self._client.blocking_key_value_get, key, max(1, int(timeout_s * 1000)))
 
-    def look(self, key: str) -> str | None:
+    def try_get(self, key: str) -> str | None:
         """The current value, or None if the key is not set. Does not wait."""
         return self._call(self._client.key_value_try_get, key)
 
-    def below(self, folder: str) -> dict[str, str]:
+    def get_folder(self, folder: str) -> dict[str, str]:
         """Values of all keys below `folder`, by the key without the prefix `folder` + "/"."""
         found = self._call(self._client.key_value_dir_get, folder)
         return {key.removeprefix(folder).lstrip("/"): value for key, value in found or ()}
 
-    def next(self, key: str) -> int:
+    def next_number(self, key: str) -> int:
         """Next number of the counter `key`, from 0; no two calls in the job get the same one."""
         number: int | None = self._call(self._client.key_value_increment, key, 1)
         assert number is not None
@@ -64,7 +64,7 @@ class Service:
         """Wait until every process has reached the barrier. A name can be used only once.
 
         Raises:
-            JobError: processes did not reach it in time; the message names them where the service does.
+            JobError: processes did not reach it in time; the message names them if the service does.
         """
         try:
             self._client.wait_at_barrier(name, max(1, int(timeout_s * 1000)))

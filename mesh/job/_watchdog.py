@@ -160,7 +160,7 @@ class Watchdog:
 
     def _read_others(self) -> None:
         now = time.monotonic()
-        for index, text in self._service.below(FOLDER).items():
+        for index, text in self._service.get_folder(FOLDER).items():
             heartbeat = Heartbeat.from_text(text)
             last = self._last_changes.get(int(index))
             if last is None or last[0] != heartbeat:
@@ -208,7 +208,7 @@ class Watchdog:
 
         def read() -> None:
             try:
-                found.append({int(index): Heartbeat.from_text(text) for index, text in self._service.below(FOLDER).items()})
+                found.append({int(index): Heartbeat.from_text(text) for index, text in self._service.get_folder(FOLDER).items()})
             except ServiceLost:
                 return
 

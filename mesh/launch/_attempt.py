@@ -14,7 +14,7 @@ from typing import Any
 
 from mesh.job._place import PEER_FAILED, PREEMPTED, STUCK
 from mesh.launch._gang import Exit, Gang
-from mesh.launch._output import Output, say
+from mesh.launch._output import Output, log
 
 _NOTICE_S = 0.7  # the other processes are notified of a failure within milliseconds, and may print their stacks
 _INTERRUPTED = 130
@@ -142,7 +142,7 @@ def report_outcome(outcome: Outcome, output: Output, name: str, began: float, di
             if f"process {path.stem.partition('-')[2]} stopped first" in outcome.why:
                 sys.stderr.write(f"threads of process {path.stem.partition('-')[2]}:\n{path.read_text(encoding='utf-8')}")
     action = "ended the job" if outcome.code == STUCK else "failed first"
-    say(f"{name} {action}, after {first.time - began:.1f} s: {outcome.why}")
+    log(f"{name} {action}, after {first.time - began:.1f} s: {outcome.why}")
 
 
 def meaning(code: int) -> str:

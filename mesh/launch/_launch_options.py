@@ -100,7 +100,7 @@ def parse(argv: Sequence[str], prog: str, preload: Sequence[str]) -> Options:
         if not hosts:
             parser.error(f"--hostfile {given.hostfile} contains no host names")
     if not program or program == ("-m",):
-        parser.error("say which program to run: a script with its arguments, or -m and a module")
+        parser.error("no program to run: pass a script with its arguments, or -m and a module")
     setup, problem = setup_of(given)
     if problem:
         parser.error(problem)

@@ -24,7 +24,7 @@ from mesh.launch._attempt import Outcome, Stops, report_outcome, watch
 from mesh.launch._emit import emit
 from mesh.launch._gang import Gang, InMember
 from mesh.launch._launch_options import Options, missing, parse
-from mesh.launch._output import Output, say
+from mesh.launch._output import Output, log
 from mesh.launch._reaper import Reaper
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m mesh.launch",
         return 2
     if options.emit is not None:
         for path in emit(options):
-            say(f"wrote {path}")
+            log(f"wrote {path}")
         return 0
     if options.join:
         return _member.run(options.program, options.timeout_s)
@@ -91,11 +91,11 @@ def _attempts(options: Options, stops: Stops, reaper: Reaper, directory: Path, s
         if failures > options.restarts:
             if options.restarts:
                 since = "without a checkpoint" if saved is None else f"since the checkpoint of step {saved}"
-                say(f"giving up after {failures} failures {since}, --restarts {options.restarts}")
+                log(f"giving up after {failures} failures {since}, --restarts {options.restarts}")
             return outcome.code
         last_saved, attempt = saved, attempt + 1
         where = "the start" if saved is None else f"the checkpoint of step {saved}"
-        say(f"restarting all {options.processes} processes from {where} (restart {attempt})")
+        log(f"restarting all {options.processes} processes from {where} (restart {attempt})")
 
 
 def _attempt(

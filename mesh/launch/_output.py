@@ -64,7 +64,7 @@ class Output:
             file.close()
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Write a message of the launcher itself to stderr."""
     sys.stderr.write("".join(f"spmd launch: {line}\n" for line in text.splitlines()))
     sys.stderr.flush()

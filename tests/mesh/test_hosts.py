@@ -350,7 +350,7 @@ class SharedKeys:
             self._changed.wait_for(lambda: key in self._held, timeout_s)
             return self._held.get(key)
 
-    def below(self, folder: str) -> dict[str, str]:
+    def get_folder(self, folder: str) -> dict[str, str]:
         with self._changed:
             return {key.removeprefix(folder + "/"): value for key, value in self._held.items() if key.startswith(folder + "/")}
 
@@ -450,7 +450,7 @@ def test_no_heartbeat_is_under_way_when_a_watchdog_has_stopped() -> None:
     dog = Bitten(cast("Service", service), 1, Limits(1.0, 60.0)).dog
     dog.stop()
     assert not any(thread.is_alive() for thread in dog._threads)
-    assert "left" in service.below("spmd/heartbeat")["1"]
+    assert "left" in service.get_folder("spmd/heartbeat")["1"]
 
 
 def test_watchdog_waits_for_what_is_announced_as_long_and_for_the_first_step() -> None:
@@ -530,7 +530,7 @@ def test_all_processes_stop_at_the_same_step_wherever_they_are() -> None:
 
         def say(index: int, step: int, everyone: list[Preemption] = everyone) -> None:
             for other in everyone:
-                other.hear(index, step)
+                other.record(index, step)
 
         everyone += [Preemption(count, lambda step, i=i: say(i, step)) for i in range(count)]
         together = threading.Barrier(count, timeout=20)
@@ -543,7 +543,7 @@ def test_all_processes_stop_at_the_same_step_wherever_they_are() -> None:
                 together.wait()  # the step's collective
                 if index == 1 and step == told:
                     for other in everyone:
-                        threading.Thread(target=other.ask).start()
+                        threading.Thread(target=other.request_stop).start()
             return -1
 
         with ThreadPoolExecutor(count) as pool:
@@ -553,7 +553,7 @@ def test_all_processes_stop_at_the_same_step_wherever_they_are() -> None:
 
 def test_process_that_does_not_say_where_it_is_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh.job._preemption.AGREE_ON_STOP_S", 0.1)
-    preemption = Preemption(2, lambda step: preemption.hear(0, step))
-    preemption.ask()
+    preemption = Preemption(2, lambda step: preemption.record(0, step))
+    preemption.request_stop()
     with pytest.raises(JobError, match="process 1 did not report the step at which it can stop within 0.1 s"):
         preemption.should_stop(3)

@@ -325,7 +325,7 @@ def test_program_keeps_its_own_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "say which program to run"),
+        ([], "no program to run"),
         (["-n", "3", "--hosts", "a,b", "x.py"], "does not divide over 2 hosts"),
         (["--hosts", "a,a", "-n", "2", "x.py"], "a host is named twice"),
         (["--restarts", "-1", "x.py"], "--restarts must be at least 0, got -1"),
