@@ -197,7 +197,7 @@ def barrier(name: str, timeout_s: float = BARRIER_S) -> None:
         timeout_s: seconds to wait for the other processes.
 
     Raises:
-        JobError: some processes did not arrive in time; the message names them.
+        JobError: some processes did not arrive in time; the message names them if the service does.
     """
     if _joined.job is not None:
         _joined.job.service.barrier(f"user/{name}", timeout_s)
@@ -255,7 +255,7 @@ def _detected(coordinator: str | None, count: int | None, index: int | None) -> 
             message(
                 f"process {host.index} is out of range in a job of {host.count} processes",
                 f"read from: {host.found_by}",
-                fix=f"index must be from 0 to {host.count - 1}",
+                fix="pass an index from 0 to count - 1",
             )
         )
     return host

@@ -3,7 +3,7 @@
 Every process publishes a *heartbeat* at intervals: the number of steps that it entered, its phase, and a counter that shows that
 it is alive. A process that makes no progress for `max(least_s, 20 x the median step)` reads all heartbeats. The culprit is a process
 whose heartbeat has stopped, else one that entered the fewest steps, else one that is not in a step. The first step and
-extended phases (compiling, saving) have a longer timeout. But a process without a heartbeat for `least_s` is stopped as a
+extended phases (compiling, saving) have a longer timeout. But a process without a heartbeat for `max(least_s, silent_s)` is stopped as a
 whole, whatever it was doing: process 0 checks the others for this, and they check process 0.
 """
 
