@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,3 +194,35 @@ def test_a_checkpoint_of_torchs_is_loaded_into_another_mesh(tmp_path: Path) -> N
     assert_same(second.state[other.head.weight]["exp_avg"], optimizer.state[model.head.weight]["exp_avg"])
     whole: dict[str, Any] = get_state_dict(other, second, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[0]
     assert {t.device.type for t in whole.values()} == {"cpu"}
+
+
+def test_a_state_dict_shows_placements_and_is_assigned_to_a_model_on_meta() -> None:
+    """As PyTorch's example of FSDP2 saves whole tensors, and loads them."""
+    dist.init_process_group("spmd", init_method="spmd://", device_id=torch.device("jax", 0))
+    torch.manual_seed(0)
+    host = Stack()
+    model = sharded(copy.deepcopy(host), None)
+    whole = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
+    for name, parameter in host.named_parameters():
+        assert torch.equal(whole[name], parameter)
+    with torch.device("meta"):
+        other = sharded(Stack(), None)
+    shown: dict[str, Any] = other.state_dict()
+    loaded = {n: nn.Parameter(distribute_tensor(t, shown[n].device_mesh, shown[n].placements)) for n, t in whole.items()}
+    other.load_state_dict(loaded, assign=True)
+    assert shown["head.weight"].placements == (Shard(0),)
+    assert other.head.weight.sharding_spec == model.head.weight.sharding_spec
+    assert_same_model(other, host)
+    set_model_state_dict(other, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    assert_same(torch.tensor(stepped(other, on_device())[0]), torch.tensor(stepped(host, data())[0]))
+
+
+@pytest.mark.parametrize("wrapped", [lambda m: sharded(m, None), lambda m: DistributedDataParallel(m, device_ids=[0])], ids=["fsdp", "ddp"])
+def test_a_batch_on_the_host_is_moved_as_in_torch(wrapped: Any) -> None:
+    dist.init_process_group("spmd", init_method="spmd://")
+    torch.manual_seed(0)
+    host = Stack()
+    model = wrapped(copy.deepcopy(host).to("jax"))
+    assert_same(model(data()[0]), host(data()[0]))
+    with pytest.raises(RuntimeError, match="expected all tensors on device 'jax'"):
+        DistributedDataParallel(copy.deepcopy(host).to("jax"))(data()[0])

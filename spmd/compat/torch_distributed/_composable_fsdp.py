@@ -21,6 +21,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.compat.torch_distributed._batches import split_batch
 from spmd.compat.torch_distributed._dispatch import before
 from spmd.compat.torch_distributed._group_of_one import GroupOfOne
+from spmd.compat.torch_distributed._state_dicts import show_sharded
 from spmd.device._layout import annotation_of
 from spmd.fsdp import fully_shard as shard_over
 from spmd.fsdp import is_outermost, unit_of
@@ -66,17 +67,18 @@ def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
         axes = tuple(name for dim in batch for name in found.axes[dim])
         each.register_forward_pre_hook(_Batch(found.mesh, axes).enter, with_kwargs=True, prepend=True)
         each.__class__ = _class_of(type(each))
+        show_sharded(each)
     return module
 
 
 class _Batch:
-    """Splits the batch that is passed to the outermost unit."""
+    """Shards the batch that is passed to the outermost unit, and moves it to the device as torch's unit does."""
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
         self.mesh, self.axes = mesh, axes
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return split_batch((args, kwargs), self.mesh, self.axes) if is_outermost(module) else (args, kwargs)
+        return split_batch((args, kwargs), self.mesh, self.axes, moves=True) if is_outermost(module) else (args, kwargs)
 
 
 class OneProgramModule(FSDPModule):

@@ -23,14 +23,16 @@ class OneProgramDataParallel(DistributedDataParallel):
 
     Args:
         module: on device 'jax'; tensors that are marked keep their layout.
-        device_mesh: mesh whose axes split the batch; default: all devices.
+        device_ids: if given, batches on the CPU are moved to the device, as in torch. Which ids does not matter.
+        device_mesh: mesh whose axes shard the batch; default: all devices.
         options: torch's other arguments configure its reducer and have no effect.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, device_mesh: Any = None, **options: Any) -> None:
+    def __init__(self, module: nn.Module, device_ids: Any = None, *args: Any, device_mesh: Any = None, **options: Any) -> None:
         nn.Module.__init__(self)
         self.module = module
         self.require_backward_grad_sync = True
+        self._moves = bool(device_ids)
         self.device_ids, self.output_device, self.device = None, None, torch.device("jax")
         if is_of_devices(device_mesh):
             found = mesh_axes(device_mesh)
@@ -43,7 +45,7 @@ class OneProgramDataParallel(DistributedDataParallel):
                 mark_sharding(tensor, self.mesh, PartitionSpec(*(None,) * tensor.dim()))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs = split_batch((inputs, kwargs), self.mesh, self.axes)
+        inputs, kwargs = split_batch((inputs, kwargs), self.mesh, self.axes, moves=self._moves)
         return self.module(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> Any:

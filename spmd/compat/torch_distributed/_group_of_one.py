@@ -35,9 +35,12 @@ class GroupError(SpmdError, RuntimeError):
 class GroupOfOne(dist.ProcessGroup):
     """The group of a single program. Each collective returns its input."""
 
+    supports_splitting = False  # asked of a device's backend by `init_process_group(device_id=)`
+
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]
         self._name = ""
+        self.bound_device_id: Any = torch.device("jax", 0)  # else `barrier` warns that no device was given
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -55,6 +58,14 @@ class GroupOfOne(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return BACKEND
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("jax")]
+
+    def _get_backend(self, device: torch.device) -> GroupOfOne:
+        """The backend for a device: one group serves all. C++ knows none for a group written in Python."""
+        return self
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return _done(tensors)
