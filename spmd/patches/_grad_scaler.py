@@ -1,4 +1,8 @@
-"""A GradScaler that is first used inside a trace. Its scale and its growth count are state, which is created outside of the program."""
+"""A GradScaler that is first used inside a trace. Its scale and its growth count are state, which is created outside of the program.
+
+What a scaler keeps between `unscale_` and `update` is a Python dict that torch writes: where a trace fails it is put back, or
+the next call, traced or not, would take gradients for unscaled that are not.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +44,25 @@ def traceable_grad_scaler() -> Generator[None]:
             raise TraceError(message(what, *called_at(), fix=f"{type(optimizer).__name__}(..., fused=True), which decides on the device"))
         return torchs_step(self, optimizer, optimizer_state, *args, **kwargs)
 
+    def unscale_(self: Any, optimizer: torch.optim.Optimizer) -> None:
+        before.setdefault(id(self), (self, {key: dict(state) for key, state in self._per_optimizer_states.items()}))
+        torchs_unscale(self, optimizer)
+
+    before: dict[int, tuple[Any, dict[int, dict[str, Any]]]] = {}
     torchs_step = current("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
+    torchs_unscale = current("torch.amp.grad_scaler.GradScaler.unscale_")
     with (
         replaced("torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker", init),
         replaced("torch.amp.grad_scaler.GradScaler._maybe_opt_step", maybe_step),
+        replaced("torch.amp.grad_scaler.GradScaler.unscale_", unscale_),
     ):
-        yield
+        try:
+            yield
+        except BaseException:
+            for scaler, states in before.values():
+                scaler._per_optimizer_states.clear()
+                scaler._per_optimizer_states.update(states)
+            raise
 
 
 __all__ = ["traceable_grad_scaler"]

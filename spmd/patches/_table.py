@@ -172,6 +172,13 @@ PATCHES: tuple[Patch, ...] = (
         "spmd.patches._grad_scaler.traceable_grad_scaler",
         "self, optimizer, optimizer_state, args, kwargs",
     ),
+    Patch(
+        "torch.amp.grad_scaler.GradScaler.unscale_",
+        "what it writes is put back where a trace fails",
+        "spmd/patches/_grad_scaler.py",
+        "spmd.patches._grad_scaler.traceable_grad_scaler",
+        "self, optimizer",
+    ),
     # random numbers
     Patch(
         "torch._opaque_base.OpaqueBaseMeta.__call__",

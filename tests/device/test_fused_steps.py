@@ -111,3 +111,6 @@ def test_a_scaler_needs_a_fused_optimizer_in_a_program() -> None:
 
     with pytest.raises(spmd.TraceError, match=r"SGD\(..., fused=True\)"):
         step()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)  # the trace that failed has left nothing in the scaler
+    assert_same(weight, torch.full((2,), 0.9))
