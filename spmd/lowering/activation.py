@@ -90,7 +90,7 @@ def hardtanh(self: Any, min_val: Any = -1, max_val: Any = 1) -> Any:
 
 @lower("hardtanh_backward", pointwise=True, promoted=("grad_output", "self"))
 def hardtanh_backward(grad_output: Any, self: Any, min_val: Any, max_val: Any) -> Any:
-    return jnp.where((self <= min_val) | (self >= max_val), jnp.zeros((), grad_output.dtype), grad_output)
+    return jnp.where((self > min_val) & (self < max_val), grad_output, jnp.zeros((), grad_output.dtype))
 
 
 @lower("hardswish", pointwise=True)
@@ -121,7 +121,7 @@ def hardshrink(self: Any, lambd: Any = 0.5) -> Any:
 
 @lower("hardshrink_backward", pointwise=True, promoted=("grad_out", "self"))
 def hardshrink_backward(grad_out: Any, self: Any, lambd: Any) -> Any:
-    return jnp.where((self >= -lambd) & (self <= lambd), jnp.zeros((), grad_out.dtype), grad_out)
+    return jnp.where((self > lambd) | (self < -lambd), grad_out, jnp.zeros((), grad_out.dtype))
 
 
 @lower("softshrink", pointwise=True, static=("lambd",))
@@ -198,5 +198,5 @@ def logit(self: Any, eps: float | None = None) -> Any:
 
 @lower("logit_backward", pointwise=True, promoted=("grad_output", "self"))
 def logit_backward(grad_output: Any, self: Any, eps: float | None = None) -> Any:
-    inside = (self >= 0) & (self <= 1) if eps is None else (self >= eps) & (self <= 1 - eps)
-    return jnp.where(inside, grad_output / (self * (1 - self)), jnp.nan if eps is None else 0)
+    outside = (self < 0) | (self > 1) if eps is None else (self < eps) | (self > 1 - eps)
+    return jnp.where(~outside, grad_output / (jnp.abs(self) * (1 - self)), jnp.nan if eps is None else 0)

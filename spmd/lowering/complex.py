@@ -23,12 +23,21 @@ def angle(self: Any) -> Any:
     return jnp.where(jnp.isnan(self), self, jnp.where(self < 0, jnp.asarray(jnp.pi, self.dtype), jnp.zeros((), self.dtype)))
 
 
-@lower("complex")
+def _are_parts(one: Any, other: Any) -> None:
+    if any(part.dtype not in (jnp.float16, jnp.float32, jnp.float64) for part in (one, other)):
+        kinds = " and ".join(_TORCHS_NAMES.get(part.dtype.name, part.dtype.name) for part in (one, other))
+        raise RuntimeError(f"Expected both inputs to be Half, Float or Double tensors but got {kinds}")
+
+
+_TORCHS_NAMES = {"bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"}
+
+
+@lower("complex", check=_are_parts)
 def complex_(real: Any, imag: Any) -> Any:
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
-@lower("polar")
+@lower("polar", check=_are_parts)
 def polar(abs: Any, angle: Any) -> Any:
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 

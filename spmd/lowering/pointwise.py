@@ -40,16 +40,35 @@ def _unless_bool(fn: Any) -> Any:
     return rule
 
 
+def _on_its_side(fn: Any, *, real: bool = False, imag: int = 1) -> Any:
+    """`fn`, whose complex result has an imaginary part with the sign of its argument's times `imag`; `real`: the real parts alike.
+
+    On a branch cut the sign of a zero says on which side it is (`sqrt(-1 - 0j)` is -1j); XLA does not look at it.
+    """
+
+    def rule(self: Any) -> Any:
+        out = fn(self)
+        if not jnp.iscomplexobj(out):
+            return out
+        of_real = jnp.copysign(jnp.real(out), jnp.real(self)) if real else jnp.real(out)
+        return lax.complex(of_real, jnp.copysign(jnp.imag(out), imag * jnp.imag(self)))
+
+    return rule
+
+
+_sqrt = _on_its_side(lax.sqrt)
+_rsqrt = _on_its_side(lax.rsqrt, imag=-1)
+
 # Names that share a function mean the same with a number on either side.
 _TABLE: dict[str, Any] = {
     "abs": jnp.abs,
-    "acos": jnp.arccos,
-    "acosh": jnp.arccosh,
-    "asin": jnp.arcsin,
-    "asinh": jnp.arcsinh,
-    "atan": jnp.arctan,
+    "acos": _on_its_side(jnp.arccos, imag=-1),
+    "acosh": _on_its_side(jnp.arccosh),
+    "asin": _on_its_side(jnp.arcsin, real=True),
+    "asinh": _on_its_side(jnp.arcsinh, real=True),
+    "atan": _on_its_side(jnp.arctan, real=True),
     "atan2": jnp.arctan2,
-    "atanh": jnp.arctanh,
+    "atanh": _on_its_side(jnp.arctanh, real=True),
     "bitwise_and.Tensor bitwise_and.Scalar bitwise_and.Scalar_Tensor": jnp.bitwise_and,
     "bitwise_not": jnp.bitwise_not,
     "bitwise_or.Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor": jnp.bitwise_or,
@@ -96,13 +115,13 @@ _TABLE: dict[str, Any] = {
     "reciprocal": jnp.reciprocal,
     "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
     "round": _unless_integral(jnp.round),
-    "rsqrt": lax.rsqrt,
+    "rsqrt": _rsqrt,
     "sgn": _unless_bool(_sign),
     "sign": _unless_bool(_sign),
     "signbit": jnp.signbit,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
-    "sqrt": lax.sqrt,
+    "sqrt": _sqrt,
     "tan": jnp.tan,
     "tanh": jnp.tanh,
     "trunc": _unless_integral(jnp.trunc),
@@ -155,22 +174,30 @@ def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
 @lower("pow.Tensor_Scalar", pointwise=True, static=("exponent",))
 def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
     if is_static(exponent) and not isinstance(exponent, complex):
-        if exponent == int(exponent) and abs(exponent) <= 4 and not jnp.issubdtype(self.dtype, jnp.integer):
+        if abs(exponent) <= 4 and exponent == int(exponent) and jnp.issubdtype(self.dtype, jnp.inexact):
             return lax.integer_pow(self, int(exponent))
         if exponent == 0.5:
-            return jnp.sqrt(self)
-    return jnp.power(self, exponent)
+            return _sqrt(self)
+        if exponent == -0.5:  # as CPU torch, to which the power of -0.0 is -inf and that of -inf is NaN
+            return _rsqrt(self)
+    return _power(self, exponent)
 
 
 @lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)
 def pow_tensor(self: Any, exponent: Any) -> Any:
     """A negative power of an integer is its reciprocal's integer part: 0, but for 1 and -1."""
     if not jnp.issubdtype(exponent.dtype, jnp.integer):
-        return jnp.power(self, exponent)
+        return _power(self, exponent)
     if not jnp.issubdtype(exponent.dtype, jnp.signedinteger):
         return _integer_power(self, exponent)
     magnitude = _integer_power(self, jnp.abs(exponent))
     return jnp.where((exponent < 0) & (jnp.abs(magnitude) != 1), 0, magnitude)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """A complex power goes by the logarithm, which 0 has none of: `0 ** (1 + 1j)` is 0."""
+    power = jnp.power(base, exponent)
+    return jnp.where((base == 0) & (jnp.real(exponent) > 0), 0, power) if jnp.iscomplexobj(power) else power
 
 
 def _integer_power(base: Any, exponent: Any) -> Any:
@@ -263,6 +290,8 @@ def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None,
 @lower("ldexp.Tensor", pointwise=True)
 def ldexp(self: Any, other: Any) -> Any:
     """By a power of two in the exponent itself: it is exact, and does not overflow on its way."""
+    if jnp.iscomplexobj(self) or jnp.iscomplexobj(other):
+        return self * jnp.exp2(other)
     power = jnp.floor(other)
     by_exponent = jnp.ldexp(self * jnp.exp2(other - power), jnp.clip(power, -5000, 5000).astype(jnp.int32))
     return jnp.where(jnp.isfinite(other), by_exponent, self * jnp.exp2(other))

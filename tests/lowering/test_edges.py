@@ -36,6 +36,23 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "ldexp": (torch.ldexp, (of(1, inf, nan, 0, 1e-30, 1.0), torch.tensor([3, 200, 2, -3, 200, -100]))),
     "ldexp in float64": (torch.ldexp, (torch.tensor([1.0, 3.0], dtype=torch.float64), torch.tensor([1000, -1000]))),
     "ldexp of floats": (torch.ldexp, (of(1, 2, 3), of(0.5, inf, -inf))),
+    "powers by numbers": (
+        lambda x: tuple(x**p for p in (inf, -inf, nan, -0.5)),
+        (of(-2, -1, -0.5, -0.0, 0, 0.5, 1, 2, inf, -inf, nan, grad=True),),
+    ),
+    "gradients of NaN and -0.0": (
+        lambda x: (F.hardtanh(x), F.relu6(x), F.hardshrink(x), F.softshrink(x), torch.logit(x, 0.1), torch.logit(x[1:])),
+        (of(nan, -0.0, 0, 0.5, 1, grad=True),),
+    ),
+    "complex functions on their cuts": (
+        lambda z: (
+            tuple(torch.view_as_real(getattr(torch, f"a{name}")(z)) for name in "sin cos tan sinh cosh tanh".split())
+            + tuple(torch.view_as_real(fn(z)) for fn in (torch.sqrt, torch.rsqrt, lambda z: z**0.5))
+        ),
+        (torch.complex(of(*(-2, -0.5, -0.0, 0.5, 2) * 2, *(-0.0, 0.0) * 3), of(*(0.0,) * 5, *(-0.0,) * 5, -2, -2, 0.5, 0.5, 2, 2)),),
+    ),
+    "complex powers of 0": (lambda z: torch.view_as_real(z ** (1 + 1j)), (torch.tensor([0j, 1j]),)),
+    "ldexp of complex numbers": (lambda z, n: torch.view_as_real(torch.ldexp(z, n)), (torch.tensor([1j, -2 + 1j]), of(2, -0.5))),
     "gradient": (lambda x: torch.gradient(x)[0], (of(1, inf, 3, nan),)),
     "einsum of nothing": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (torch.zeros(2, 0), torch.zeros(0, 3))),
     **{
@@ -117,6 +134,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "nanmedian.dim": lambda x: x.nanmedian(0),
     "mode": lambda x: x.mode(0),
     "argmax": lambda x: x.argmax(0),
+    "complex": lambda x: torch.complex(x.bfloat16(), x.bfloat16()),
+    "polar": lambda x: torch.polar(x.bfloat16(), x.bfloat16()),
 }
 
 
