@@ -205,9 +205,22 @@ def data_dependent(op: Any) -> TraceError:
         message(
             f"the result shape of {op} depends on values, which a traced program does not have",
             *called_at(),
-            fix="keep shapes fixed with torch.where or a mask, or call the op outside the compiled function",
+            fix=_OF_FIXED_SHAPE.get(
+                op._schema.name, "keep shapes fixed with torch.where or a mask, or call the op outside the compiled function"
+            ),
         )
     )
+
+
+_MASKED = (
+    "torch.where(mask, f(x), x) for x[mask] = f(x[mask]); torch.where(mask, x, 0).sum() for x[mask].sum(), over mask.sum() for the mean"
+)
+_OF_FIXED_SHAPE = {
+    **dict.fromkeys(("aten::index", "aten::_unsafe_index", "aten::masked_select"), _MASKED),
+    **dict.fromkeys(("aten::index_put", "aten::_index_put_impl"), "x = torch.where(mask, values, x), of values for all elements"),
+    "aten::nonzero": "torch.where(mask, a, b) needs no positions; torch.nonzero_static(mask, size=n) gives n of them",
+}
+"""What does the same with shapes that no value decides, by operator."""
 
 
 def _operator(name: str, fn: Callable[..., Any]) -> None:

@@ -25,7 +25,8 @@ def angle(self: Any) -> Any:
 
 def _are_parts(one: Any, other: Any) -> None:
     if any(part.dtype not in (jnp.float16, jnp.float32, jnp.float64) for part in (one, other)):
-        kinds = " and ".join(_TORCHS_NAMES.get(part.dtype.name, part.dtype.name) for part in (one, other))
+        names: list[str] = [part.dtype.name for part in (one, other)]
+        kinds = " and ".join(_TORCHS_NAMES.get(name, name) for name in names)
         raise RuntimeError(f"Expected both inputs to be Half, Float or Double tensors but got {kinds}")
 
 

@@ -134,6 +134,13 @@ PATCHES: tuple[Patch, ...] = (
         "spmd.patches._causal_masks.unknown_masks_taken",
         "mask, is_causal, size",
     ),
+    Patch(
+        "torch._tensor_str._str",
+        "a tensor that is printed in a trace is refused as that, and not as an operation of torch's printing",
+        "spmd/patches/_printed_tensors.py",
+        "spmd.patches._printed_tensors.printing_refused_by_name",
+        "self, tensor_contents",
+    ),
     # optimizers
     Patch(
         "torch.optim.optimizer._foreach_supported_types",

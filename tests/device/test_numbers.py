@@ -176,11 +176,35 @@ def test_builtins_that_iterate_take_a_tensor(of_rows: Callable[..., Any]) -> Non
 
 @pytest.mark.parametrize("show", [print, repr, str, lambda x: f"{x}"], ids=["print", "repr", "str", "format"])
 def test_printing_in_a_compiled_function_leaves_functorch_on_while_the_error_is_held(show: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises(spmd.TraceError) as raised:
+    with pytest.raises(spmd.TraceError, match=r"float32\[3\], was printed or made a string(?s:.*)fix: return it") as raised:
         spmd.compile(show)(torch.ones(3).to("jax"))
     per_sample = torch.func.vmap(torch.func.grad(lambda x: x.square().sum()))
     assert per_sample(torch.ones(2, 3).to("jax")).tolist() == [[2.0] * 3] * 2
-    assert "fix: " in str(raised.value)
+    assert "masked_select" not in str(raised.value)
+
+
+def test_a_tensor_whose_values_are_known_is_printed() -> None:
+    assert spmd.compile(lambda x: (str(torch.arange(3, device=x.device)), x)[0])(torch.ones(3).to("jax")) == str(torch.arange(3).to("jax"))
+
+
+def set_masked(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[x > 1] -= 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "fix"),
+    [
+        (set_masked, r"torch.where\(mask, f\(x\), x\)"),
+        (lambda x: x[x > 1].mean(), r"torch.where\(mask, x, 0\).sum\(\)"),
+        (lambda x: x.masked_select(x > 1).sum(), r"torch.where\(mask, x, 0\).sum\(\)"),
+        (lambda x: x[torch.where(x > 1)], r"torch.nonzero_static"),
+    ],
+)
+def test_what_values_decide_the_size_of_is_refused_with_what_does_the_same(fn: Callable[[torch.Tensor], torch.Tensor], fix: str) -> None:
+    with pytest.raises(spmd.TraceError, match=rf"depends on values(?s:.*)fix: .*{fix}"):
+        spmd.compile(fn)(torch.arange(3.0).to("jax"))
 
 
 def test_numpy_of_a_device_tensor_is_torchs_own_error() -> None:

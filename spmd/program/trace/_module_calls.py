@@ -184,11 +184,14 @@ def restore_functorch() -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code is tensor_str.__code__:
-                trace.tb_frame.clear()
-            trace = trace.tb_next
+        found: BaseException | None = error
+        while found is not None:
+            trace = found.__traceback__
+            while trace is not None:
+                if trace.tb_frame.f_code is tensor_str.__code__:
+                    trace.tb_frame.clear()
+                trace = trace.tb_next
+            found = found.__cause__
         raise
 
 

@@ -23,6 +23,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.patches._causal_masks import unknown_masks_taken
 from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import traceable_grad_scaler
+from spmd.patches._printed_tensors import printing_refused_by_name
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import ITEMS, contents_of
@@ -165,6 +166,7 @@ class Trace:
                 stack.enter_context(without_branches())
                 stack.enter_context(unknown_masks_taken())
                 stack.enter_context(traceable_grad_scaler())
+                stack.enter_context(printing_refused_by_name())
                 stack.enter_context(called_directly())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
