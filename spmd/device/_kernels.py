@@ -191,7 +191,8 @@ def install() -> Installed:
     for name, kernel in _pinned.kernels().items():
         installed.add(name, kernel, "CPU", by="device")
     installed.any.fallback(fallback, "PrivateUse1")
-    installed.any.fallback(sparse, "SparsePrivateUse1")
+    for kind, refused in (("SparsePrivateUse1", sparse), ("SparseCsrPrivateUse1", sparse), ("NestedTensorPrivateUse1", nested)):
+        installed.any.fallback(refused, kind)
     installed.any.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     listen(installed)
     return installed
@@ -360,9 +361,19 @@ def fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def sparse(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Ops that make sparse tensors, or are given some: the device has none."""
+    raise _of_sparse(op)
+
+
+def nested(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Ops of nested tensors, which the device has not either."""
+    what = f"{op} of a nested tensor: device 'jax' has tensors of one shape alone"
+    raise UnsupportedOpError(message(what, *called_at(), fix="torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True), and a mask"))
+
+
+def _of_sparse(op: OpOverload) -> UnsupportedOpError:
     what = f"{op} of a sparse tensor: device 'jax' has dense tensors alone"
     how = "sparse=False for an embedding, sparse_grad=False for gather; x.to_dense() before a tensor moves"
-    raise UnsupportedOpError(message(what, *called_at(), fix=how))
+    return UnsupportedOpError(message(what, *called_at(), fix=how))
 
 
 _inside: ContextVar[tuple[OpOverload, ...]] = ContextVar("ops that the fallback is resolving", default=())
@@ -405,6 +416,8 @@ def _through_functional(op: OpOverload, functional: OpOverload, args: tuple[Any,
 
 def unsupported(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOpError:
     """The error for an op that has neither lowering nor decomposition."""
+    if "sparse" in op.name():
+        return _of_sparse(op)
     shown = ", ".join(_shown(a) for a in args) + "".join(f", {n}={_shown(a)}" for n, a in kwargs.items())
     short = _short(op)
     return UnsupportedOpError(

@@ -25,7 +25,7 @@ import torch
 
 import mesh
 from spmd.base._convert import exact_dtypes, to_numpy_dtype, to_torch_dtype
-from spmd.base._errors import DroppedValueError, SpmdError, TraceAgain, message
+from spmd.base._errors import DroppedValueError, SpmdError, TraceAgain, UnsupportedOpError, called_at, message
 from spmd.base._jax import ArrayImpl, current_trace, is_tracer
 from spmd.base._open_sizes import are_sizes_open
 from spmd.base._torch import DispatchKey, DispatchKeySet, create_empty_tensor
@@ -341,9 +341,13 @@ def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """The buffer under a device tensor."""
-    storage = tensor.untyped_storage()
     try:
-        return storage.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+        return tensor.untyped_storage().spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    except NotImplementedError:
+        if tensor.layout == torch.strided:
+            raise
+        what = f"a tensor of layout {tensor.layout} on device 'jax', which has dense tensors alone"
+        raise UnsupportedOpError(message(what, *called_at(), fix="x.to_dense() before the tensor moves")) from None
     except AttributeError:
         raise SpmdError(
             message(

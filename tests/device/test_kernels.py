@@ -124,6 +124,27 @@ def test_a_sparse_gradient_is_refused_and_the_values_are_computed(loss: Any) -> 
     assert w.grad is None
 
 
+ENTRIES = torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda x, a: a @ x, "sparse tensor: device 'jax' has dense tensors alone"),
+        (lambda x, a: a.to_sparse_csr() @ x, "sparse tensor: device 'jax' has dense tensors alone"),
+        (lambda x, a: a.to_sparse_csr().to(x.device) @ x, "layout torch.sparse_csr on device 'jax', which has dense tensors alone"),
+        (lambda x, a: x.to_sparse(), "_to_sparse.default of a sparse tensor"),
+        (lambda x, a: torch.nested.nested_tensor([x, x[:2]]) * 2, "of a nested tensor: device 'jax' has tensors of one shape alone"),
+    ],
+    ids=["coo", "csr", "csr moved", "to_sparse", "nested"],
+)
+def test_tensors_that_are_not_dense_are_refused_in_words_of_ours(use: Any, said: str) -> None:
+    sparse = torch.sparse_coo_tensor(*ENTRIES, (3, 3), check_invariants=True)
+    with pytest.raises(UnsupportedOpError, match=f"{said}(?s:.*)fix: "):
+        use(torch.ones(3, 3, device="jax"), sparse)
+
+
 def test_resize_keeps_the_elements_that_stay() -> None:
     x = torch.arange(4.0).to("jax")
     assert x.resize_(2, 2) is x and x.tolist() == [[0, 1], [2, 3]]

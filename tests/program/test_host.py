@@ -74,6 +74,21 @@ def test_a_cpu_constant_that_changes_retraces(shape: tuple[int, ...]) -> None:
     assert "the content of constant changed" in step.retraces[0] and "constant changed from a tensor" in step.retraces[1]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_constant_of_the_host_is_watched_and_as_an_argument_refused(layout: torch.layout) -> None:
+    constant = torch.eye(3).to_sparse(layout=layout)
+    step = spmd.compile(lambda x: constant.to_dense().to("jax") @ x)
+    x = torch.ones(3).to("jax")
+    assert step(x).tolist() == step(x).tolist() == [1.0] * 3
+    (constant._values() if layout == torch.sparse_coo else constant.values()).mul_(2)
+    assert step(x).tolist() == [2.0] * 3 and step.num_traces == 2
+    with pytest.raises(
+        spmd.TraceError, match=r"layout sparse_\w+, and device 'jax' has dense tensors alone(?s:.*)fix: pass x.to_dense\(\)"
+    ):
+        spmd.compile(lambda x, a: a.to_dense().to("jax") @ x)(x, constant)
+
+
 def test_a_view_of_a_cpu_constant_that_changes_retraces() -> None:
     constant = torch.full((4,), 2.0)
     step = spmd.compile(lambda x: x * constant[:2].to("jax"))

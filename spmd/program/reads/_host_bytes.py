@@ -10,8 +10,11 @@ from spmd.base._torch import DisableTorchFunctionSubclass
 
 
 def host_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, requires_grad and values of a CPU tensor."""
+    """Shape, dtype, requires_grad and values of a CPU tensor; of a sparse one those of the tensors that it consists of."""
     with DisableTorchFunctionSubclass(), torch.no_grad():
+        if tensor.layout != torch.strided:
+            parts = [host_bytes(part) for part in _parts(tensor)]
+            return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, b"", str(tensor.layout), *parts
         plain = tensor.detach().as_subclass(torch.Tensor)
         values = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
         return (
@@ -22,9 +25,17 @@ def host_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
         )
 
 
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
 def put_host_bytes(tensor: torch.Tensor, content: tuple[Any, ...]) -> None:
     """Give a tensor the values of `host_bytes`, unless it has another shape now."""
-    shape, _, _, values = content
+    shape, _, _, values, *_ = content
     if tensor.shape == shape and values:
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             tensor.copy_(torch.frombuffer(bytearray(values), dtype=tensor.dtype).reshape(shape))

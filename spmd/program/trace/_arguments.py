@@ -196,10 +196,19 @@ def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
             buffers.append(buffer_of(bound[-1]))
         else:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                _require_dense(value)
                 hosts.append(value)
                 value = _with_attributes(value.as_subclass(HostArgument), value)
             bound.append(value)
     return bound, list(dict.fromkeys(buffers)), hosts
+
+
+def _require_dense(argument: torch.Tensor) -> None:
+    if argument.layout != torch.strided or argument.is_nested:
+        kind = "nested" if argument.is_nested else str(argument.layout).removeprefix("torch.")
+        what = f"an argument of the compiled function is a tensor of layout {kind}, and device 'jax' has dense tensors alone"
+        fix = "torch.nested.to_padded_tensor(x, 0.0)" if argument.is_nested else "pass x.to_dense(), or let the function close over x"
+        raise TraceError(message(what, fix=fix))
 
 
 @dataclass(frozen=True)
