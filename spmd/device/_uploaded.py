@@ -1,8 +1,9 @@
-"""What the host still knows of arrays on the devices: the values of integers and bools that it sent.
+"""What the host still knows of arrays on the devices: the values of integers and bools that it sent, and of single floats.
 
 Sizes of images, grids, masks and tokens are such arrays. A traced function may have them (`Recorder.known_value`) without a wait for
 a device: an array never changes, so it holds what was sent. What a program computed is not known, but for the
-flags and counters that it leaves (`KnownInputs.follow`), and floats are data: no program is made for them.
+flags and counters that it leaves (`KnownInputs.follow`). A float alone may be such a flag (`torch.Tensor([0])`); several are data: no
+program is made for them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def window(host: np.ndarray[Any, Any] | None, size: tuple[int, ...], stride: tup
 
 
 def _is_kept(host: np.ndarray[Any, Any]) -> bool:
-    return host.dtype.kind in "biu" and host.size <= _MOST
+    return (host.dtype.kind in "biu" and host.size <= _MOST) or (host.size == 1 and jnp.issubdtype(host.dtype, jnp.floating))
 
 
 __all__ = ["host_values", "note_sent", "sent", "window"]

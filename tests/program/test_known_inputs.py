@@ -166,10 +166,11 @@ class Normed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
-def test_a_layer_is_initialised_by_its_first_batch(is_argument: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_a_layer_is_initialised_by_its_first_batch(dtype: torch.dtype, is_argument: bool) -> None:
     losses: dict[str, list[float]] = {}
     for device in ("cpu", "jax"):
-        model = Normed(torch.tensor(0, dtype=torch.uint8)).to(device)
+        model = Normed(torch.tensor(0, dtype=dtype)).to(device)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def train(x: torch.Tensor, layer: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
@@ -184,8 +185,27 @@ def test_a_layer_is_initialised_by_its_first_batch(is_argument: bool) -> None:
         losses[device] = [step(batch(8, 4, seed=i).to(device), *given).item() for i in range(4)]
         if device == "jax":
             assert step.num_traces == 2
-            assert step.retraces[0].endswith("(uint8[]) changed from False to True")
+            assert step.retraces[0].endswith(f"({str(dtype).removeprefix('torch.')}[]) changed from False to True")
     assert losses["jax"] == pytest.approx(losses["cpu"], rel=1e-5)
+
+
+def test_a_float_in_a_buffer_is_known_while_it_is_a_whole_number() -> None:
+    """Sums of others round, and a program's rounding is not the host's."""
+
+    def count(x: torch.Tensor, state: torch.Tensor, by: float) -> torch.Tensor:
+        is_even = state.item() % 2 == 0
+        state += by
+        return x * 2 if is_even else x
+
+    held, expected = torch.zeros(1).to("jax"), torch.zeros(1)
+    step = spmd.compile(lambda x: count(x, held, 1.0))
+    for i in range(4):
+        assert_same(step(batch(3, seed=i).to("jax")), count(batch(3, seed=i), expected, 1.0))
+    assert step.num_traces == 2
+    step, state = spmd.compile(lambda x, state: count(x, state, 0.1)), torch.zeros(1).to("jax")
+    step(batch(3).to("jax"), state)
+    with pytest.raises(spmd.TraceError, match="known only when the compiled program runs"):
+        step(batch(3).to("jax"), state)
 
 
 def test_flags_and_counters_in_buffers_go_on_from_call_to_call() -> None:

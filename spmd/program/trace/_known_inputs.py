@@ -5,7 +5,8 @@ in a text, whether a mask hides anything. Where they follow from inputs that the
 computed on the host, by the operations that the trace has recorded. The program then holds for calls in which the same answers come out:
 their inputs are compared first, and where one is another the answers are computed again. Nothing is read from a device. What a
 program writes to a small integer or bool follows, where it follows from what Python was told of or from constants (`initialized.fill_(1)`,
-`step += 1`): each call computes it on the host too, so that the next one knows it. Any other input that a program has written is not
+`step += 1`): each call computes it on the host too, so that the next one knows it. A float follows while it is a whole number computed of
+whole numbers, exactly then: other sums round, and a program's rounding is not the host's. Any other input that a program has written is not
 known, and Python's question is refused as before. Arguments that are indices are looked at before
 each call, where they are known, and no program is made for them.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from spmd.base._convert import exact_dtypes
@@ -38,6 +40,12 @@ class _OnHost:
         self._closed = closed
         self._given: list[np.ndarray[Any, Any]] = []
         self._result: Any = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a program computes the same of what it is given: of integers, or of whole numbers by operations that keep them whole."""
+        ends = [atom.aval.dtype for atom in (*self._closed.jaxpr.invars, *self._closed.jaxpr.outvars)]
+        return all(dtype.kind in "biu" for dtype in ends) or _keeps_whole(self._closed)
 
     def __call__(self, given: list[Any]) -> np.ndarray[Any, Any]:
         if self._result is None or not all(map(_is_same, given, self._given)):
@@ -196,8 +204,9 @@ class KnownInputs:
             self.followed = [
                 (self._arguments.get(id(buffer), buffer), *found)
                 for buffer in written
-                if (value := buffer.value) is not None and value.dtype.kind in "biu" and value.size <= _FEW and value.shape == buffer.shape
+                if (value := buffer.value) is not None and _may_follow(value) and value.shape == buffer.shape
                 if (found := inputs_of(value)) is not None and asked.issuperset(map(_key, found[0]))
+                if found[1].is_exact
             ]
 
     def written(self, arguments: Sequence[Buffer]) -> list[tuple[Buffer, np.ndarray[Any, Any]]]:
@@ -205,8 +214,9 @@ class KnownInputs:
         left: list[tuple[Buffer, np.ndarray[Any, Any]]] = []
         for target, sources, program in self.followed:
             given = [host_values(arguments[s] if isinstance(s, int) else s) for s in sources]
-            if all(host is not None for host in given):
-                left.append((arguments[target] if isinstance(target, int) else target, program(given)))
+            known = [host for host in given if host is not None]
+            if len(known) == len(given) and all(map(_is_exact, [*known, result := program(known)])):
+                left.append((arguments[target] if isinstance(target, int) else target, result))
         return left
 
     def refresh(self, arguments: Sequence[Buffer]) -> None:
@@ -246,6 +256,54 @@ class KnownInputs:
                 return f"what Python reads of {what} changed from {_shown(answer.value)} to {_shown(value)}"
         self._then = now  # so that the next call with these need not compute
         return None
+
+
+_WHOLE = frozenset(
+    (
+        *(
+            "add",
+            "sub",
+            "mul",
+            "max",
+            "min",
+            "neg",
+            "abs",
+            "sign",
+            "add_any",
+            "select_n",
+            "and",
+            "or",
+            "not",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+        ),
+        *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "transpose", "jit", "pjit"),
+    )
+)
+
+
+def _keeps_whole(closed: Any) -> bool:
+    constants = [*closed.consts, *(atom.val for eqn in closed.jaxpr.eqns for atom in eqn.invars if hasattr(atom, "val"))]
+    return all(
+        eqn.primitive.name in _WHOLE and (eqn.primitive.name not in ("jit", "pjit") or _keeps_whole(eqn.params["jaxpr"]))
+        for eqn in closed.jaxpr.eqns
+    ) and all(map(_is_exact, map(np.asarray, constants)))
+
+
+def _is_exact(value: np.ndarray[Any, Any]) -> bool:
+    """False for a float that is not a whole number, or so large that the next one is not it plus 1."""
+    if value.dtype.kind in "biu":
+        return True
+    return bool((np.floor(value) == value).all() and (abs(value) < 2 ** jnp.finfo(value.dtype).nmant).all())
+
+
+def _may_follow(value: Any) -> bool:
+    is_flag = value.dtype.kind in "biu" and value.size <= _FEW
+    return is_flag or (value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating))
 
 
 def _key(source: int | Buffer) -> int:
