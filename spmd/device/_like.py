@@ -7,6 +7,7 @@ state has its parameter's layout from the start, and no device ever holds more o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import is_tracing
+from spmd.device import _indices
 from spmd.device._copy import empty_strided
 from spmd.device._host_answers import host_answer
 from spmd.device._storage import buffer_of, is_whole, load, recording, wrap_host
@@ -61,7 +63,14 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
             what = "one_hot without num_classes has a data-dependent number of columns"
             raise TraceError(message(what, *called_at(), fix="one_hot(x, num_classes=n)"))
         num_classes = int(largest if known is None else known) + 1
+    _indices.check(_of_classes, "one_hot", {"self": self, "num_classes": num_classes})
     return (self.unsqueeze(-1) == torch.arange(num_classes, device=self.device)).to(torch.int64)
+
+
+def _of_classes(named: dict[str, Any]) -> Iterator[_indices.Bound]:
+    index, count = named["self"], named["num_classes"]
+    yield _indices.Bound(index, 1 << 62, "Class values must be non-negative. Got {}", RuntimeError)
+    yield _indices.Bound(index, count, "Class values must be smaller than num_classes. Got {}", RuntimeError)
 
 
 def filled(adapter: Any, number: float | None = None) -> Any:

@@ -81,7 +81,7 @@ def _divisor(named: _Named) -> Iterator[Refused]:
         return
     if isinstance(other, torch.Tensor):
         yield Refused(other, _has_zero, "ZeroDivisionError", fix=_DIVISOR)
-    elif other == 0:
+    elif int(other) % (1 << 8 * torch.result_type(self, other).itemsize) == 0:  # the dtype holds these bits of it
         raise RuntimeError("ZeroDivisionError")
 
 

@@ -325,5 +325,6 @@ def rshift(self: Any, other: Any) -> Any:
 def _integers(self: Any, other: Any) -> tuple[Any, Any]:
     """Both operands in the dtype of the one that is a tensor, broadcast."""
     dtype = self.dtype if isinstance(self, jax.Array) and not self.weak_type else other.dtype
+    self, other = (jnp.asarray(x) if isinstance(x, int) else x for x in (self, other))  # an int may have more bits than the dtype
     self, other = jnp.broadcast_arrays(jnp.asarray(self, dtype), jnp.asarray(other, dtype))
     return self, other

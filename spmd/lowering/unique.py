@@ -38,6 +38,10 @@ def _unique2(self: Any, sorted: bool = True, return_inverse: bool = False, retur
 
 @lower("unique_dim", data_dependent=True)
 def unique_dim(self: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    if self.shape.count(0) > 1:
+        raise RuntimeError("Number of zero sized dimensions is more than one, so unique cannot be applied ")
+    if self.size == 0 and self.shape[dim]:
+        raise RuntimeError("There are 0 sized dimensions, and they aren't selected, so unique cannot be applied")
     values, inverse, counts = jnp.unique(self, axis=dim, return_inverse=True, return_counts=True, equal_nan=False)
     return _asked(values, inverse.reshape(-1), counts, return_inverse, return_counts)
 

@@ -39,6 +39,7 @@ OPS: dict[str, Op] = {
     "nll_loss": lambda w, i: F.nll_loss(w.mT[:2], i),
     "embedding_bag": lambda w, i: F.embedding_bag(i, w, torch.tensor([0, 1], device=i.device)),
     "multi_margin_loss": lambda w, i: F.multi_margin_loss(w.mT[:2], i),
+    "one_hot": lambda w, i: F.one_hot(i, 4),
     "take_along_dim": lambda w, i: torch.take_along_dim(w, i[:, None], 0),
 }
 PLACES = {"inside": [1, 3], "behind": [1, 7], "before": [-9, 0], "negative": [-1, 0]}

@@ -67,9 +67,14 @@ def test_values_are_accepted_or_refused_as_by_the_cpu(name: str) -> None:
 
 def test_values_that_the_host_knows_raise_at_their_line() -> None:
     n = torch.tensor([1, 0])
-    for divided in (lambda a: a // 0, lambda a: a % 0, lambda a: a // n.to("jax"), lambda a: torch.fmod(a, n.to("jax"))):
+    more_bits = 2**40  # an int32 has none of them
+    for divided in (
+        *(lambda a: a // 0, lambda a: a % 0, lambda a: a // n.to("jax"), lambda a: torch.fmod(a, n.to("jax"))),
+        *(lambda a: a.int() // more_bits, lambda a: a.int() % more_bits),
+    ):
         with pytest.raises(RuntimeError, match="^ZeroDivisionError$"):
             divided(torch.arange(2).to("jax"))
+    assert torch.div(torch.arange(2, dtype=torch.int32).to("jax"), more_bits + 1, rounding_mode="trunc").tolist() == [0, 1]
 
 
 def test_padding_is_no_divisor() -> None:
