@@ -111,12 +111,12 @@ def _nothing() -> None:
 
 
 def _refuse_storage(storage: Any) -> None:
-    """torch.save's question where a storage lives. One of ours gets here only under a tensor class that nobody taught it."""
+    """torch.save's question where a storage lives. One of ours gets here alone, or under a tensor class that nobody taught it."""
     if storage.device.type == "jax":
         raise SpmdError(
             message(
-                "a tensor subclass on device 'jax' cannot be saved",
-                "the subclass controls its pickling, and its storage has no bytes",
+                "a storage on device 'jax', or a tensor subclass over one, cannot be saved",
+                "the subclass controls its pickling, and the storage has no bytes",
                 fix="save tensor.cpu(), or tensor.as_subclass(torch.Tensor)",
             )
         )

@@ -67,11 +67,13 @@ def mark_sharding(
             tensor.register_hook(lambda gradient: constrain(gradient, spec, None))
         return become_sharded(tensor)
     if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
+        of_copy = "mark the tensor that it views, or a copy: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)"
+        of_parameter = "give the parameter a storage of its own first: p.data = p.data.clone(memory_format=torch.contiguous_format)"
         raise SpmdError(
             message(
                 f"{name_of(tensor)} is a view into a tensor of shape {buffer.shape}, and only a whole tensor can be laid out",
                 f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
-                fix="mark the tensor that it views, or a copy: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)",
+                fix=of_parameter if isinstance(tensor, torch.nn.Parameter) else of_copy,
             )
         )
     buffer.annotate(spec)

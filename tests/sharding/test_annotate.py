@@ -236,6 +236,12 @@ def test_a_view_is_refused(view: Any, mesh_4x2: mesh.Mesh) -> None:
     taken = view(batch(8, 16).to("jax"))
     text = marking_fails(taken, mesh_4x2, (None,) * taken.dim(), spmd.SpmdError)
     assert "is a view into a tensor of shape (8, 16)" in text and "or a copy: mark_sharding(" in text
+    parameter = torch.nn.Parameter(taken)
+    assert "p.data = p.data.clone(memory_format=torch.contiguous_format)" in marking_fails(
+        parameter, mesh_4x2, (None,) * taken.dim(), spmd.SpmdError
+    )
+    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    assert_same(spmd.mark_sharding(parameter, mesh_4x2, (None,) * taken.dim()), view(batch(8, 16)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
