@@ -6,7 +6,7 @@ What it refuses to know: how a trace becomes a program (`_capture`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from operator import call as _call
@@ -118,6 +118,19 @@ class FunctionLeft:
     num_outputs: int = 0
 
 
+_PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+    report_compiling,
+    barrier_on_recompute,
+    counting_on_device,
+    without_branches,
+    unknown_masks_taken,
+    traceable_grad_scaler,
+    printing_refused_by_name,
+    called_directly,
+)
+"""What of torch is replaced while a function is traced, outermost first."""
+
+
 @dataclass
 class Trace:
     """One trace, and what it finds.
@@ -160,14 +173,8 @@ class Trace:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 run_module = stack.enter_context(watching(recorder, self.found, self.options.debug_nans))
-                stack.enter_context(report_compiling())
-                stack.enter_context(barrier_on_recompute())
-                stack.enter_context(counting_on_device())
-                stack.enter_context(without_branches())
-                stack.enter_context(unknown_masks_taken())
-                stack.enter_context(traceable_grad_scaler())
-                stack.enter_context(printing_refused_by_name())
-                stack.enter_context(called_directly())
+                for patch in _PATCHES:
+                    stack.enter_context(patch())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
