@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import heapq
 import math
+import operator
 import pickle
 import random
 import secrets
@@ -259,6 +260,73 @@ def test_a_loss_may_be_added_to_a_number_and_to_a_list() -> None:
     for i in range(5):
         step(torch.full((2,), float(i)).to("jax"))
     assert (meter["total"], log, step.num_traces) == (20.0, [0.0, 2.0, 4.0, 6.0, 8.0], 2)
+
+
+COMPUTED: list[Callable[[int, dict[str, Any]], float]] = [  # what Python computes of a counter and of an optimizer's setting
+    lambda n, group: math.pow(group["beta"], n),
+    lambda n, group: math.sqrt(1 - group["beta"] ** n) / (1 - group["lr"] ** n),
+    lambda n, group: math.exp(-group["lr"] * n) + math.atan2(n, 2) + math.ldexp(group["lr"], n),
+    lambda n, group: math.modf(n * 0.9)[0] + math.frexp(n)[0] + divmod(n * group["lr"], 0.04)[0] + divmod(n, 3)[1],
+    lambda n, group: math.fsum([n, group["lr"]]) + math.prod((n, 0.5)) + math.dist([n], [0]) + sum([n, group["lr"]]),
+    lambda n, group: round(n / 3, 1) + round(n / 7, ndigits=2) + round(group["lr"] * n),
+    lambda n, group: min(group["lr"], n * 0.03) + max([n * 0.5, 1.5]) + min(n, 3) + pow(n, 2, 7) + pow(group["beta"], n),
+    lambda n, group: operator.pow(0.9, n) + operator.mul(group["lr"], n) + operator.truediv(n, 3),
+    lambda n, group: (0.9).__pow__(n) + n.bit_length() + (n * 0.5).as_integer_ratio()[0] + float(math.isfinite(n)),
+]
+
+
+def test_what_is_computed_of_numbers_that_vary_is_computed_by_every_call() -> None:
+    def made(device: str) -> Callable[[], list[torch.Tensor]]:
+        weight, count = torch.ones(2, device=device, requires_grad=True), [0]
+        optimizer = torch.optim.SGD([{"params": [weight], "beta": 0.9}], 0.1)
+
+        def step() -> list[torch.Tensor]:
+            count[0] += 1
+            group = optimizer.param_groups[0]
+            found = [weight.detach() * fn(count[0], group) for fn in COMPUTED]
+            group["lr"] *= 0.9
+            return found
+
+        return step
+
+    step, expected = spmd.compile(made("jax")), made("cpu")
+    for _ in range(6):
+        torch.testing.assert_close([t.cpu() for t in step()], expected())
+    assert step.num_traces == 2
+
+
+TYPED: dict[str, Callable[[int], Any]] = {  # a bool, or an int at one time and a float at another
+    "isclose": lambda n: math.isclose(n, 3),
+    "bool": lambda n: bool(n % 2) + 1,
+    "truth": lambda n: operator.truth(n % 3),
+    "min": lambda n: min(n, 2.5),
+    "max of a list": lambda n: max([n * 0.5, 2]),
+    "pow": lambda n: pow(2, 3 - n),
+    "is_integer": lambda n: (n * 0.5).is_integer(),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_another_bool_or_type_of_what_is_computed_is_another_program(name: str) -> None:
+    fn, x = TYPED[name], torch.arange(3)
+    step = spmd.compile(lambda x, n: x * fn(n))
+    for n in range(1, 7):
+        torch.testing.assert_close(step(x.to("jax"), n).cpu(), x * fn(n))
+    assert step.num_traces <= 3
+
+
+def test_an_item_of_a_list_has_one_place_also_from_its_end() -> None:
+    def averaged(held: list[float], x: torch.Tensor) -> torch.Tensor:
+        held.append(x.sum().item() + held[-1])
+        held.pop(0)
+        return x * (sum(held) / len(held))
+
+    ours, torchs = [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]
+    step, x = spmd.compile(lambda x: averaged(ours, x)), torch.arange(3.0)
+    for _ in range(5):
+        torch.testing.assert_close(step(x.to("jax")).cpu(), averaged(torchs, x))
+        assert ours == torchs
+    assert step.num_traces == 2
 
 
 REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {

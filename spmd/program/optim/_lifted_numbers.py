@@ -62,10 +62,12 @@ class LiftedNumbers:
         self.stand_ins: dict[int, tuple[Any, Callable[[], Any]]] = {}
         self._held: list[Any] = []  # what the slots held when `today` was taken
         self._may_change_unseen = True
-        self.today: Any = self._values()
+        self.today: Any = None
+        self.today = self._values()
 
     def _values(self) -> list[float]:
         values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
+        self.today = values  # varying numbers are computed of these too
         varying = [float(evaluate()) for evaluate in self._used.inputs]
         return [*values, *varying, *[0.0] * (self._capacity - len(varying)), *self._settings.computed(values)]
 

@@ -35,7 +35,9 @@ from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import of_noted_size
 from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
 from spmd.program.reads._outside import question_of
+from spmd.program.reads._random_generators import GLOBAL_RANDOM
 from spmd.program.reads._varying import (
+    NumberMethod,
     NumbersNeeded,
     Varying,
     fixed,
@@ -120,16 +122,8 @@ _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     """Note what a call of `fn` reads and writes."""
-    if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
-        note_call(recording, fn, (fixed(args[0]), *args[1:]))
-        return lambda key, *rest: fn(fixed(key), *rest)
-    if args and type(args[0]) is Varying and (instead := got(recording, fn, args[0])) is not None:
+    if (instead := _of_varying(recording, fn, args)) is not None:
         return instead
-    if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
-        chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
-        return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
-    if any(map(_holds_varying, args)) and (given := _with_varying(recording, fn, args)) is not None:
-        return given
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(known(number), *more, **options)
     if any(map(is_lifted, args)) and (own := of_numbers(fn)) is not fn:
@@ -177,6 +171,21 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     else:
         recording.class_of(fn)
     return fn
+
+
+def _of_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to call where `fn` or its arguments are of numbers that vary, what it reads noted; None if it may get them as they are."""
+    if type(fn) is NumberMethod:
+        return fn.vary
+    if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
+        note_call(recording, fn, (fixed(args[0]), *args[1:]))
+        return lambda key, *rest: fn(fixed(key), *rest)
+    if args and type(args[0]) is Varying and (instead := got(recording, fn, args[0])) is not None:
+        return instead
+    if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
+        chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))
+        return lambda *given, **options: chosen(*map(fixed_if_varying, given[:num_fixed]), *given[num_fixed:], **options)
+    return _with_varying(recording, fn, args) if any(map(_holds_varying, args)) else None
 
 
 def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -354,8 +363,7 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
             raise ContextNeeded
         recording.look_into(owner) if name == "get" else recording.journal.content(owner, owner.name)
     elif (
-        issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator))
-        and owner is not _GLOBAL_RANDOM
+        issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)) and owner is not GLOBAL_RANDOM
     ):
         if name not in ("getstate", "get_state"):
             raise refused(f"{type(owner).__name__}.{name}(): random numbers of the host")
@@ -410,8 +418,6 @@ def nested(value: Any) -> Iterator[Any]:
 
 
 _VIEWS = (np.ndarray, np.flatiter)
-_GLOBAL_RANDOM = random.random.__self__
-_NUMPYS_GLOBAL: Any = np.random.rand.__self__  # type: ignore[attr-defined]
 
 
 def _container_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -446,28 +452,6 @@ _TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection"
     *("extend", "extendleft", "update", "subtract", "union", "intersection", "difference", "symmetric_difference", "join", "fromkeys"),
     *("issubset", "issuperset", "isdisjoint", "fromlist", "__init__", "__iadd__", "__ior__"),
 }
-
-
-def is_generator(value: Any) -> bool:
-    """Whether `value` makes random numbers on the host, and can be asked for its state."""
-    kind = type(value)
-    if value is _GLOBAL_RANDOM or value is _NUMPYS_GLOBAL or value is torch.default_generator:  # `no_host_random` looks at these
-        return False
-    if issubclass(kind, torch.Generator):
-        return value.device.type == "cpu"
-    is_pythons = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
-    return is_pythons or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
-
-
-def state_of(generator: Any) -> Any:
-    """The state of a random generator, to be compared."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return repr(generator.get_state())
-    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.state)
 
 
 def parts_of(value: Any, recording: Recording) -> list[Any]:

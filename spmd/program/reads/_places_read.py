@@ -189,6 +189,7 @@ class PlacesRead:
         if place.whole is None:
             base: Any = collections.deque if isinstance(holder, collections.deque) else list
             place.whole = list(self._content_before(holder, lambda: list(base.__iter__(holder))))
+            place.items.clear()
             for index, value in enumerate(place.whole):
                 self._met(value, f"{self._title(holder)}[{index}]")
 
@@ -197,7 +198,11 @@ class PlacesRead:
             self._whole_list(holder)
             return
         place = self._list(holder)
-        if index not in place.items and -len(holder) <= index < len(holder):
+        if place.whole is not None:
+            return
+        if any((index < 0) != (other < 0) for other in place.items):  # whether they are one item, its length says
+            self._whole_list(holder)
+        elif index not in place.items and -len(holder) <= index < len(holder):
             value = place.items[index] = holder[index]
             self._met(value, f"{self._title(holder)}[{index}]")
         elif not -len(holder) <= index < len(holder):

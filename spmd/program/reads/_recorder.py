@@ -43,6 +43,7 @@ from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, behind, is_simple, itself, written_tensor
 from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
+from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import ReplacedState, replaced
 from spmd.program.reads._varying import Varying, beside, fixed, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
@@ -277,8 +278,8 @@ class Recording(PlacesWritten):
             self.advance(value, "handed to a library")
             return
         self._handed[id(value)] = value
-        if _calls.is_generator(value):
-            self.generators.setdefault(id(value), (value, _calls.state_of(value)))
+        if is_generator(value):
+            self.generators.setdefault(id(value), (value, state_of(value)))
             return
         if id(value) not in self._ignored:
             self.look_into(value)
@@ -337,7 +338,7 @@ class Recording(PlacesWritten):
                 raise _calls.refused(f"an iterator from before the call ({type(iterator).__name__}) was {how}")
 
         for generator, state in self.generators.values():
-            if (self.is_before(generator) or not gc.is_tracked(generator)) and _calls.state_of(generator) != state:
+            if (self.is_before(generator) or not gc.is_tracked(generator)) and state_of(generator) != state:
                 raise _calls.refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
 
     def _refuse_unseen_writes(self) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from spmd.base._errors import TraceAgain
-from spmd.device._numbers import lifted
+from spmd.device._numbers import NumberNode, is_of_host, lifted
 from spmd.device._storage import recording
 from spmd.program.reads._number_calls import of_numbers
 
@@ -65,6 +65,11 @@ class Numbers:
         self.inputs.clear()
         self.is_tracing = True
         self.on_branch, self._element = on_branch, element
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there can be many more inputs."""
+        return 2 * len(self.inputs) < self._capacity
 
     def stop(self) -> None:
         """The trace is over; nothing of it is kept."""
@@ -121,7 +126,24 @@ class Varying:
         if _may_raise(fn, args):  # at the user's line, who may catch it: the program is for numbers that raise it, or for others
             self.guard(lambda: _raised_by(evaluate), _raised_by(evaluate))
         value = evaluate()
-        return Varying(self._numbers, evaluate) if type(value) in (int, float) else value
+        if _may_change_type(fn, args):
+            self.guard(lambda: type(evaluate()), type(value))
+        return self._as_varying(evaluate, value)
+
+    def _as_varying(self, evaluate: Evaluate, value: Any) -> Any:
+        """What `evaluate` gives in every call, `value` today: numbers vary, alone or in a tuple; of anything else the value is guarded."""
+        if type(value) in (int, float):
+            return Varying(self._numbers, evaluate)
+        if type(value) is tuple and all(type(item) in (int, float) for item in value):  # of `divmod`, `math.modf`, `as_integer_ratio`
+            return tuple(self._as_varying(partial(_item_of, evaluate, i), item) for i, item in enumerate(value))
+        self.guard(evaluate, value)
+        return value
+
+    def takes(self, number: Any) -> bool:
+        """Whether a number is computed together with this one by the host: one of Python's, or one of the host where there is room."""
+        if isinstance(number, torch.SymFloat):
+            return is_of_host(number) and self._numbers.has_room
+        return isinstance(number, (int, float, Varying))
 
     def __bool__(self) -> bool:
         evaluate = self.evaluate
@@ -147,7 +169,24 @@ class Varying:
             raise NumbersNeeded
         if name not in _METHODS:
             raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")  # torch asks any object
-        return getattr(self.concrete(), name)
+        return NumberMethod(self, name) if callable(getattr(self.evaluate(), name)) else getattr(self.concrete(), name)
+
+
+class NumberMethod:
+    """A method of a number that varies. Code that is not recorded, which calls it itself, gets what Python's own number gives."""
+
+    __slots__ = ("_name", "_number")
+
+    def __init__(self, number: Varying, name: str) -> None:
+        self._number, self._name = number, name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return getattr(self._number.concrete(), self._name)(*args, **options)
+
+    def vary(self, *args: Any, **options: Any) -> Any:
+        """The same, computed by every call."""
+        name = self._name
+        return _applied(self._number, lambda number, *more, **named: getattr(number, name)(*more, **named), self._number, *args, **options)
 
 
 _NEVER_RAISE = frozenset(
@@ -161,6 +200,18 @@ def _may_raise(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return fn not in _NEVER_RAISE and not (fn in _DIVIDE and type(args[1]) in (int, float) and args[1] != 0)
 
 
+def _may_change_type(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function of other numbers of the same types may give an int for a float, or the other way round."""
+    if fn in (operator.pow, operator.ipow, pow):  # of ints, to a negative power
+        return not any(type(a) is float for a in args)
+    among = args[0] if len(args) == 1 and is_sequence(args[0]) else args
+    return fn in (min, max) and len({type(_evaluate(a)()) for a in among}) > 1
+
+
+def _item_of(evaluate: Evaluate, index: int) -> Any:
+    return evaluate()[index]
+
+
 def _raised_by(evaluate: Evaluate) -> type[Exception] | None:
     try:
         evaluate()
@@ -170,8 +221,20 @@ def _raised_by(evaluate: Evaluate) -> type[Exception] | None:
 
 
 def _evaluate(number: Any) -> Evaluate:
-    """What gives a number in each call."""
-    return number.evaluate if isinstance(number, Varying) else number.now if is_noted(number) else lambda: number
+    """What gives a number in each call, or a list or tuple of some."""
+    if isinstance(number, Varying):
+        return number.evaluate
+    if isinstance(number, torch.SymFloat):  # a setting of an optimizer
+        return partial(_of_host, number.node)
+    if is_sequence(number):
+        parts, kind = [_evaluate(item) for item in number], type(number)
+        return lambda: kind([part() for part in parts])
+    return number.now if is_noted(number) else lambda: number
+
+
+def _of_host(node: NumberNode) -> Any:
+    assert node.evaluate is not None
+    return node.kind(node.evaluate())
 
 
 def _convert(name: str) -> None:
@@ -184,7 +247,7 @@ for _name in ("__repr__", "__str__", "__format__"):  # no `__index__` and no `__
 
 def _binary(name: str, fn: Callable[[Any, Any], Any]) -> None:
     def of(self: Varying, other: Any, left: Any, right: Any) -> Any:
-        if isinstance(other, (int, float, Varying)):
+        if self.takes(other):
             return self.apply(fn, left, right)
         if isinstance(other, (torch.Tensor, torch.SymFloat, torch.SymInt, complex)):
             return fn(*(a.traced() if isinstance(a, Varying) else a for a in (left, right)))
@@ -196,7 +259,7 @@ def _binary(name: str, fn: Callable[[Any, Any], Any]) -> None:
 
 def _comparison(name: str, fn: Callable[[Any, Any], Any]) -> None:
     def compare(self: Varying, other: Any) -> Any:
-        if not isinstance(other, (int, float, Varying)):
+        if not self.takes(other):
             return fn(self.traced(), other) if isinstance(other, torch.Tensor) else fn(self.concrete(), other)
         evaluate, its = self.evaluate, _evaluate(other)
         outcome = fn(evaluate(), its())
@@ -222,9 +285,20 @@ for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.
 
 _SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is the second
 
-_PURE = frozenset(map(id, (v for v in vars(math).values() if callable(v)))) | frozenset(
-    map(id, (builtins.abs, builtins.round, builtins.int, builtins.float, builtins.min, builtins.max, builtins.pow, builtins.bool))
+_OPERATIONS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift", "and_", "or_", "xor", "invert"),
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ilshift", "irshift", "iand", "ior", "ixor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "not_", "truth", "index"),
 )
+_BUILTINS = ("abs", "round", "int", "float", "min", "max", "pow", "bool", "sum", "divmod", "complex")
+_PURE = {
+    id(fn)
+    for fn in (
+        *filter(callable, vars(math).values()),
+        *(getattr(operator, name) for name in _OPERATIONS),
+        *(getattr(builtins, name) for name in _BUILTINS),
+    )
+}
 
 
 def is_noted(number: Any) -> bool:
@@ -288,9 +362,8 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         raise NumbersNeeded
     if fn is builtins.type and len(args) == 1:
         return lambda value: type(value.evaluate())
-    if id(fn) in _PURE and all(isinstance(a, (int, float, Varying)) for a in args):
-        first = next(a for a in args if isinstance(a, Varying))
-        return lambda *given, **options: first.apply(lambda *a: fn(*a, **options), *given)
+    if _is_pure(fn) and (first := _first_varying(args)) is not None and all(map(partial(_is_taken, first), args)):
+        return partial(_applied, first, fn)
     if fn in _SEARCHES and len(args) > 1 and type(args[1]) is Varying and _is_searchable(args):
         return lambda numbers, number, *bounds, **options: number.apply(partial(_found, fn, tuple(numbers), bounds, options), number)
     is_torchs, is_numpys = _is_of("torch", fn), _is_of("numpy", fn)
@@ -309,6 +382,26 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     called = of_numbers(fn)
     take_item = Varying.concrete if called is fn else Varying.traced
     return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+
+
+def _applied(number: Varying, fn: Any, /, *given: Any, **options: Any) -> Any:
+    if not options:
+        return number.apply(fn, *given)
+    num = len(given)
+    return number.apply(lambda *all_: fn(*all_[:num], **dict(zip(options, all_[num:], strict=True))), *given, *options.values())
+
+
+def _is_pure(fn: Any) -> bool:
+    """Whether `fn` computes of plain numbers alone, as Python does."""
+    return id(fn) in _PURE or type(getattr(fn, "__self__", None)) in (int, float)
+
+
+def _first_varying(args: tuple[Any, ...]) -> Varying | None:
+    return next((a for a in (*args, *(i for a in args if is_sequence(a) for i in a)) if isinstance(a, Varying)), None)
+
+
+def _is_taken(first: Varying, number: Any) -> bool:
+    return all(map(first.takes, number)) if type(number) in (list, tuple) else first.takes(number)
 
 
 def _is_searchable(args: tuple[Any, ...]) -> bool:
