@@ -147,6 +147,24 @@ def test_a_schedule_of_numbers_read_at_a_counter_has_one_program(make: Callable[
         step(mean, torch.ones(3, device="jax"))
 
 
+HOST_ITEMS: dict[str, tuple[Callable[[torch.Tensor, int], Any], int]] = {  # what is read of a CPU tensor, and for how many traces
+    "item": (lambda t, i: t[i].item() + float(t[-1 - i]) + int(t[i] * 0 + 1) + t.view(2, 3)[i % 2, 0].item(), 5),
+    "items alone": (lambda t, i: t[i].item() + float(t[-1 - i]) + t.view(2, 3)[1, i // 2].item() + t.double().numpy()[i].item(), 2),
+    "in a branch": (lambda t, i: 2 if t[i] > 0.3 else 3, 5),
+    "as a tensor": (lambda t, i: t[i] * 2 + t[i].tolist() + torch.stack([t[i], t[0]]).sum().item(), 5),
+    "of an array": (lambda t, i: (2 if isinstance(t.numpy()[i], np.floating) else 3) + t.numpy()[i].round(1), 5),
+}
+
+
+@pytest.mark.parametrize("name", HOST_ITEMS)
+def test_an_item_of_a_cpu_tensor_at_a_counter_is_a_number_that_varies(name: str) -> None:
+    (read, num_traces), table, x = HOST_ITEMS[name], torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), torch.arange(3.0)
+    step = spmd.compile(lambda x, i: x * read(table, i))
+    for i in range(5):
+        torch.testing.assert_close(step(x.to("jax"), i).cpu(), x * read(table, i))
+    assert step.num_traces <= num_traces
+
+
 def by_milestones(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6])
 
@@ -165,6 +183,8 @@ ASKED = {  # of few answers, not of the number
     "get": lambda x, i: x * TABLE.get(i, 1.0) + i,
     "range": lambda x, i: x * 2 if i in range(3, 100, 3) else x * i,
     "floats and texts": lambda x, i: x * 2 if i / 2 in (1.5, "a", None) else x * i,
+    "by its method": lambda x, i: x * 2 if SET.__contains__(i) and MILESTONES.__contains__(i) else x * i,
+    "count, index": lambda x, i: x * (MILESTONES.count(i) + range(9).index(i)) if i not in SET else x * (3, 6).index(i),
     "bisect": lambda x, i: x * 0.5 ** bisect.bisect(MILESTONES, i),
     "bisect, an item": lambda x, i: x * ("a", "bb", "ccc")[bisect.bisect_left(MILESTONES, i, lo=1)].count("c") + i,
 }

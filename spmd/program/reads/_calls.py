@@ -47,6 +47,7 @@ from spmd.program.reads._varying import (
     substitute,
     with_fixed_keys,
 )
+from spmd.program.reads._varying_index import as_number
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -181,6 +182,8 @@ def _of_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callabl
         note_call(recording, fn, (fixed(args[0]), *args[1:]))
         return lambda key, *rest: fn(fixed(key), *rest)
     if args and type(args[0]) is Varying and (instead := got(recording, fn, args[0])) is not None:
+        return instead
+    if (instead := as_number(fn, args)) is not None:
         return instead
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
         chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))

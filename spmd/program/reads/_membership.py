@@ -1,4 +1,5 @@
-"""`number in container` and `table.get(number)`, where the number varies: a program for each answer, not for each number.
+"""`number in container`, `table.get(number)` and `listed.index(number)`, where the number varies: a program for each answer, not for
+each number.
 
 if step in milestones: ...           # torch's MultiStepLR asks a Counter; the container is guarded, as any that is read
 weight = schedule.get(step, 1.0)
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spmd.program.reads._places_read import is_simple
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 _CONTAINERS = (dict, set, frozenset, list, tuple, collections.deque, range, type({}.keys()))
+_ORDERED = (list, tuple, collections.deque, range)
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
@@ -37,8 +40,16 @@ def asked(recording: Recording, item: Any, holder: Any) -> Any:
 
 
 def got(recording: Recording, fn: Any, number: Varying) -> Callable[..., Any] | None:
-    """What to call instead of `fn(number)`, if that is the `get` of a dict of plain keys; else None."""
-    table = getattr(fn, "__self__", None)
+    """What to call instead of `fn(number)`, if that asks a container of plain values for the number by a method; else None."""
+    table: Any = getattr(fn, "__self__", None)
+    name = getattr(fn, "__name__", "")
+    kind = _kind_of(table)
+    if kind is not None and name == "__contains__" and (key := asked(recording, number, table)) is not number:
+        return lambda _: fn(key)
+    if kind in _ORDERED and name in ("index", "count") and getattr(type(table), name) is getattr(kind, name) and _is_plain(table, kind):
+        recording.look_into(table)
+        held = table if kind is range else tuple(table)
+        return lambda number, *bounds: number.apply(partial(getattr(type(held), name), held), number, *bounds)
     if not (isinstance(table, dict) and type(fn) is types.BuiltinFunctionType and fn.__name__ == "get"):
         return None
     key = asked(recording, number, table)
@@ -49,15 +60,22 @@ def got(recording: Recording, fn: Any, number: Varying) -> Callable[..., Any] | 
     return lambda _, *default: fn(key, *default)
 
 
+def _kind_of(holder: Any) -> Any:
+    return next((cls for cls in _CONTAINERS if isinstance(holder, cls)), None)
+
+
+def _is_plain(holder: Any, kind: Any) -> bool:
+    """Whether a container of this kind holds plain values alone."""
+    return kind is range or all(type(member) in _PLAIN for member in holder)
+
+
 def _as_member(number: Varying, holder: Any) -> Any:
     """Today's value of the number, where the program holds for all numbers of which `number in holder` is as true.
 
     The number itself where the container compares in a way of its own, or holds something else than plain values.
     """
-    kind = next((cls for cls in _CONTAINERS if isinstance(holder, cls)), None)
-    if kind is None or type(holder).__contains__ is not kind.__contains__:
-        return number
-    if kind is not range and not all(type(member) in _PLAIN for member in holder):
+    kind = _kind_of(holder)
+    if kind is None or type(holder).__contains__ is not kind.__contains__ or not _is_plain(holder, kind):
         return number
     evaluate, members = number.evaluate, holder if kind is range else frozenset(holder)
     value = evaluate()

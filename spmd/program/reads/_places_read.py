@@ -34,6 +34,7 @@ from spmd.program.reads._places import (
 
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
+_STAND_INS = ("HostArgument", "HostItem")  # for tensors that every call brings
 _HEAP = 1 << 9  # a class made by Python code
 
 
@@ -229,7 +230,7 @@ class PlacesRead:
         return place is not None
 
     def _host_tensor(self, value: torch.Tensor) -> None:
-        if value.device.type == "cpu" and type(value).__name__ != "HostArgument" and id(value) not in self.places:
+        if value.device.type == "cpu" and type(value).__name__ not in _STAND_INS and id(value) not in self.places:
             self.places[id(value)] = ContentPlace(value, self._title(value), lambda: host_bytes(value))
 
     def function(self, fn: Any) -> None:

@@ -90,16 +90,21 @@ _METHODS = frozenset(name for name in (*dir(int), *dir(float)) if not name.start
 
 
 class Varying:
-    """A number of the host whose value a program takes anew in every call."""
+    """A number of the host whose value a program takes anew in every call.
 
-    __slots__ = ("_numbers", "_symbol", "evaluate")
+    Attributes:
+        evaluate: computes it from today's values.
+        is_numpys: Python's own code would have a number of numpy's, an item of an array or what is made of one.
+    """
+
+    __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpys")
     __array_ufunc__ = None  # numpy's operators leave it to ours: they would make an array of objects
 
-    def __init__(self, numbers: Numbers, evaluate: Evaluate) -> None:
-        """`evaluate`: computes it from today's values, on the host."""
+    def __init__(self, numbers: Numbers, evaluate: Evaluate, is_numpys: bool = False) -> None:
         self._numbers = numbers
         self._symbol: Any = None
         self.evaluate = evaluate
+        self.is_numpys = is_numpys
 
     def concrete(self) -> Any:
         """Today's value; the program holds for this value only."""
@@ -128,14 +133,14 @@ class Varying:
         value = evaluate()
         if _may_change_type(fn, args):
             self.guard(lambda: type(evaluate()), type(value))
-        return self._as_varying(evaluate, value)
+        return self._as_varying(evaluate, value, any(isinstance(a, Varying) and a.is_numpys for a in args))
 
-    def _as_varying(self, evaluate: Evaluate, value: Any) -> Any:
+    def _as_varying(self, evaluate: Evaluate, value: Any, is_numpys: bool) -> Any:
         """What `evaluate` gives in every call, `value` today: numbers vary, alone or in a tuple; of anything else the value is guarded."""
         if type(value) in (int, float):
-            return Varying(self._numbers, evaluate)
+            return Varying(self._numbers, evaluate, is_numpys)
         if type(value) is tuple and all(type(item) in (int, float) for item in value):  # of `divmod`, `math.modf`, `as_integer_ratio`
-            return tuple(self._as_varying(partial(_item_of, evaluate, i), item) for i, item in enumerate(value))
+            return tuple(self._as_varying(partial(_item_of, evaluate, i), item, False) for i, item in enumerate(value))
         self.guard(evaluate, value)
         return value
 
@@ -166,6 +171,10 @@ class Varying:
 
     def __getattr__(self, name: str) -> Any:
         if name == "__dict__":  # code of a library that looks into what it is given (json)
+            raise NumbersNeeded
+        if self.is_numpys and name == "item":
+            return NumberMethod(self, "conjugate")  # which gives the number itself
+        if self.is_numpys and not name.startswith("_") and hasattr(np.float64, name):
             raise NumbersNeeded
         if name not in _METHODS:
             raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")  # torch asks any object
@@ -283,6 +292,7 @@ for _name, _fn in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert
 for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.items():
     _unary(_name, _fn)
 
+_ASK_CLASS = (builtins.isinstance, builtins.type)
 _SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is the second
 
 _OPERATIONS = (
@@ -354,6 +364,10 @@ def fixed_if_varying(key: Any) -> Any:
 
 def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What to call instead of `fn` when some of its arguments vary; None if it is recorded code, which may get them."""
+    if any(fn is ask for ask in _ASK_CLASS) and isinstance(args[0], Varying) and args[0].is_numpys:
+        raise NumbersNeeded
+    if (fn is builtins.hasattr or fn is builtins.getattr) and isinstance(args[0], Varying) and args[0].is_numpys:
+        return None
     if fn is builtins.isinstance:
         return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
     if getattr(fn, "__name__", "") == "__instancecheck__":

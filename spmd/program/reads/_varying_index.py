@@ -4,6 +4,7 @@
 program knows the value), and `hi - lo` is the same in every call. What is read so is a copy. Where it must be a view (one of the two
 is written to in place, or it leaves the function), the function is traced again with the index as a value that is guarded. An item of
 an array or a tuple of numbers (`schedule[i]`) is a number that varies itself: its contents are guarded, as those of any array that is read.
+So is what `schedule[i].item()` gives of a tensor on the CPU.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
+from spmd.base._torch import DisableTorchFunctionSubclass, pytree
 from spmd.device._numbers import carried
 from spmd.device._storage import buffer_of, is_device_tensor, recording, wrap
-from spmd.program.reads._varying import Varying, is_varying
+from spmd.program.reads._varying import Varying, fixed, is_varying
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -92,7 +94,12 @@ class _Rows:
 def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
     """`holder[key]`, of a tensor as a copy; None: no program can take it."""
     if type(key) is Varying and (numbers := _numbers_of(holder)) is not None:
-        return key.apply(_item, numbers, key)
+        found = key.apply(_item, numbers, key)
+        if type(found) is Varying:
+            found.is_numpys = type(holder) is np.ndarray
+        return found
+    if (found := _host_item(holder, key)) is not None:
+        return found
     taken = _taken(holder, key)
     if taken is None:
         return None
@@ -113,6 +120,54 @@ def _numbers_of(holder: Any) -> Any:
 
 def _item(numbers: Any, index: int) -> int | float:
     return numbers[index] if type(numbers) is tuple else numbers[index].item()
+
+
+class HostItem(torch.Tensor):
+    """An element of a tensor on the CPU, at an index that varies: as a number it varies too, as a tensor it is that of today's index.
+
+    Attributes:
+        number: the number that it holds.
+        key: where it lies.
+    """
+
+    number: Varying
+    key: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name == "item":
+                return args[0].number
+            if name == "__get__" and not isinstance(found := func(*args), torch.Tensor):  # its dtype, its device
+                return found
+            for value in pytree.tree_leaves((args, kwargs)):
+                if type(value) is HostItem:
+                    fixed(value.key)
+            plain = pytree.tree_map(lambda v: v.as_subclass(torch.Tensor) if type(v) is HostItem else v, (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
+
+
+def _host_item(tensor: Any, key: Any) -> HostItem | None:
+    parts = key if type(key) is tuple else (key,)
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.requires_grad or tensor.dim() != len(parts):
+        return None
+    is_number = not (tensor.is_complex() or tensor.dtype in _AS_MASKS)
+    if not is_number or any(type(part) is not int and (type(part) is not Varying or type(part.evaluate()) is not int) for part in parts):
+        return None
+    values = tensor.clone()
+    first = next(part for part in parts if type(part) is Varying)
+    number = first.apply(lambda *at: values[at].item(), *parts)
+    found = tensor[tuple(part.evaluate() if type(part) is Varying else part for part in parts)].as_subclass(HostItem)
+    found.number, found.key = number, key
+    return found
+
+
+def as_number(fn: Any, args: tuple[Any, ...]) -> Any:
+    """What to call instead of `float(item)` and `int(item)`, which are numbers that vary; None for other calls."""
+    if len(args) == 1 and type(args[0]) is HostItem and (fn is float or fn is int):
+        return lambda item: item.number.apply(fn, item.number)
+    return None
 
 
 def _is_position(part: Any) -> bool:
@@ -177,4 +232,4 @@ def _rows(length: int, first: Varying, num: int) -> torch.Tensor | None:
         return wrap(value.astype(jnp.int64) + jnp.arange(num, dtype=jnp.int64))
 
 
-__all__ = ["ViewNeeded", "may_vary", "read_at", "written_at"]
+__all__ = ["ViewNeeded", "as_number", "may_vary", "read_at", "written_at"]
