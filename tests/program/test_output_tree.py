@@ -2,8 +2,12 @@
 
 import array
 import collections
+import contextlib
+import contextvars
 import copy
 import dataclasses
+import functools
+import itertools
 import queue
 import threading
 import types
@@ -325,6 +329,16 @@ def queue_of(n: int) -> Any:
     return made
 
 
+def held_lock() -> Any:
+    made = threading.Lock()
+    made.acquire()
+    return made
+
+
+def clear_doc(made: Any) -> None:
+    type(made).__doc__ = None
+
+
 def referred(n: int) -> Any:
     box = Box(n)
     return box, weakref.ref(box)
@@ -345,29 +359,63 @@ KINDS: dict[str, tuple[Callable[[int, torch.Tensor], Any], Callable[[Any], Any],
     "queue": (lambda n, x: queue_of(n), lambda made: list(made.queue), lambda made: made.put(9)),
     "iterator": (lambda n, x: iter([n, 2]), lambda made: list(copy.copy(made)), next),
     "lock": (lambda n, x: threading.Lock(), lambda made: made.locked(), lambda made: made.acquire(blocking=False)),
-    "class": (lambda n, x: type("Kind", (), {"n": n}), lambda made: made.n, lambda made: setattr(made, "n", 9)),
+    "held lock": (lambda n, x: held_lock(), lambda made: made.locked(), lambda made: made.release()),
+    "generator": (
+        lambda n, x: np.random.default_rng(3),
+        lambda made: made.bit_generator.state["state"]["state"],
+        lambda made: made.random(),
+    ),
+    "slice": (lambda n, x: slice([n], 2), lambda made: list(made.start), lambda made: made.start.append(9)),
+    "static method": (lambda n, x: staticmethod([n].append), lambda made: list(made.__func__.__self__), lambda made: made(9)),
+    "defaults": (lambda n, x: lambda v, held=[n]: (held.append(v), held)[1], lambda made: list(made.__defaults__[0]), lambda made: made(9)),
     "module": (lambda n, x: Scaled(x), lambda made: made.weight.tolist(), lambda made: made.weight.data.add_(1)),
     "state": (lambda n, x: Scaled(x).state_dict(), lambda made: (made["weight"].tolist(), dict(made._metadata)), lambda made: None),
     "weak reference": (lambda n, x: referred(n), lambda made: made[1]() is made[0], lambda made: None),
 }
 
 
-def test_what_no_list_or_dict_is_every_call_makes_too() -> None:
-    def outcomes(device: str) -> list[Any]:
-        kept, held = list[list[Any]](), types.SimpleNamespace(n=0)
+# the same of what only Python can make
+ONCE: dict[str, tuple[Callable[[int, torch.Tensor], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "class": (lambda n, x: type("Kind", (), {"n": 1}), lambda made: made.n, lambda made: setattr(made, "n", 9)),
+    "object": (lambda n, x: type("Kind", (), {"held": []})(), lambda made: list(made.held), lambda made: made.held.append(9)),
+    "named tuple": (lambda n, x: collections.namedtuple("Kind", "a")(1), lambda made: type(made).__doc__, clear_doc),
+    "context variable": (lambda n, x: contextvars.ContextVar("held"), lambda made: made.get(None), lambda made: made.set(9)),
+    "thread's own": (lambda n, x: threading.local(), lambda made: dict(vars(made)), lambda made: setattr(made, "n", 9)),
+    "cached function": (lambda n, x: functools.lru_cache(lambda v: [v]), lambda made: list(made(1)), lambda made: made(1).append(9)),
+    "python's module": (lambda n, x: types.ModuleType("held"), lambda made: getattr(made, "n", 0), lambda made: setattr(made, "n", 9)),
+    "stack": (lambda n, x: contextlib.ExitStack(), lambda made: len(made._exit_callbacks), lambda made: made.callback(int)),
+    "chain": (lambda n, x: itertools.chain([1, 2]), lambda made: type(made).__name__, next),
+    "simple queue": (lambda n, x: queue.SimpleQueue(), lambda made: made.qsize(), lambda made: made.put(9)),
+}
 
-        def make(x: torch.Tensor) -> torch.Tensor:
-            held.n += 1
-            kept.append([new(held.n, x) for new, _, _ in KINDS.values()])
-            return x
 
-        step = make if device == "cpu" else spmd.compile(make)
-        found: list[Any] = []
-        for i in range(4):
-            step(torch.full((2,), i + 1.0).to(device))
-            found.append([[look(made) for (_, look, _), made in zip(KINDS.values(), each, strict=True)] for each in kept])
-            for (_, _, write), made in zip(KINDS.values(), kept[-1], strict=True):
-                write(made)
-        return found
+def outcomes(kinds: Any, device: str, is_counted: bool = True) -> tuple[list[Any], Any]:
+    kept, held = list[list[Any]](), types.SimpleNamespace(n=0)
 
-    assert outcomes("jax") == outcomes("cpu")
+    def make(x: torch.Tensor) -> torch.Tensor:
+        held.n += is_counted
+        kept.append([new(held.n, x) for new, _, _ in kinds.values()])
+        return x
+
+    step: Any = make if device == "cpu" else spmd.compile(make)
+    found: list[Any] = []
+    for i in range(4):
+        step(torch.full((2,), i + 1.0).to(device))
+        found.append([[look(made) for (_, look, _), made in zip(kinds.values(), each, strict=True)] for each in kept])
+        for (_, _, write), made in zip(kinds.values(), kept[-1], strict=True):
+            write(made)
+    return found, step
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_what_no_list_or_dict_is_every_call_makes_too(is_counted: bool) -> None:
+    ours, step = outcomes(KINDS, "jax", is_counted)
+    assert ours == outcomes(KINDS, "cpu", is_counted)[0]
+    assert is_counted or step.num_traces == 1
+
+
+def test_what_no_program_can_make_is_made_by_a_trace_of_every_call() -> None:
+    ours, step = outcomes(ONCE, "jax")
+    assert ours == outcomes(ONCE, "cpu")[0]
+    assert step.num_traces == 4
+    assert str(step.retraces[-1]) == "every call makes the class Kind, and no program can make it anew"

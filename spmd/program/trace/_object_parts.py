@@ -33,6 +33,8 @@ _HEAP = 1 << 9  # a class made by Python code
 _COLLECTIONS = (collections.Counter, collections.UserDict, collections.UserList, collections.ChainMap)
 _OF_LIBRARIES = ("queue", "threading", "string", "textwrap")  # objects of their classes are taken apart too
 _NOT_APART = (threading.Thread, threading.local)
+_CONTAINERS = (dict, list, set, collections.deque)
+_RANDOM = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _PROXIES = frozenset(weakref.ProxyTypes)
 _VIEWS = {type(getattr(cls(), name)()): name for cls in (dict, collections.OrderedDict) for name in ("keys", "values", "items")}
 RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed)
@@ -67,14 +69,16 @@ def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
         return functools.partial(np.empty_like, array), _fill_array, list(map(array.__getitem__, np.ndindex(array.shape)))
     if cls is bytearray or cls is np.ndarray:
         return (lambda: copy.copy(value)), (lambda made, parts: made), ()
-    if cls in (types.FunctionType, types.CellType, types.MethodType, functools.partial):
+    if cls in (types.FunctionType, types.CellType, types.MethodType, functools.partial, staticmethod, classmethod, property):
         return _code_parts(value, cls)
     if (found := _shown_parts(value, cls)) is not None:
         return found
     if not pytree.tree_is_leaf(value):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         return None, lambda _, parts: pytree.tree_unflatten(parts, spec), parts
-    is_of_library = isinstance(value, _COLLECTIONS) or (cls.__module__ in _OF_LIBRARIES and not isinstance(value, _NOT_APART))
+    if isinstance(value, _NOT_APART):
+        return None
+    is_of_library = isinstance(value, _COLLECTIONS) or cls.__module__ in _OF_LIBRARIES
     is_module = isinstance(value, torch.nn.Module)
     return _object_parts(value, cls) if is_module or is_object(value) or is_of_library else None
 
@@ -85,15 +89,24 @@ def is_proxy(value: Any) -> bool:
 
 
 def copied_parts(value: Any) -> ObjectParts | None:
-    """A copy for every call, of what cannot be taken apart; None if a copy is the same object, or there is none."""
+    """A copy for every call, of what cannot be taken apart; None if a copy is the same object or shares content, or there is none."""
     cls: Any = type(value)
     if isinstance(value, (type, *RUNNING)) or str(cls.__module__).partition(".")[0] not in sys.stdlib_module_names | {"numpy"}:
         return None
     try:
-        kept = copy.copy(value)
+        copied = copy.deepcopy if isinstance(value, _RANDOM) else copy.copy
+        kept = copied(value)
     except Exception:  # it says in its own way that it cannot be copied
         return None
-    return None if kept is value else ((lambda: copy.copy(kept)), (lambda made, parts: made), ())
+    if kept is value or (copied is copy.copy and _shares_content(kept, value)):
+        return None
+    return (lambda: copied(kept)), _as_made, ()
+
+
+def _shares_content(kept: Any, value: Any) -> bool:
+    """Whether a copy has a container of the original's among its attributes."""
+    held = attributes_of(kept) or {}
+    return any(held.get(name) is part and isinstance(part, _CONTAINERS) for name, part in (attributes_of(value) or {}).items())
 
 
 def holds_varying(value: Any, is_before: Callable[[Any], bool]) -> bool:
@@ -139,9 +152,20 @@ def _shown_parts(value: Any, cls: Any) -> ObjectParts | None:
         referent = value() if cls is weakref.ReferenceType else _behind(value)
         callback = value.__callback__ if cls is weakref.ReferenceType else None
         return None if referent is None else (None, lambda _, parts: refer(*parts), [referent, *([callback] if callback else [])])
+    if cls is slice:
+        return None, lambda _, parts: slice(*parts), [value.start, value.stop, value.step]
     if cls is _LOCK or cls is _RLOCK:
-        return (threading.Lock if cls is _LOCK else threading.RLock), (lambda made, parts: made), ()
+        return (threading.Lock if cls is _LOCK else threading.RLock), _as_held if "unlocked" not in repr(value) else _as_made, ()
     return None
+
+
+def _as_made(made: Any, parts: list[Any]) -> Any:
+    return made
+
+
+def _as_held(lock: Any, parts: list[Any]) -> Any:
+    lock.acquire()
+    return lock
 
 
 def _method_of(name: str) -> Callable[[Any, list[Any]], Any]:
@@ -159,6 +183,10 @@ def _code_parts(value: Any, cls: type) -> ObjectParts | None:
     """Functions, what they close over, and what is bound to them."""
     if cls is types.MethodType:
         return None, lambda _, parts: types.MethodType(*parts), [value.__func__, value.__self__]
+    if cls is staticmethod or cls is classmethod:
+        return None, lambda _, parts: cls(parts[0]), [value.__func__]
+    if cls is property:
+        return None, lambda _, parts: property(*parts), [value.fget, value.fset, value.fdel, value.__doc__]
     if cls is functools.partial:
         return None, lambda _, parts: functools.partial(parts[0], *parts[1], **parts[2]), [value.func, value.args, value.keywords]
     if cls is types.CellType:

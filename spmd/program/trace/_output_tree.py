@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.program.reads import ABSENT, PLAIN, NumbersNeeded, Varying
-from spmd.program.trace._object_parts import copied_parts, holds_varying, is_proxy, parts_of
+from spmd.program.trace._object_parts import ObjectParts, copied_parts, holds_varying, is_proxy, parts_of
+from spmd.program.trace._one_call import OneCall, is_made_class, title_of, title_of_uncopied
 
 
 class Node(NamedTuple):
@@ -35,11 +36,13 @@ class OutputTree:
     Attributes:
         leaves: what is no container, or existed before.
         nodes: the containers, in the order in which they were met.
+        one_call: what of it no call can make anew.
     """
 
     def __init__(self, is_before: Callable[[Any], bool]) -> None:
         self.leaves: list[Any] = []
         self.nodes: list[Node] = []
+        self.one_call = OneCall()
         self._is_before = is_before
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -51,17 +54,19 @@ class OutputTree:
         Raises:
             NumbersNeeded: it holds numbers that vary and is of a kind that no call can make.
         """
-        if not is_proxy(value) and isinstance(value, (*PLAIN, torch.Tensor, Varying)):
+        if not is_proxy(value) and isinstance(value, (*PLAIN, torch.Tensor, Varying)) and not isinstance(value, slice):
             return self._leaf(value)
         if id(value) in self._refs:
             return self._refs[id(value)]
         self._kept.append(value)
         is_before = not is_new and self._is_before(value)
         found = None if is_before else parts_of(value)
+        if not is_before and is_made_class(cls := type(value)) and not self._is_before(cls):
+            self.take(cls)
         if found is None and not is_before:
             if holds_varying(value, self._is_before):
                 raise NumbersNeeded
-            found = copied_parts(value)
+            found = self._of_one_call(title_of(value), value) or copied_parts(value) or self._of_one_call(title_of_uncopied(value), value)
         if found is None:
             ref = self._refs[id(value)] = self._leaf(value)
             return ref
@@ -72,6 +77,9 @@ class OutputTree:
         self.nodes[number] = Node(blank, fill, tuple(map(self.take, parts)))
         self._whole.append(number)
         return ~number
+
+    def _of_one_call(self, title: str | None, value: Any) -> ObjectParts | None:
+        return None if title is None else (self.one_call.giving(value, title), lambda made, parts: made, ())
 
     def ordered(self, refs: Sequence[int]) -> tuple[list[Node], list[int]]:
         """The nodes, each after its parts (a dict hashes its keys when it is filled), and the numbers that values have among these."""

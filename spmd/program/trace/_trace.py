@@ -293,6 +293,7 @@ class Trace:
         for content in contents:
             taken.take(content.get(ITEMS), is_new=True)
         refs += [taken.take(content, is_new=True) for content in contents]
+        self.one_call = taken.one_call
         return taken.leaves, *taken.ordered(refs)
 
     def slots(self) -> dict[Buffer, torch.Tensor]:
@@ -327,4 +328,6 @@ class Trace:
         self.torch_state.memory.guard(guards)
         self.torch_state.gradients.guard(guards, recorder.touched.__contains__, slots, self.arguments.owned)
         guard_who(guards, held)
+        if self.one_call.titles:
+            guards.add(self.one_call.guard)
         return guards
