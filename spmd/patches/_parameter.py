@@ -1,13 +1,14 @@
-"""`nn.Parameter(p)` of a marked parameter `p`: a parameter with the same storage and sharding. `weight_norm` creates them."""
+"""Parameters made of marked ones, with the same sharding: by `nn.Parameter(p)`, as `weight_norm` does, and by `copy.deepcopy(p)`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from spmd.device._layout import hand_over
 from spmd.patches._table import replace
 from spmd.sharding._tensor import XLAShardedParameter, become_sharded
 
-_TARGET = "torch.nn.Parameter.__new__"
+_NEW, _COPY = "torch.nn.Parameter.__new__", "torch.nn.Parameter.__deepcopy__"
 
 
 def register() -> None:
@@ -18,4 +19,12 @@ def register() -> None:
             return become_sharded(original(cls, data.detach(), requires_grad))
         return original(cls, data, requires_grad)
 
-    original = replace(_TARGET, staticmethod(new))
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        is_new = id(self) not in memo
+        made = original_copy(self, memo)
+        if is_new:
+            hand_over(self, made)
+        return made
+
+    original = replace(_NEW, staticmethod(new))
+    original_copy = replace(_COPY, deepcopy)

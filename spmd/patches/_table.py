@@ -93,6 +93,12 @@ PATCHES: tuple[Patch, ...] = (
         parameters="cls, data, requires_grad",
     ),
     Patch(
+        "torch.nn.Parameter.__deepcopy__",
+        "a copy of a marked parameter of a user's own class is marked alike",
+        "spmd/patches/_parameter.py",
+        parameters="self, memo",
+    ),
+    Patch(
         "torch.nn.functional.embedding_bag",
         "bags of equal size keep their batch dim, which is sharded",
         "spmd/patches/_embedding_bag.py",

@@ -35,6 +35,7 @@ def mark_sharding(
 
     A tensor on the host is uploaded shard by shard; one that is already on devices is moved between them directly. Inside a
     compiled function the call constrains the value at this point and its gradient, like `jax.lax.with_sharding_constraint`.
+    A tensor of a class of your own keeps its class; `wrap_if_sharded` shows its layout.
 
     Args:
         tensor: a parameter, buffer, input or activation of any dtype, on device 'jax'. On the host or on 'meta' the layout is

@@ -242,10 +242,14 @@ def _laid_out_like(grad: torch.Tensor, annotation: ShardingSpec | None) -> torch
 
 
 def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:
-    """Change the class of `tensor` in place to the sharded class, which shows its layout; a Parameter stays a Parameter."""
-    if not isinstance(tensor, XLAShardedTensor):
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        tensor.__class__ = XLAShardedParameter if is_parameter else XLAShardedTensor
+    """Change the class of `tensor` in place to the sharded class, which shows its layout; a Parameter stays a Parameter.
+
+    A tensor of a user's own class keeps that: its methods and what other code asks it for.
+    """
+    if type(tensor) is torch.Tensor:
+        tensor.__class__ = XLAShardedTensor
+    elif type(tensor) is torch.nn.Parameter:
+        tensor.__class__ = XLAShardedParameter
     return tensor  # pyright: ignore[reportReturnType]
 
 

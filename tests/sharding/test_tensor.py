@@ -181,3 +181,56 @@ def test_what_a_function_returns_of_its_arguments_keeps_its_class(marked: spmd.X
     assert type(plain) is torch.Tensor and isinstance(added, spmd.XLAShardedTensor)
     added.mul_(0)
     assert plain.abs().sum().item() == 0
+
+
+class Rotation(nn.Parameter):
+    """A parameter of a class of one's own, as of geoopt."""
+
+    kind: str
+
+    def unit(self) -> torch.Tensor:
+        return self / self.norm()
+
+
+class Image(torch.Tensor):
+    """A tensor of a class of one's own."""
+
+    def brightest(self) -> torch.Tensor:
+        return self.amax()
+
+
+def test_a_tensor_of_ones_own_class_keeps_it_when_it_is_marked(mesh_4x2: mesh.Mesh) -> None:
+    class Turn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Rotation(batch(8, 4))
+            self.weight.kind = "sphere"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight.unit().t()).square().sum()
+
+    def steps(model: nn.Module, device: str, run: Any = lambda fn: fn) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = run(step)
+        return [step(spmd.mark_sharding(batch(8, 4, seed=i).to(device), mesh_4x2, ("data", None))).item() for i in range(3)]
+
+    early, late, expected = Turn(), Turn().to("jax"), Turn()
+    spmd.mark_sharding(early.weight, mesh_4x2, ("data", None))
+    spmd.mark_sharding(late.weight, mesh_4x2, ("data", None))
+    early = copy.deepcopy(early).to("jax")
+    assert steps(late, "jax", spmd.compile) == pytest.approx(losses := steps(expected, "cpu"), rel=1e-5)
+    assert steps(early, "jax") == pytest.approx(losses, rel=1e-5)
+    for weight in (early.weight, late.weight, copy.deepcopy(late).weight):
+        assert type(weight) is Rotation and spmd.wrap_if_sharded(weight).partition_spec == mesh.PartitionSpec("data", None)
+    assert late.weight.kind == "sphere"
+    image = spmd.mark_sharding(batch(8, 4).to("jax").as_subclass(Image), mesh_4x2, ("data", None))
+    assert type(image) is Image and image.brightest().item() == batch(8, 4).amax().item()
+    assert type(spmd.clear_sharding(image)) is Image
