@@ -133,6 +133,11 @@ except ImportError:  # guards then compare the values
 dict_version: Callable[[dict[Any, Any]], int] | None = _dict_version
 
 
+def print_options() -> dict[str, Any]:
+    """What `torch.set_printoptions` has set: the attributes themselves, which may be written to."""
+    return vars(torch._tensor_str.PRINT_OPTS)
+
+
 def current_device_mesh() -> Any:
     """The DeviceMesh of the innermost `with` block. Outside of such a block torch raises its own error."""
     return torch.distributed.device_mesh._mesh_resources.get_current_mesh()

@@ -35,6 +35,7 @@ from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import of_noted_size
 from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
 from spmd.program.reads._outside import question_of
+from spmd.program.reads._process_settings import SETTINGS, of_call
 from spmd.program.reads._random_generators import GLOBAL_RANDOM
 from spmd.program.reads._varying import (
     NumberMethod,
@@ -140,6 +141,9 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return note_call(recording, inner, args)
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
         return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
+    recording.ask_all(of_call(fn, args))
+    if (setting := SETTINGS.get(id(fn))) is not None:
+        recording.set_setting(setting)
     if kind is types.MethodType:
         _python(recording, fn.__func__, (fn.__self__, *args))
         recording.function(fn)

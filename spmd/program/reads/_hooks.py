@@ -131,12 +131,12 @@ def _look_into(value: Any) -> None:
 
 def _shown(value: Any) -> Any:
     """A value is about to be made text; returns what to show: a number of the program has no format of its own."""
-    if type(value) in QUIET:
+    if type(value) in QUIET and type(value) is not tuple:
         return value
     recording = _now.get(get_ident())
     if recording is None or recording.is_busy:
         return value
-    unseen(recording, recording.look_into, value)
+    unseen(recording, recording.show, value)
     return known(value) if is_scalar(value) else value
 
 

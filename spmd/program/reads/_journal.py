@@ -147,6 +147,10 @@ class Journal:
 
         self._note(cell, ABSENT, title, lambda: content_of(cell), place)
 
+    def setting(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put) -> None:
+        """Something that Python or a library keeps elsewhere is about to be set."""
+        self._note(holder, key, title, read, put)
+
     def slot(self, instance: Any, name: str, descriptor: Any, title: str) -> None:
         """A slot of an object is about to be written."""
 

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.program.find._static import static_attribute
+from spmd.program.find._static import attributes_of, static_attribute
+from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN, ContentPlace
 
@@ -52,7 +53,7 @@ _ASKS_OF_PATHS = frozenset(("abspath", "realpath", "relpath", "expanduser", "exp
 _ASKS = {
     id(fn)
     for fn in (
-        *(os.getcwd, os.getcwdb, sys.getrecursionlimit, sys.getswitchinterval, gc.isenabled, gc.get_threshold),
+        *(os.getcwd, os.getcwdb, sys.getrecursionlimit, sys.getswitchinterval, sys.get_int_max_str_digits, gc.isenabled, gc.get_threshold),
         *(np.geterr, np.get_printoptions, locale.getlocale, tempfile.gettempdir, socket.getdefaulttimeout),
         *(logging.Logger.getEffectiveLevel, logging.Logger.isEnabledFor, logging.Logger.hasHandlers),
     )
@@ -84,12 +85,21 @@ def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
     return _of_file(fn, name, module, args) if args and isinstance(args[0], (str, bytes, os.PathLike)) else None
 
 
-def setting_of(module: types.ModuleType, name: str) -> Question | None:
-    """A setting that a module computes (`torch.backends.cudnn.benchmark`); None if the attribute is none."""
-    found = static_attribute(type(module), name)
-    if found is None or not (hasattr(type(found), "__get__") and hasattr(type(found), "__set__")) or name.startswith("__"):
+def setting_of(holder: Any, name: str, title: str) -> Question | None:
+    """A setting that a module computes (`torch.backends.cudnn.benchmark`), or the `__getattr__` of a library's class (of
+    `torch.backends.cuda.matmul`, `torch._dynamo.config`); None if the attribute is none."""
+    found = static_attribute(type(holder), name)
+    if name.startswith("__") or isinstance(holder, torch.Tensor):
         return None
-    return (id(module), name), f"{module.__name__}.{name}", partial(_answer, getattr, (module, name))
+    if found is None:
+        getter = static_attribute(type(holder), "__getattr__")
+        if not isinstance(getter, types.FunctionType) or is_recorded(getter.__module__) or getter.__module__.startswith("spmd."):
+            return None
+        if name in (attributes_of(holder) or ()):
+            return None
+    elif not isinstance(holder, types.ModuleType) or not (hasattr(type(found), "__get__") and hasattr(type(found), "__set__")):
+        return None
+    return (id(holder), name), f"{title}.{name}", partial(_answer, getattr, (holder, name))
 
 
 def answer_place(holder: Any, question: Question) -> ContentPlace | None:
@@ -117,7 +127,7 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
 def _answer(fn: Any, args: tuple[Any, ...]) -> Any:
     try:
         found = fn(*args)
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError, AttributeError):
         return ABSENT
     if isinstance(found, dict):
         return tuple(found.items())

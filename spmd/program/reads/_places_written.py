@@ -6,6 +6,7 @@ import collections
 import decimal
 import functools
 import types
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from spmd.program.reads import _calls
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CDATA, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple, itself
+from spmd.program.reads._process_settings import SETTINGS, Setting
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, written_at
 
@@ -64,6 +67,9 @@ class PlacesWritten(PlacesRead):
         self.meet(cls)
         if isinstance(instance, type):
             self._store_in_class(instance, name)
+        elif cls is not types.ModuleType and (question := setting_of(instance, name, self._title(instance))) is not None:
+            self.ask(instance, question)
+            self.journal.setting(instance, name, question[1], question[2], partial(setattr, instance, name))
         elif isinstance(instance, types.ModuleType):
             self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
@@ -77,6 +83,11 @@ class PlacesWritten(PlacesRead):
             elif not hasattr(type(found), "__set__"):
                 self._store_attribute(instance, name)
         # any other `__setattr__` is Python, and tells when it writes
+
+    def set_setting(self, setting: Setting) -> None:
+        """A setting of the whole process is about to be set."""
+        self.ask(SETTINGS, setting.question)
+        self.journal.setting(SETTINGS, setting.title, setting.title, setting.read, setting.put)
 
     def _store_attribute(self, instance: Any, name: str) -> None:
         attributes = attributes_of(instance)

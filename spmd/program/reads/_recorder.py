@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import collections
 import collections.abc
+import decimal
 import functools
 import gc
 import sys
@@ -39,10 +40,11 @@ from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
-from spmd.program.reads._outside import setting_of
+from spmd.program.reads._outside import Question, setting_of
 from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, behind, is_simple, itself, written_tensor
 from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
+from spmd.program.reads._process_settings import SETTINGS, of_class, of_text
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import ReplacedState, replaced
 from spmd.program.reads._varying import Varying, beside, fixed, is_noted, plain_key
@@ -123,7 +125,7 @@ class Recording(PlacesWritten):
         elif isinstance(instance, types.ModuleType):
             self._owners[id(instance.__dict__)] = instance
             if cls is not types.ModuleType:
-                self.ask(instance, setting_of(instance, name))
+                self.ask(instance, setting_of(instance, name, instance.__name__))
             self._entry(instance.__dict__, name, instance, ".")
         elif isinstance(instance, type):
             self.attribute_of_class(instance, name)
@@ -159,6 +161,8 @@ class Recording(PlacesWritten):
                 self._met(place.content, title)
         elif not hasattr(type(found), "__set__"):  # a property is Python: what it reads is recorded when it runs
             attributes = attributes_of(instance)
+            if found is ABSENT and name not in (attributes or ()) and (question := setting_of(instance, name, self._title(instance))):
+                self.ask(instance, question)
             if attributes is not None:
                 if isinstance(instance, threading.local):
                     self._content(instance)
@@ -211,7 +215,19 @@ class Recording(PlacesWritten):
         left = beside(left, right) if is_noted(right) else beside_numpy(left, right)
         self.look_into(left)
         self.look_into(right)
+        if type(left) is str and type(right) not in QUIET - {tuple}:  # "%s" % right
+            self.ask_all(of_text(right))
         return left
+
+    def show(self, value: Any) -> None:
+        """A value is about to be made text."""
+        self.look_into(value)
+        self.ask_all(of_text(value))
+
+    def ask_all(self, questions: Iterable[Question]) -> None:
+        """Settings of the whole process matter."""
+        for question in questions:
+            self.ask(SETTINGS, question)
 
     def operate_in_place(self, left: Any, right: Any) -> Any:
         if isinstance(left, list):
@@ -245,6 +261,7 @@ class Recording(PlacesWritten):
         if cls in QUIET or self._is_ignored(value):
             return
         self.meet(cls)
+        self.ask(SETTINGS, of_class(cls))
         if isinstance(value, torch.Tensor):
             self._host_tensor(value)
         elif isinstance(value, dict):
@@ -362,7 +379,7 @@ class Recording(PlacesWritten):
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `fn`, and find out which objects it made."""
-        self._given = list(_calls.nested((args, kwargs)))
+        self._given = [*_calls.nested((args, kwargs)), decimal.getcontext()]  # of which the collector does not know
         before = _hooks.start(self)
         try:
             result = self.call(fn, *args)(*args, **kwargs)

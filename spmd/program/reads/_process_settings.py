@@ -1,0 +1,165 @@
+"""Settings that Python, numpy and torch keep for the whole process, and what depends on them without naming them.
+
+A quotient of decimals depends on `decimal.getcontext()`, a division of arrays on `np.seterr`, the text of a tensor on
+`torch.set_printoptions`, and whether a warning raises on the filters of `warnings`. Each is asked again before every call of a program
+whose trace did such a thing; what the function sets, every call sets.
+"""
+
+from __future__ import annotations
+
+import builtins
+import decimal
+import functools
+import locale
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from spmd.base._torch import print_options
+
+Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # as in `_outside`
+
+_MAX_DEPTH = 6
+_TEXTS = frozenset(map(id, (builtins.str, builtins.repr, builtins.format, builtins.ascii)))
+_METHODS_OF_TEXT = ("__str__", "__repr__", "__format__", "format", "format_map")
+_NUMPYS_TEXTS = ("array2string", "array_str", "array_repr", "format_float_positional", "format_float_scientific")
+
+
+class Setting(NamedTuple):
+    """One setting.
+
+    Attributes:
+        title: it, in messages.
+        read: what it is now, as plain values.
+        put: sets it.
+    """
+
+    title: str
+    read: Callable[[], Any]
+    put: Callable[[Any], None]
+
+    @property
+    def question(self) -> Question:
+        """What is asked before a call."""
+        return (id(SETTINGS), self.title), self.title, self.read
+
+
+def _decimals() -> Any:
+    context = decimal.getcontext()
+    digits = context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
+    return *digits, tuple(sorted(signal.__name__ for signal, is_on in context.traps.items() if is_on))
+
+
+def _plain(options: dict[str, Any]) -> Any:
+    return tuple((name, value if isinstance(value, (int, float, str, type(None))) else repr(value)) for name, value in options.items())
+
+
+def _put_numpys_text(options: Any) -> None:
+    np.set_printoptions(**{name: value for name, value in options if name not in ("override_repr", "formatter")})
+
+
+def _locale() -> Any:
+    return locale.setlocale(locale.LC_ALL)
+
+
+def _put_locale(name: str) -> None:
+    locale.setlocale(locale.LC_ALL, name)
+
+
+def _deterministic() -> Any:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _put_filters(filters: Any) -> None:
+    warnings.resetwarnings()  # which says that they changed
+    warnings.filters[:] = filters  # type: ignore[index]
+
+
+_DECIMALS: Question = ("decimals",), "decimal.getcontext()", _decimals
+_ERRORS = Setting("np.geterr()", lambda: tuple(np.geterr().items()), lambda modes: np.seterr(**dict(modes)) and None)
+_OF_NUMPY = Setting("np.get_printoptions()", lambda: _plain(dict(np.get_printoptions())), _put_numpys_text)
+_OF_TORCH = Setting("torch.set_printoptions()", lambda: _plain(print_options()), lambda options: print_options().update(options))
+_LOCALE = Setting("locale.setlocale()", _locale, _put_locale)
+_FILTERS = Setting("the filters of warnings", lambda: tuple(warnings.filters), _put_filters)
+SETTINGS: dict[int, Setting] = {  # by id of the function that sets it
+    id(decimal.setcontext): Setting("decimal.setcontext()", decimal.getcontext, decimal.setcontext),
+    id(np.seterr): _ERRORS,
+    id(np.set_printoptions): _OF_NUMPY,
+    id(torch.set_printoptions): _OF_TORCH,
+    id(locale.setlocale): _LOCALE,
+    **dict.fromkeys(map(id, (warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings)), _FILTERS),
+    id(sys.setrecursionlimit): Setting("sys.getrecursionlimit()", sys.getrecursionlimit, sys.setrecursionlimit),
+    id(sys.setswitchinterval): Setting("sys.getswitchinterval()", sys.getswitchinterval, sys.setswitchinterval),
+    id(sys.set_int_max_str_digits): Setting("sys.get_int_max_str_digits()", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    id(torch.use_deterministic_algorithms): Setting(
+        "torch.use_deterministic_algorithms()",
+        _deterministic,
+        lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    ),
+    id(torch.set_float32_matmul_precision): Setting(
+        "torch.get_float32_matmul_precision()", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    id(torch.set_num_threads): Setting("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads),
+}
+
+
+@functools.cache
+def of_class(cls: type) -> Question | None:
+    """What operations on objects of a class depend on."""
+    if cls is decimal.Decimal or cls is decimal.Context:
+        return _DECIMALS
+    return _ERRORS.question if issubclass(cls, (np.ndarray, np.generic)) else None
+
+
+def of_text(value: Any, depth: int = 0) -> Iterator[Question]:
+    """What the text of a value depends on."""
+    if isinstance(value, torch.Tensor):
+        yield _OF_TORCH.question
+    elif isinstance(value, (np.ndarray, np.generic)):
+        yield _OF_NUMPY.question
+    elif type(value) in (list, tuple, dict, set, frozenset) and depth < _MAX_DEPTH:
+        for part in value.values() if type(value) is dict else value:
+            yield from of_text(part, depth + 1)
+
+
+def of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
+    """What a call of a library's function depends on."""
+    name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
+    owner = getattr(fn, "__self__", None)
+    if id(fn) in _TEXTS or name in _METHODS_OF_TEXT or (name in _NUMPYS_TEXTS and str(module).startswith("numpy")):
+        yield from of_text((owner, *args))
+    if module in ("decimal", "_decimal") or isinstance(owner, decimal.Context):
+        yield _DECIMALS
+    elif module in ("locale", "_locale"):
+        yield _LOCALE.question
+    elif isinstance(fn, np.ufunc):
+        yield _ERRORS.question
+    elif name in ("warn", "warn_explicit") and module in ("warnings", "_warnings") and args:
+        yield _of_warning(args)
+
+
+def _of_warning(args: tuple[Any, ...]) -> Question:
+    is_made = isinstance(args[0], Warning)
+    given = next((a for a in args[1:] if isinstance(a, type) and issubclass(a, Warning)), UserWarning)
+    category, text = type(args[0]) if is_made else given, str(args[0])
+    return ("warning", category, text), f"the filters of warnings for {category.__name__}", partial(_actions, category, text)
+
+
+def _actions(category: type[Warning], text: str) -> Any:
+    """What happens with a warning: the filters that may apply, up to the first that does wherever it comes from."""
+    found: list[str] = []
+    for action, pattern, kind, module, line in warnings.filters:
+        if issubclass(category, kind) and (pattern is None or pattern.match(text)):
+            is_anywhere = module is None and line == 0
+            found.append(action if is_anywhere else f"{action} in {module and module.pattern}:{line}")
+            if is_anywhere:
+                break
+    return tuple(found)
+
+
+__all__ = ["SETTINGS", "Setting", "of_call", "of_class", "of_text"]
