@@ -21,6 +21,7 @@
     |   +-- ShardError (RuntimeError)                  the shards passed for a tensor do not form one
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not match
+    |   +-- NotPickled (PicklingError)                 a compiled function that another process cannot import
     |   +-- UsageError                                 an invalid command line; reported in one line
     |   +-- GroupError (RuntimeError)                  a process group that does not exist in a single-process program
     |   +-- RecipeError (ValueError)                   a recipe is invalid

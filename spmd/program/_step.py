@@ -33,11 +33,11 @@ from spmd.device._indices import checked
 from spmd.device._storage import recording
 from spmd.device._trace_lock import trace_lock
 from spmd.patches._running_averages import move_counts_to_device
+from spmd.program._copied_step import CopiedStep
 from spmd.program._executable_file import load_executables, save_executables
 from spmd.program._job_checks import compiling
 from spmd.program._program import Options, Program
 from spmd.program.find._discover import reachable
-from spmd.program.find._objects import Compiled
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
@@ -64,7 +64,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Step(Compiled, Generic[P, R]):
+class Step(CopiedStep, Generic[P, R]):
     """A compiled function, created by `spmd.compile`.
 
     Attributes:

@@ -1,0 +1,59 @@
+"""Copies of a compiled function, and its pickle: what the function that was compiled would give.
+
+A copy of a function is the function itself, one of a bound method is bound to the copy of its object. A pickle names a function: what has
+no name of its own in a module is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from typing import Any
+
+from spmd.base._errors import SpmdError, message
+from spmd.program.find._objects import Compiled
+
+
+class NotPickled(SpmdError, pickle.PicklingError):
+    """A compiled function that no other process could find."""
+
+
+class CopiedStep(Compiled):
+    """What `copy` and `pickle` ask of a compiled function."""
+
+    _fn: Any
+    _name: str
+    _options: Any
+
+    def __copy__(self) -> Any:
+        return self._of(self._fn if isinstance(self._fn, types.MethodType) else copy.copy(self._fn))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._of(copy.deepcopy(self._fn, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = getattr(self, "__qualname__", "")
+        if _found(self, name) is self:
+            return name
+        if isinstance(self._fn, types.FunctionType) and _found(self._fn, name) is not self._fn:
+            what = f"the compiled function {self._name} cannot be pickled: module {self._fn.__module__} has it under no name of its own"
+            raise NotPickled(message(what, fix="define it at the top of a module, or compile it again after loading"))
+        return type(self), (self._fn, self._options)
+
+    def _of(self, fn: Any) -> Any:
+        """This one for its own function, a new one for a copy; that has programs of its own."""
+        is_same = fn is self._fn or (isinstance(fn, types.MethodType) and fn.__self__ is self._fn.__self__)
+        return self if is_same else type(self)(fn, self._options)  # type: ignore[call-arg]
+
+
+def _found(fn: Any, name: str) -> Any:
+    """What the module of a function has under its name."""
+    found: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+__all__ = ["CopiedStep", "NotPickled"]
