@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import mesh as mesh_
 import spmd
+from spmd.compat.torch_xla import _partitioned_scan
 from tests.oracle import assert_same, batch
 
 
@@ -194,6 +195,23 @@ def test_scanned_layers_pass_tuples_on_and_must_be_alike() -> None:
     assert_same([t.cpu() for t in compiled(*given)], [t.detach().cpu() for t in expected], (1e-4, 1e-5))
     with pytest.raises(ValueError, match="Shape mismatch for 'weight' in layer 1"):
         scan_layers([nn.Linear(2, 2).to("xla"), nn.Linear(2, 3).to("xla")], given[0])
+
+
+def test_a_pure_layer_is_remembered_while_it_is_there() -> None:
+    class Times(nn.Module):
+        def __init__(self, k: int) -> None:
+            super().__init__()
+            self.k = k
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.k
+
+    for k in range(20):  # each where the last one was
+        layer, partition = Times(k), object()
+        fn = _partitioned_scan._one_layer(layer, partition, True)
+        assert fn(torch.ones(()), {})[0].item() == k and _partitioned_scan._one_layer(layer, partition, True) is fn
+        del layer, partition, fn
+    assert not any(type(layer) is Times for layer in _partitioned_scan._ONE_LAYER_CACHE)
 
 
 def test_pure_functions_with_a_seed_draw_by_it_alone() -> None:

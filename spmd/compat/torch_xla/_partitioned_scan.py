@@ -20,9 +20,11 @@ from spmd.base._torch_late import joint_graphs
 from spmd.program.flow import _scan
 
 Passes = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-# function -> {(partitioner, structure, shapes): its passes}, for functions with `is_fn_pure`
-_SCAN_COMPUTATION_CACHE: WeakKeyDictionary[Any, dict[Any, Passes]] = WeakKeyDictionary()
-_ONE_LAYER_CACHE: dict[tuple[int, int], Callable[..., Any]] = {}
+# Keys hold the id of a partitioner, and values the partitioner: while it is there no other one gets its id.
+# function -> {(partitioner, structure, shapes): it, and the function's passes}, for functions with `is_fn_pure`
+_SCAN_COMPUTATION_CACHE: WeakKeyDictionary[Any, dict[Any, tuple[Any, Passes]]] = WeakKeyDictionary()
+# layer -> {partitioner: it, and a function of the layer's values}
+_ONE_LAYER_CACHE: WeakKeyDictionary[nn.Module, dict[int, tuple[Any, Callable[..., Any]]]] = WeakKeyDictionary()
 
 
 class ScanError(SpmdError, ValueError):
@@ -88,7 +90,7 @@ def value_and_grad_partitioned(
     flat, tree = pytree.tree_flatten((carry, x))
     key = (id(partition_fn), str(tree), *((tuple(t.shape), t.dtype, t.requires_grad) for t in flat))
     if is_fn_pure and key in _SCAN_COMPUTATION_CACHE.get(fn, {}):
-        return _SCAN_COMPUTATION_CACHE[fn][key]
+        return _SCAN_COMPUTATION_CACHE[fn][key][1]
 
     def unaliased(*args: Any) -> Any:
         given = {id(leaf) for leaf in pytree.tree_leaves(args)}
@@ -108,7 +110,7 @@ def value_and_grad_partitioned(
             torch.autograd.backward(flowing, [torch.ones_like(r) for r in flowing])
     passes = _passes(graphs, flat, tree, made, [r.requires_grad for r in results])
     if is_fn_pure:
-        _SCAN_COMPUTATION_CACHE.setdefault(fn, {})[key] = passes
+        _SCAN_COMPUTATION_CACHE.setdefault(fn, {})[key] = partition_fn, passes
     return passes
 
 
@@ -205,16 +207,15 @@ def scan_layers(layers: Any, input_data: Any, partition_fn: Any = default_partit
 
 
 def _one_layer(layer: nn.Module, partition_fn: Any, is_pure: bool) -> Callable[..., Any]:
-    key = (id(partition_fn), id(layer))
-    if key in _ONE_LAYER_CACHE and is_pure:
-        return _ONE_LAYER_CACHE[key]
+    if is_pure and id(partition_fn) in _ONE_LAYER_CACHE.get(layer, {}):
+        return _ONE_LAYER_CACHE[layer][id(partition_fn)][1]
     example = _shell(layer)
 
     def one_layer(carry: Any, values: dict[str, torch.Tensor]) -> tuple[Any, None]:
         return torch.func.functional_call(example, values, carry), None
 
     if is_pure:
-        _ONE_LAYER_CACHE[key] = one_layer
+        _ONE_LAYER_CACHE.setdefault(layer, {})[id(partition_fn)] = partition_fn, one_layer
     return one_layer
 
 
