@@ -31,6 +31,12 @@ from spmd.lowering._registry import is_composite
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
+# Which tensor each edge of a node leads to, where torch's own node has them in another order: the gradient of a bias is there first.
+_EDGES = {"aten::linear": (2, 0, 1)}
+_WITH_BIAS = 3
+_FIRST = 4  # arguments of a node before its edges
+
+
 class WholeOp:
     """The autograd kernel of one composite lowering."""
 
@@ -58,7 +64,9 @@ class WholeOp:
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
             with AutoDispatchBelowAutograd():
                 return self._plain(*args, **kwargs)
-        return _Differentiable.apply(self._differentiated, args, kwargs, *flat)
+        order = _EDGES.get(self.op.name()) if len(flat) == _WITH_BIAS else None
+        edges = flat if order is None else [flat[i] for i in order]
+        return _Differentiable.apply(self._differentiated, args, kwargs, order, *edges)
 
     def _forward(self, wanted: tuple[int, ...], *args: Any, **kwargs: Any) -> Forward:
         """Results, what the gradient needs, and how it is computed (see `_Differentiable`)."""
@@ -240,9 +248,13 @@ class _Differentiable(torch.autograd.Function):
     """One whole op on autograd's tape."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        """`operation(wanted, *args, **kwargs)` is a `Forward`; `tensors` are those among its arguments."""
-        wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 3] and t.dtype in _DIFFERENTIABLE)
+    def forward(
+        ctx: Any, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any], order: tuple[int, ...] | None, *edges: torch.Tensor
+    ) -> Any:
+        """`operation(wanted, *args, **kwargs)` is a `Forward`; `edges` are the tensors among its arguments, or these in `order`."""
+        at = ctx.at = range(len(edges)) if order is None else [order.index(i) for i in range(len(edges))]
+        tensors = edges if order is None else [edges[i] for i in at]
+        wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[at[i] + _FIRST] and t.dtype in _DIFFERENTIABLE)
         run = operation.kernel if any(t.is_cpu for t in tensors) else operation
         results, leaves, key, pull = run(wanted, *args, **kwargs)
         ctx.wanted, ctx.count, ctx.pull, ctx.key = wanted, len(tensors), pull, key
@@ -259,17 +271,17 @@ class _Differentiable(torch.autograd.Function):
         given = tuple(g is not None for g in grads)
         reached = _reached(ctx, tensors, given)
         wanted = tuple(position for position, is_reached in zip(ctx.wanted, reached, strict=True) if is_reached)
-        result: list[Any] = [None] * (ctx.count + 3)
+        result: list[Any] = [None] * (ctx.count + _FIRST)
         if not wanted:
             return tuple(result)
         if torch.is_grad_enabled():
             operands = (*tensors, *(g for g in grads if g is not None))
-            out = _Differentiable.apply(pull.call.backward_call(wanted, given).differentiated, (ctx.key, *operands), {}, *operands)
+            out = _Differentiable.apply(pull.call.backward_call(wanted, given).differentiated, (ctx.key, *operands), {}, None, *operands)
             found = out if isinstance(out, tuple) else (out,)
         else:
             found = pull.call.pulled(ByIdentity(pull), ctx.wanted, wanted, list(leaves), list(grads))
         for position, grad in zip(wanted, found, strict=True):
-            result[position + 3] = grad
+            result[ctx.at[position] + _FIRST] = grad
         return tuple(result)
 
 
@@ -300,7 +312,7 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
 
 def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """The result of `call` (an array or a tuple of several) on tensors of device 'jax', on autograd's tape."""
-    return _Differentiable.apply(call.differentiated, (None, *tensors), {}, *tensors)
+    return _Differentiable.apply(call.differentiated, (None, *tensors), {}, None, *tensors)
 
 
 def _tensors(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

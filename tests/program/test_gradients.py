@@ -338,3 +338,20 @@ def test_torchs_own_zero_grad_has_one_program_with_and_without_gradients() -> No
     for _ in range(3):
         step(torch.ones(3, 2, device="jax"))
     assert step.num_traces == 1
+
+
+def test_hooks_of_gradients_run_in_torchs_order() -> None:
+    def order(device: str, is_compiled: bool = False) -> list[str]:
+        block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
+        model = nn.Sequential(nn.Linear(6, 6), block, nn.Unflatten(-1, (1, 6)), nn.Conv1d(1, 2, 3)).to(device)
+        found: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+
+        def step(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+
+        (spmd.compile(step) if is_compiled else step)(torch.ones(4, 6, device=device))
+        return found
+
+    assert order("jax") == order("jax", is_compiled=True) == order("cpu")
