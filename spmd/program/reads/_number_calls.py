@@ -20,6 +20,7 @@ import torch
 from spmd.device._number_arithmetic import of_math
 from spmd.device._numbers import OF_MATH, NumberNode, needs_value, sample
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._mapped_scalars import MappedScalar, as_scalar, is_mapped_scalar, takes_tensors, with_scalars
 
 _MOST = 64  # numbers that are operations of their own
 _OF_NUMPY = (np.ndarray, np.generic)
@@ -58,6 +59,8 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
     if any(fn is f for f in (torch.tensor, torch.as_tensor, torch.asarray)):
         return partial(tensor, fn)
+    if takes_tensors(fn):
+        return partial(with_scalars, fn)
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.Tensor) and fn.__name__ == "new_tensor":
         return lambda data, *, dtype=None, device=None, **options: tensor(
@@ -117,6 +120,13 @@ def beside_numpy(left: Any, right: Any) -> Any:
             raise needs_value("number (beside numpy's)")
         return float(left)
     return known(left) if isinstance(right, _OF_NUMPY) and type(right) is not np.float64 and is_lifted(left) else left
+
+
+def beside_mapped(left: Any, right: Any) -> Any:
+    """The first operand where one is a number and the other a 0-dim tensor under `vmap`."""
+    if is_scalar(right) and is_mapped_scalar(left):
+        return MappedScalar(left)
+    return as_scalar(left, right) if is_scalar(left) and is_mapped_scalar(right) else left
 
 
 def require_known_name(value: Any, name: str) -> None:
@@ -194,6 +204,7 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 
 __all__ = [
+    "beside_mapped",
     "beside_numpy",
     "holds_lifted",
     "identified",

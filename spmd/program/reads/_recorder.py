@@ -38,7 +38,7 @@ from spmd.program.reads._library import is_librarys_property, is_recorded
 from spmd.program.reads._membership import asked
 from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._module_reads import RunModule
-from spmd.program.reads._number_calls import beside_numpy, matched
+from spmd.program.reads._number_calls import beside_mapped, beside_numpy, matched
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import Question, setting_of
 from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
@@ -212,6 +212,10 @@ class Recording(PlacesWritten):
 
     def operate(self, left: Any, right: Any) -> Any:
         """Both are about to be operands; returns the first one to use."""
+        left = self._operands(left, right)
+        return beside_mapped(left, right)
+
+    def _operands(self, left: Any, right: Any) -> Any:
         left = beside(left, right) if is_noted(right) else beside_numpy(left, right)
         self.look_into(left)
         self.look_into(right)
@@ -239,7 +243,7 @@ class Recording(PlacesWritten):
             return left
         if isinstance(left, (dict, set, collections.deque, bytearray, np.ndarray)):
             self.mutate(left)
-        return self.operate(left, right)
+        return self._operands(left, right)
 
     def iterate(self, value: Any) -> None:
         value = itself(value)

@@ -24,6 +24,7 @@ import torch
 from spmd.base._errors import TraceAgain
 from spmd.device._numbers import NumberNode, is_of_host, lifted
 from spmd.device._storage import recording
+from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
 from spmd.program.reads._number_calls import of_numbers
 
 if TYPE_CHECKING:
@@ -259,7 +260,9 @@ def _binary(name: str, fn: Callable[[Any, Any], Any]) -> None:
         if self.takes(other):
             return self.apply(fn, left, right)
         if isinstance(other, (torch.Tensor, torch.SymFloat, torch.SymInt, complex)):
-            return fn(*(a.traced() if isinstance(a, Varying) else a for a in (left, right)))
+            beside: Any = other if is_mapped_scalar(other) else None
+            taken = (a.traced() if isinstance(a, Varying) else a for a in (left, right))
+            return fn(*(a if beside is None else as_scalar(a, beside) for a in taken))
         return fn(*(a.concrete() if isinstance(a, Varying) else a for a in (left, right)))
 
     setattr(Varying, f"__{name}__", lambda self, other: of(self, other, self, other))
