@@ -4,6 +4,7 @@ import bisect
 import collections
 import contextlib
 import datetime
+import functools
 import heapq
 import math
 import operator
@@ -49,6 +50,36 @@ def test_numbers_among_the_arguments_are_inputs() -> None:
         (ours, number), (torchs, expected) = step(torch.ones(2).to("jax"), 0.1 * i, i=i), scaled(torch.ones(2), 0.1 * i, i)
         torch.testing.assert_close(ours.cpu(), torchs)
         assert number == expected and type(number) is float
+    assert step.num_traces <= 3
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.best: float | None = None
+
+    def __call__(self, step: int, *, base: float = 0.5) -> float:
+        if self.best is None or step > self.best:
+            self.best = step
+        return base * math.cos(step)
+
+
+def test_modules_and_objects_that_are_called_take_numbers() -> None:
+    module, schedule = Scaled(), Schedule()
+
+    @spmd.compile
+    def step(x: torch.Tensor, i: int) -> torch.Tensor:
+        by = schedule(i) + functools.partial(schedule, base=2.0)(i)
+        return module(x, by) + module(x, by=i) + torch.func.functional_call(module, {}, (x, by))
+
+    for i in range(1, 6):
+        by = 2.5 * math.cos(i)
+        torch.testing.assert_close(step(torch.ones(2).to("jax"), i).cpu(), torch.full((2,), 2 * by + i))
+        assert schedule.best == i
     assert step.num_traces <= 3
 
 

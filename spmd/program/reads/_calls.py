@@ -221,11 +221,14 @@ def _takes_varying(fn: Any) -> bool:
     """Whether `fn` may be handed numbers that vary: recorded code, and what only stores its arguments."""
     if isinstance(fn, (types.FunctionType, types.MethodType)):
         of_tuple = getattr(fn, "__self__", None) if fn.__name__ in ("_replace", "_make") else None
-        return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields")
+        return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields") or fn is torch.func.functional_call  # hands them to a module
     if isinstance(fn, type):
         return fn in (list, tuple, dict, set, frozenset, collections.deque) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
     if isinstance(fn, functools.partial):
         return _takes_varying(fn.func)
+    call = getattr(type(fn), "__call__", None)  # noqa: B004 - an object of a class that has one: a module, a schedule
+    if isinstance(call, types.FunctionType):
+        return is_recorded(call.__module__)
     owner = getattr(fn, "__self__", None)
     name = getattr(fn, "__name__", "")
     return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
