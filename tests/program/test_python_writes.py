@@ -527,3 +527,30 @@ def test_a_dict_that_is_read_whole_after_an_entry_was_replaced(name: str, kind: 
         seen.append([(step(x), repr(holder), state.n)[1:] for _ in range(4)])
     assert seen[1] == seen[0]
     assert step.num_traces <= (4 if kind is vars else most)  # `vars` hands out all that is there, before the entry is replaced
+
+
+class Callback:
+    def __init__(self, priority: int) -> None:
+        self.priority, self.seen = [priority], list[torch.Tensor]()
+
+
+def test_callbacks_that_are_sorted_may_keep_what_they_saw() -> None:
+    def run(wrap: Any, device: str) -> Any:
+        callbacks = [Callback(1), Callback(0), Callback(2)]
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            for callback in sorted(callbacks, key=lambda c: c.priority):
+                x = x * 2 + callback.priority[0]
+                callback.seen.append(x)
+            late = list(filter(lambda c: c.priority[0] > 1, callbacks))
+            return x * max(late, key=lambda c: c.priority[0]).priority[0] + sum(map(lambda c: c.priority[0], late))
+
+        step, found = wrap(fn), []
+        for i in range(4):
+            if i == 3:
+                callbacks[0].priority[0] = 5
+            found.append(step(torch.ones(2, device=device)).tolist())
+        assert wrap is not spmd.compile or step.num_traces == 2
+        return found, [[t.tolist() for t in c.seen] for c in callbacks]
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")

@@ -34,6 +34,7 @@ from spmd.program.reads._membership import got
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import of_noted_size
 from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
+from spmd.program.reads._ordering import ordered
 from spmd.program.reads._outside import question_of
 from spmd.program.reads._process_settings import SETTINGS, of_call
 from spmd.program.reads._random_generators import GLOBAL_RANDOM
@@ -84,11 +85,7 @@ _CLOCKS = frozenset(
     id(getattr(time, n))
     for n in dir(time)
     if n.startswith(("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime"))
-) | {
-    id(time.localtime),
-    id(time.gmtime),
-    id(time.ctime),
-}
+) | set(map(id, (time.localtime, time.gmtime, time.ctime)))
 _ELSEWHERE = {  # by package; what runs in another thread or process: the trace waits for it, and it for the trace
     "threading": ("start",),
     "_thread": ("start_new_thread",),
@@ -124,7 +121,7 @@ _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     """Note what a call of `fn` reads and writes."""
-    if (instead := _of_varying(recording, fn, args)) is not None:
+    if (instead := ordered(recording, fn, args) or _of_varying(recording, fn, args)) is not None:
         return instead
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(known(number), *more, **options)
