@@ -159,6 +159,7 @@ class Program(Executable):
             (captured.inputs.draws, self._advance),
             (grads.takes, grads.forget),
             (grads.leaves, grads.leave),
+            (grads.flags, grads.leave_flags),
             (self.watched, self._end_watched),
         ]
         return tuple(tuple(step for needed, step in steps if needed) for steps in (before, gathered, dispatched, after))
@@ -189,7 +190,7 @@ class Program(Executable):
         )
         run = self._function()
         if self.options.steps_per_call > 1:
-            require_no_writes(self.captured.writes.effects)
+            require_no_writes(self.captured.writes.effects, bool(self.captured.outputs.flags))
             has_args, has_born = bool(self.arguments.written), bool(self.captured.state.born)
             run = repeated(run, self.options.steps_per_call, self.captured.inputs.draws, has_args, has_born, self.options.keep_grads)
         run.__name__ = run.__qualname__ = name

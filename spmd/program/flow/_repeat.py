@@ -71,8 +71,19 @@ def _first(stack: torch.Tensor) -> torch.Tensor:
     return first.requires_grad_(stack.requires_grad)
 
 
-def require_no_writes(effects: Sequence[Effect]) -> None:
-    """Raise TraceError if a step writes to Python what the steps after it would read or write otherwise."""
+def require_no_writes(effects: Sequence[Effect], changes_flags: bool) -> None:
+    """Raise TraceError if a step writes to Python what the steps after it would read or write otherwise.
+
+    `changes_flags`: it changes `requires_grad` of a tensor.
+    """
+    if changes_flags:
+        raise TraceError(
+            message(
+                "a step with steps_per_call > 1 changes requires_grad of a tensor",
+                "the steps are one program, and the second one would find it changed",
+                fix="leave steps_per_call out, or change it between calls: layer.requires_grad_(False)",
+            )
+        )
     for effect in effects:
         if effect.was_read or effect.key is ABSENT or not isinstance(effect.value, PLAIN):
             raise TraceError(

@@ -395,6 +395,11 @@ class Recording(PlacesWritten):
         require_unwritten(self.caches.values())
         return result
 
+    def tensors_asked(self, name: str = "") -> dict[int, torch.Tensor]:
+        """Tensors from before the trace of which it read an attribute (shape, dtype), or this one, by their ids."""
+        read = ((key, value) for key, value in self.seen.items() if isinstance(value, torch.Tensor) and name in ("", key[1]))
+        return {id(value): value for _, value in read if self.is_before(value)}
+
     def read_places(self) -> list[Place]:
         """What the trace read of objects that existed before it."""
         return [place for place in self.places.values() if id(place.holder) not in self._gone and self.is_before(place.holder)]

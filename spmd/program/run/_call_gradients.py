@@ -1,4 +1,4 @@
-"""Gradients in a call: those that it takes from their leaves, and those that it leaves there."""
+"""Gradients in a call: those that it takes from their leaves, and those that it leaves there; which leaves require one afterwards."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class CallGradients:
     """Attributes:
     takes: whether a call takes gradients that are there.
     leaves: whether it leaves any, or state that an optimizer made.
+    flags: what it leaves of `requires_grad`.
     """
 
     def __init__(self, captured: Captured, keep: bool, written: StateArrays, read: StateArrays) -> None:
@@ -32,6 +33,7 @@ class CallGradients:
         self._is_dropped = not keep and all(isinstance(owner, torch.Tensor) for owner, _ in found)  # each call leaves the same empty ones
         self._are_there = False
         self._parameters, self._left = [p for p, _ in found], [grad for _, grad in found]
+        self.flags = captured.outputs.flags
         self.takes, self.leaves = bool(self._slots), bool(found or captured.state.born)
 
     def take(self, call: ProgramCall) -> None:
@@ -62,6 +64,12 @@ class CallGradients:
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
+
+    def leave_flags(self, call: ProgramCall) -> None:
+        """Let leaves require a gradient, or not, as the function leaves them."""
+        leaves = self._leaves_of(call) if any(isinstance(owner, int) for owner, _ in self.flags) else []
+        for owner, flag in self.flags:
+            (owner if isinstance(owner, torch.Tensor) else leaves[owner]).requires_grad = flag
 
     def _put(self, call: ProgramCall, values: Any) -> None:
         for owner, grad in self._captured.outputs.gradients:

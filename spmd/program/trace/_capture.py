@@ -28,6 +28,7 @@ from spmd.program.trace._arguments import BoundArguments, bind, require_one_way
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceInputs, TraceOutputs, TraceState
 from spmd.program.trace._data_assignment import DataAssignments
+from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import Gradients
 from spmd.program.trace._host_values import no_host_random, no_host_writes
 from spmd.program.trace._known_inputs import KnownInputs
@@ -62,8 +63,7 @@ def capture(
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
-        found: modules and optimizers that the function can reach, the optimizers prepared.
-        settings: found by earlier traces of this function.
+        found, settings: what the function can reach, its optimizers prepared; what earlier traces of it found out.
         keep_grads: gradients left on leaf tensors become outputs of the program.
         debug_nans: the program also says for each module that ran whether its outputs are finite.
         is_stacked: the arguments are the first of a stack each, the results will be stacks.
@@ -86,6 +86,7 @@ def capture(
         exact_dtypes(),
         no_host_random(),
         no_host_writes(found.cpu_tensors()),
+        GradientFlags([*found.device_tensors(), *given]) as flags,
         TracedState(found.optimizers) as optim,
         Gradients([*found.leaves(), *given], settings.unmarked) as gradients,
         DataAssignments([*found.named_tensors(), *(("an argument", t) for t in given)]) as memory,
@@ -96,7 +97,7 @@ def capture(
             found,
             settings,
             TraceOptions(keep_grads, debug_nans, likely_platform(reachable)),
-            TorchState(optim, gradients, memory, counters),
+            TorchState(optim, gradients, flags, memory, counters),
             numbers,
             None if is_stacked else KnownInputs(buffers),
         )
@@ -149,6 +150,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer]) -> Captured:
             finite=[name for name, _ in recorder.finite],
             checks=[check for check, _ in recorder.checks],
             gradients=[(position.get(id(p), p), grad) for p, grad in gradients],
+            flags=[(position.get(id(t), t), flag) for t, flag in trace.torch_state.flags.left],
             kept_gradients=[g for _, g in gradients if g is not None] if trace.options.keep_grads else [],
         ),
         guarded=guarded,

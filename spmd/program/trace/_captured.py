@@ -20,7 +20,7 @@ from spmd.program.trace._output_tree import Node
 from spmd.program.trace._results import Leaf
 from spmd.program.trace._topology_tensors import on_topology
 
-Owner = torch.Tensor | int  # whose a gradient is: a parameter, or the position of an argument
+Owner = torch.Tensor | int  # whose a gradient or flag is: a parameter, or the position of an argument
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class TraceOutputs:
         finite: names of modules, each of which has a flag that says whether its output was finite.
         checks: checks of values that it makes: the program's flags of them are one output behind those of the leaves.
         gradients: (owner, gradient made in the trace or None) for each one that the function left.
+        flags: (owner, `requires_grad`) for each one that the function changed.
         kept_gradients: those that leave the program.
     """
 
@@ -104,6 +105,7 @@ class TraceOutputs:
     finite: list[str]
     checks: list[Check]
     gradients: list[tuple[Owner, torch.Tensor | None]]
+    flags: list[tuple[Owner, bool]]
     kept_gradients: list[torch.Tensor]
 
     @property

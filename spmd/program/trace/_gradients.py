@@ -76,6 +76,8 @@ class Gradients:
     def __exit__(self, *error: object) -> None:
         for p, grad in zip(self._leaves, self._kept, strict=True):
             p.grad = grad
+        for p in self._frozen:
+            p.grad = None
         for handle in self._handles:
             handle.remove()
 
@@ -138,6 +140,7 @@ class Gradients:
                 elif kept is None and id(p) not in self._accumulated:
                     zeroed.add(id(p))
                 self.left.append((p, grad))
+        self.left.extend((p, p.grad) for p in self._frozen if p.grad is not None)  # the function let it require one
         if (added and keep) or zeroed:
             raise StaleGradients(frozenset(added | zeroed))
 

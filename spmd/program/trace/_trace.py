@@ -38,6 +38,7 @@ from spmd.program.reuse._columns import Guards
 from spmd.program.trace._arguments import BoundArguments
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._data_assignment import DataAssignments
+from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of
 from spmd.program.trace._known_inputs import KnownInputs
@@ -86,12 +87,14 @@ class TorchState:
     Attributes:
         optim: optimizers' state.
         gradients: of leaf tensors.
+        flags: their `requires_grad`.
         memory: storages of tensors.
         counters: step counters of optimizers that are read as one. See Note [Equal counters].
     """
 
     optim: TracedState
     gradients: Gradients
+    flags: GradientFlags
     memory: DataAssignments
     counters: dict[Buffer, Any]
 
@@ -314,8 +317,10 @@ class Trace:
                 _guards.guard_optimizer(guards, optimizer, self.numbers)
         _guards.guard_numbers(guards, self.numbers)
         guard_places(guards, self.places)
-        tensors = [(n, t) for n, t in self.found.named_tensors() if buffer_of(t) in recorder.touched]
-        _guards.guard_modules(guards, modules, tensors)
+        asked, flags, named = self.reads.tensors_asked(), self.reads.tensors_asked("requires_grad"), list(self.found.named_tensors())
+        tensors = [(n, t) for n, t in named if buffer_of(t) in recorder.touched or id(t) in asked]
+        known = {*(id(t) for _, t in named), *self.arguments.owned}
+        _guards.guard_modules(guards, modules, [*tensors, *(("a tensor", t) for t in flags.values() if id(t) not in known)])
         _guards.guard_storages(guards, tensors)
         _guards.guard_annotations(guards, [b for b in recorder.touched if b not in arguments and b not in slots])
         _guards.guard_equal_counters(guards, recorder.leaders)
