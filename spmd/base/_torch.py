@@ -70,10 +70,13 @@ try:
     from torch._C import _dispatch_tls_local_exclude_set as excluded_dispatch_keys
     from torch._C import _dispatch_tls_local_include_set as included_dispatch_keys
     from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
+    from torch._C import _get_dispatch_stack_at as dispatch_mode_at
+    from torch._C import _get_function_stack_at as function_mode_at
     from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
     from torch._C import _get_tracing_state as in_torchscript_trace
     from torch._C import _ImperativeEngine as ImperativeEngine
     from torch._C import _is_multithreading_enabled as is_multithreading_enabled
+    from torch._C import _len_torch_dispatch_stack as num_torch_dispatch_modes
     from torch._C import _len_torch_function_stack as num_torch_function_modes
     from torch._C import _set_grad_enabled as set_grad_enabled
     from torch._C import _set_multithreading_enabled as set_multithreading_enabled
@@ -103,6 +106,7 @@ try:
     from torch.optim.optimizer import _device_dtype_check_for_fused as device_dtype_check_for_fused
     from torch.serialization import _package_registry as package_registry
     from torch.utils import _pytree as pytree
+    from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils.backend_registration import _DummyDeviceGuard as DummyDeviceGuard
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend
     from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame

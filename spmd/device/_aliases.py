@@ -37,12 +37,14 @@ def as_strided_(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any 
     By `.data`, because C++'s own kernels want a storage with bytes to be in bounds of.
     """
     self.data = as_strided(self, size, stride, storage_offset)
+    Buffer.restrided += 1
     return self
 
 
 def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """`tensor.set_(source)`: the same storage, sizes and strides as `source`."""
     self.data = as_strided(source, source.shape, source.stride())
+    Buffer.restrided += 1
     return self
 
 
@@ -64,6 +66,7 @@ def set_window(self: torch.Tensor, source: torch.UntypedStorage, offset: int, si
         if math.prod(size) == buffer.host.size and tuple(stride) in ((), contiguous_stride(size)):
             buffer.host = buffer.host.reshape(size)
         buffer.reshape(buffer.host.shape)
+    Buffer.restrided += 1
     return _set_window.redispatch(META, self, source, offset, size, stride)
 
 

@@ -148,9 +148,11 @@ class Buffer(_Value):
         place_in_queue: which of the queue's buffers this is.
         left_by: programs that hold the value which they left here. See Note [Values that are left].
         marks: how often the annotation of any buffer changed; while it stands still, none did.
+        restrided: how often any tensor got other sizes or strides in place, likewise.
     """
 
     marks: ClassVar[int] = 0
+    restrided: ClassVar[int] = 0
 
     __slots__ = (
         *("__weakref__", "_annotation", "digest", "dropped", "dropped_dtype", "host", "left_by", "place_in_queue", "queue"),

@@ -1,11 +1,15 @@
 """When a compiled step is traced again because the model changed, with which reason, and when it is not."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesh
 import spmd
@@ -233,3 +237,43 @@ def test_a_hook_of_an_argument_runs_in_calls_after_it_was_registered() -> None:
     found.append(gradient(x).tolist())
     handle.remove()
     assert [*found, gradient(x).tolist()] == [[2.0, 2.0], [6.0, 6.0], [2.0, 2.0]]
+
+
+def test_a_tensor_that_got_other_sizes_in_place_is_seen() -> None:
+    def run(wrap: Any, device: str) -> list[list[float]]:
+        w, unused = torch.arange(6.0).reshape(2, 3).to(device), torch.ones(2, 3, device=device)
+        step, found = wrap(lambda x: (w * x).sum(0).sum() * w.shape[0] + 10 * unused.dim() + unused.stride(0)), []
+        for change in (lambda: None, w.t_, lambda: unused.unsqueeze_(0), lambda: unused.squeeze_(0), w.t_):
+            change()
+            found.append(step(torch.ones(w.shape[1], device=device)).item())
+        return found
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        return found * 2 if func is torch.Tensor.sin else found
+
+
+class Negated(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        return -found if func is torch.ops.aten.sin.default else found
+
+
+def test_a_mode_around_some_calls_has_a_program_of_its_own() -> None:
+    def run(wrap: Any, device: str) -> list[float]:
+        w = torch.ones((), device=device, requires_grad=True)
+        step, found = wrap(lambda x: torch.autograd.grad((w * x.sin()).cos(), w)[0]), []
+        kept, functions, operators = saved_tensors_hooks(lambda t: t * 2, lambda t: t), Doubled(), Negated()
+        for around in (nullcontext(), functions, operators, kept, functions, nullcontext(), torch.device(device)):
+            with around:
+                found.append(step(torch.ones((), device=device)).item())
+        return found
+
+    steps: list[Any] = []
+    ours = run(lambda fn: steps.append(spmd.compile(fn)) or steps[0], "jax")
+    assert ours == pytest.approx(run(lambda fn: fn, "cpu"), rel=1e-5)
+    assert steps[0].num_traces == 5 and "what sees torch's operators changed" in steps[0].retraces[0]

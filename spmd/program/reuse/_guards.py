@@ -26,6 +26,7 @@ _requires_grad, *_LEAF_HOOKS = map(attrgetter, ("requires_grad", "_backward_hook
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _state, _param_groups, _value, _marks, _today = map(attrgetter, ("state", "param_groups", "value", "marks", "today"))
 _params = itemgetter("params")
+_restrided = attrgetter("restrided")
 _check_indices = attrgetter("check_indices")
 
 
@@ -77,17 +78,24 @@ def _hook_keys(hooks: Any) -> tuple[Any, ...]:
 
 
 def guard_storages(guards: Guards, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """The tensors still show the storages that the program updates (`p.data = ...` gives one another)."""
+    """The tensors still show the storages that the program updates (`p.data = ...` gives one another), and these as they did (`t_()`)."""
     buffers = [buffer_of(tensor) for _, tensor in tensors]
     storages = [tensor.untyped_storage() for _, tensor in tensors]  # held, so that no other storage gets the address of one
+    windows = [_window(tensor) for _, tensor in tensors]
 
     def check() -> str | None:
-        for (name, tensor), buffer, _ in zip(tensors, buffers, storages, strict=True):
+        for (name, tensor), buffer, window, _ in zip(tensors, buffers, windows, storages, strict=True):
             if buffer_of(tensor) is not buffer:
                 return f"{name} was given another storage"
+            if _window(tensor) != window:
+                return f"{name} of shape {list(window[0])} was given other sizes or strides in place: now {list(tensor.shape)}"
         return None
 
-    guards.add(check, numbers=[(storage_id, [tensor for _, tensor in tensors])])
+    guards.add(check, numbers=[(storage_id, [tensor for _, tensor in tensors]), (_restrided, [Buffer])])
+
+
+def _window(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def guard_annotations(guards: Guards, buffers: list[Buffer]) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import Enum
 from itertools import repeat
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.base._exact import exactly
+from spmd.base._torch import (
+    DeviceContext,
+    dispatch_mode_at,
+    function_mode_at,
+    num_torch_dispatch_modes,
+    num_torch_function_modes,
+    top_saved_tensors_default_hooks,
+)
 from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
@@ -21,7 +29,7 @@ from spmd.program.trace._gradients import gradient_kind
 
 _TENSOR = repeat(torch.Tensor)
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
-_MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings")
+_MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings", "what sees torch's operators")
 _DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class", "attributes")
 
 
@@ -211,4 +219,32 @@ def _static(value: Any) -> tuple[Any, Any]:
 def modes() -> tuple[Any, ...]:
     """What of torch's own state decides what a function computes."""
     autocast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else False
-    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled(), num_lowerings()
+    grads = torch.is_grad_enabled(), torch.get_default_dtype()
+    return *grads, autocast, torch.is_inference_mode_enabled(), num_lowerings(), _around()
+
+
+def _around() -> tuple[Any, ...]:
+    """The modes and hooks around a call that see the operators of a function, or what these save for their gradients."""
+    hooks = top_saved_tensors_default_hooks(True)
+    num_of_functions, num_of_operators = num_torch_function_modes(), num_torch_dispatch_modes()
+    if hooks is None and not num_of_functions and not num_of_operators:
+        return ()
+    found = (*map(function_mode_at, range(num_of_functions)), *map(dispatch_mode_at, range(num_of_operators)))
+    ours = (type(mode).__module__.startswith("spmd.") for mode in found)  # which change nothing that a program computes
+    return *(_mode(mode) for mode, is_ours in zip(found, ours, strict=True) if not is_ours), *map(_hook, hooks or ())
+
+
+def _mode(mode: Any) -> Any:
+    """What a mode is compared by: a user's by identity, since the function may read its state and write to it."""
+    return (DeviceContext, mode.device) if isinstance(mode, DeviceContext) else mode
+
+
+def _hook(hook: Any) -> Any:
+    """What a hook of saved tensors is compared by; `save_on_cpu` makes others for every block."""
+    cells = getattr(hook, "__closure__", None) or ()
+    held = tuple(cell.cell_contents for cell in cells)
+    return (
+        (hook.__code__, exactly(held))
+        if isinstance(hook, FunctionType) and all(isinstance(v, (*PLAIN, ModuleType)) for v in held)
+        else hook
+    )
