@@ -124,14 +124,18 @@ def test_options_that_mean_nothing_are_refused_at_once(options: dict[str, Any], 
 
 
 NO_BATCH: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "too long": (text(8, 33), {"pad_to": TEXT}, r"dim 'seq' has size 33, which is not within 1 and 32(?s:.*)dim 1 of batch\['input_ids'\]"),
+    "too long": (
+        text(8, 33),
+        {"pad_to": TEXT},
+        r"dim 'seq' has size 33, which is not between 1 and 32(?s:.*)dim 1 of batch\['input_ids'\]",
+    ),
     "two lengths": ({**text(8, 5), "labels": torch.ones(8, 6)}, {"pad_to": TEXT}, r"'seq' has two sizes(?s:.*)batch\['labels'\] is 6"),
-    "no such key": ({"input_ids": torch.ones(8, 5)}, {"pad_to": TEXT}, r"pad_to names 'attention_mask' of batch, which has no such item"),
+    "no such key": ({"input_ids": torch.ones(8, 5)}, {"pad_to": TEXT}, r"pad_to names 'attention_mask' of batch, which does not exist"),
     "no such dim": ({"x": torch.ones(8)}, {"pad_to": X}, r"pad_to names dim 1 of batch\['x'\], which has 1 dims"),
     "not a dim of an array": (
         {"x": torch.ones(8)},
         {"pad_to": {"x": SEQ}},
-        r"pad_to has Dim(?s:.*) for batch\['x'\], but not for one of its dims",
+        r"pad_to has Dim(?s:.*) for batch\['x'\], where a mapping from its dims is expected",
     ),
     "a fill of another dtype": (
         {"x": np.ones((8, 5), np.uint8)},

@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a branch": (
         branch,
         X,
-        r"branch is not one program for all sizes(?s:.*)with another answer(?s:.*)at test_export_sizes.py:\d+ in branch",
+        r"branch is not one program for all sizes(?s:.*)different results for different sizes(?s:.*)at test_export_sizes.py:\d+ in branch",
     ),
     "no form in JAX": (spectrum, X, r"spectrum cannot be exported for sizes that vary(?s:.*)FFT(?s:.*)also="),
     "another way": (
@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a size of the example": (
         branch,
         {"x": {0: spmd.Dim("batch", min=6, max=64)}},
-        r"dim 'batch' has size 5, which is not within 6 and 64",
+        r"dim 'batch' has size 5, which is not between 6 and 64",
     ),
     "an argument": (branch, {"z": {0: BATCH}}, r"names an argument 'z' that the function does not have"),
 }
@@ -414,7 +414,7 @@ def test_the_smallest_size_is_one_that_a_compiled_step_has_too() -> None:
     for size in (7, 6, 32):
         assert_same(step(batch(size, 3).to("jax")), most(batch(size, 3)))
     assert step.num_traces == 4  # none of a size that has no six largest
-    with pytest.raises(spmd.SpmdError, match=r"dim 'batch' has size 5, which is not within 6 and 32"):
+    with pytest.raises(spmd.SpmdError, match=r"dim 'batch' has size 5, which is not between 6 and 32"):
         step(batch(5, 3).to("jax"))
     with pytest.raises(spmd.SpmdError, match=r"the minimum of dim 'batch' must be between 1 and its maximum(?s:.*)min=9, max=8"):
         spmd.Dim("batch", min=9, max=8)

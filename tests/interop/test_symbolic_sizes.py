@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a size of 1": (torch.sin, (), r"not known: b >= 2(?s:.*)symbolic_shape\('b', constraints=\['b >= 2'\]\)"),
     "a part of one": (pieces, ("b >= 2",), r"not known: b - 1 >= 2"),
     "a question": (equal, ("b >= 2",), r"not known: b != 24(?s:.*)constraints=\['b > 24'\]"),
-    "a branch": (large, ("b >= 2",), r"Python asks something of a size(?s:.*)as jax.jit does by itself"),
+    "a branch": (large, ("b >= 2",), r"a Python condition on a size has different results(?s:.*)as jax.jit does by itself"),
     "an error": (
         first,
         ("b >= 2",),

@@ -180,8 +180,8 @@ def test_arguments_in_containers_are_named_by_their_keys() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ((40, 40), "dim 'batch' has size 40, which is not within 1 and 32"),
-        ((0, 0), "dim 'batch' has size 0, which is not within 1 and 32"),
+        ((40, 40), "dim 'batch' has size 40, which is not between 1 and 32"),
+        ((0, 0), "dim 'batch' has size 0, which is not between 1 and 32"),
         ((4, 5), "dim 'batch' has two sizes in one call\n  dim 0 of x is 4, dim 0 of y is 5"),
     ],
 )

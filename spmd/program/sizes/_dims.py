@@ -1,4 +1,4 @@
-"""Dims whose sizes vary: what the user says of them, and the sizes that a call has.
+"""Dims whose sizes vary: how the user declares them, and their sizes in a call.
 
 spmd.Dim("seq", max=512)
 """
@@ -15,7 +15,7 @@ import torch
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, message
 
-SMALLEST = 8  # a bucket; below, a program is hardly quicker
+SMALLEST = 8  # the smallest bucket; programs for smaller sizes are hardly faster
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Dim:
     """A named size that varies between calls. Dims of the same name have the same size within a call.
 
     Args:
-        name: used in messages, and to refer to it again.
+        name: used in messages, and to refer to the dim in other places.
         max: the largest size, in elements.
-        buckets: the sizes to compile programs for, the last of them `max`; None: powers of two from 8 on, and `max`.
-        masked_by_model: the model masks padding itself: tensors are padded with `fill`, no proof is made, and results are returned as
-            the model computed them.
+        buckets: the sizes to compile programs for, in increasing order up to `max`; None: powers of two from 8 on, and `max`.
+        masked_by_model: whether the model masks padding itself. If so, tensors are padded with `fill`, nothing is proved, and results
+            are returned as the model computed them.
         fill: the value of the padding.
-        min: the smallest size; a call with a smaller one is an error.
+        min: the smallest size, in elements; a call with a smaller one raises an error.
 
     Raises:
         SpmdError: the arguments are invalid.
@@ -44,7 +44,7 @@ class Dim:
 
     def __post_init__(self) -> None:
         if not self.name or type(self.max) is not int or self.max < 1:
-            what = f"Dim({self.name!r}, max={self.max!r}) is not a dim with a maximum size"
+            what = f"Dim({self.name!r}, max={self.max!r}) needs a name and a positive integer max"
             raise SpmdError(message(what, fix='spmd.Dim("batch", max=64)'))
         if type(self.min) is not int or not 1 <= self.min <= self.max:
             what = f"the minimum of dim {self.name!r} must be between 1 and its maximum"
@@ -62,7 +62,7 @@ class Dim:
             object.__setattr__(self, "buckets", sizes)
 
     def bucket(self, size: int, multiple: int = 1) -> int:
-        """The size of the program that runs `size`: one that the dim's shards divide."""
+        """Size of the program that runs a call of size `size`, rounded up to a multiple of `multiple` (the number of shards)."""
         if self.buckets is not None:
             found = next(b for b in self.buckets if b >= size)
         else:
@@ -72,11 +72,11 @@ class Dim:
 
 @dataclass(frozen=True)
 class Named:
-    """One tensor of a call, or array of a batch, with dims that vary.
+    """A tensor among a call's arguments, or an array of a batch, with dims that vary.
 
     Attributes:
-        path: the argument's name, and keys into containers.
-        dims: the name of each such dim.
+        path: the argument's name, followed by keys into containers.
+        dims: name of each varying dim, by its index.
     """
 
     path: tuple[Any, ...]
@@ -89,14 +89,14 @@ class Named:
 
 
 class AskedDims:
-    """What an option says of dims, `dynamic=` as a rule.
+    """The dims that an option declares as varying, usually `dynamic=`.
 
     Attributes:
-        dims: by name.
+        dims: every declared `Dim`, by name.
     """
 
     def __init__(self, dynamic: Mapping[str, Any], parameters: Sequence[str] | None, option: str = "dynamic") -> None:
-        """`parameters`: names of the function's arguments; None if it takes any."""
+        """`parameters`: names of the function's parameters; None if it accepts any."""
         self.dims: dict[str, Dim] = {}
         self._option = option
         self._require_mapping(dynamic)
@@ -119,7 +119,13 @@ class AskedDims:
             if isinstance(value, Dim):
                 if self.dims.setdefault(value.name, value) != value:
                     what = f"dim {value.name!r} is defined twice"
-                    raise SpmdError(message(what, f"{self.dims[value.name]} and {value}", fix=f"name it the second time: {value.name!r}"))
+                    raise SpmdError(
+                        message(
+                            what,
+                            f"{self.dims[value.name]} and {value}",
+                            fix=f"write {value.name!r} the second time",
+                        )
+                    )
             else:
                 self._note(value)
 
@@ -134,36 +140,36 @@ class AskedDims:
                 self._require_known(value)
 
     def found(self, arguments: Mapping[str, Any]) -> list[Named]:
-        """The tensors of a call that have such dims."""
+        """The tensors of a call that have declared dims."""
         return [named for name, tree in self._tree.items() if name in arguments for named in self._walk((name,), arguments[name], tree)]
 
     def _walk(self, path: tuple[Any, ...], value: Any, tree: Any) -> Iterator[Named]:
         title = Named(path, value, {}).title
         if not isinstance(tree, Mapping):
-            what = f"{self._option} has {tree!r} for {title}, but not for one of its dims"
+            what = f"{self._option} has {tree!r} for {title}, where a mapping from its dims is expected"
             raise SpmdError(message(what, fix=f'{self._option}={{{path[-1]!r}: {{0: spmd.Dim("batch", max=64)}}}}'))
         if isinstance(value, torch.Tensor | np.ndarray):
             for dim in tree:
                 if type(dim) is not int or not -value.ndim <= dim < value.ndim:
                     what = f"{self._option} names dim {dim!r} of {title}, which has {value.ndim} dims"
-                    raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix="name a dim that it has"))
+                    raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix="name an existing dim of the tensor"))
             yield Named(path, value, {d % value.ndim: n.name if isinstance(n, Dim) else n for d, n in tree.items()})
             return
         for key, inner in tree.items():
             try:
                 part = value[key]
             except (KeyError, IndexError, TypeError) as error:
-                what = f"{self._option} names {key!r} of {title}, which has no such item"
+                what = f"{self._option} names {key!r} of {title}, which does not exist"
                 raise SpmdError(
-                    message(what, f"it is {type(value).__name__}", fix="name an item that it has, or a tensor's dim")
+                    message(what, f"{title} is a {type(value).__name__}", fix="name an existing item, or a dim of a tensor")
                 ) from error
             yield from self._walk((*path, key), part, inner)
 
     def sizes(self, found: Sequence[Named]) -> dict[str, int]:
-        """The size of each name in a call.
+        """Size of each named dim in a call.
 
         Raises:
-            SpmdError: it is 0, above its largest, or another in a second tensor.
+            SpmdError: a size is not between `min` and `max` of its dim, or two tensors have different sizes for the same name.
         """
         sizes: dict[str, tuple[int, str]] = {}
         for named in found:
@@ -172,14 +178,12 @@ class AskedDims:
                 known, first = sizes.setdefault(name, (size, where))
                 if known != size:
                     what = f"dim {name!r} has two sizes in one call"
-                    raise SpmdError(message(what, f"{first} is {known}, {where} is {size}", fix="give the second one a name of its own"))
+                    raise SpmdError(message(what, f"{first} is {known}, {where} is {size}", fix="give the second dim a different name"))
                 dim = self.dims[name]
                 if not dim.min <= size <= dim.max:
-                    what = f"dim {name!r} has size {size}, which is not within {dim.min} and {dim.max}"
+                    what = f"dim {name!r} has size {size}, which is not between {dim.min} and {dim.max}"
                     least = f", min={min(size, dim.min)}" if dim.min > 1 else ""
-                    wider = (
-                        f"spmd.Dim({name!r}{least}, max={max(size, dim.max)})" if size else f"leave out a call whose dim {name!r} is empty"
-                    )
+                    wider = f"spmd.Dim({name!r}{least}, max={max(size, dim.max)})" if size else f"skip calls whose dim {name!r} is empty"
                     raise SpmdError(message(what, f"{where}, shape {tuple(named.tensor.shape)}", fix=wider))
         return {name: size for name, (size, _) in sizes.items()}
 

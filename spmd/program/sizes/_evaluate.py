@@ -1,7 +1,8 @@
-"""A program that was traced at several points, evaluated at a bucket's sizes with the sizes of today as a value.
+"""Evaluates a program that was traced at several points, with the shapes of a bucket and the sizes of the current call as an input.
 
-Its equations are walked together. What is the same in all traces stays as it is; a shape, a limit or a number that differs is what it is
-for the bucket, or today; and each primitive's rule says how the real elements of its results come from those of its operands.
+Corresponding equations of all traces are evaluated together. Whatever is the same in all traces is kept. A shape, a limit or a number that
+differs gets its value for the bucket, or for the current call. The rule of each primitive computes the real elements of its results from
+those of its operands.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CALLS = frozenset(
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register what primitives of these names make of padding."""
+    """Register the padding rule of the primitives with these names."""
 
     def register(function: Rule) -> Rule:
         for name in names:
@@ -47,17 +48,17 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 class SizeDecides(Inexact):
-    """The traces are not of one program: Python, or an operation, did something else for another size."""
+    """The traces are not the same program: Python code or an operation behaved differently for a different size."""
 
     may_depend_on_range = True
 
 
 class Equation:
-    """One equation of all traces.
+    """Corresponding equations of all traces.
 
     Attributes:
-        each: it, in each trace.
-        name: its primitive's.
+        each: the equation of each trace.
+        name: name of the primitive.
     """
 
     def __init__(self, room: Room, each: Sequence[Any]) -> None:
@@ -66,32 +67,36 @@ class Equation:
         self.name: str = self.first.primitive.name
 
     def param(self, name: str) -> tuple[Any, ...]:
-        """A parameter at each point."""
+        """Value of a parameter at each point."""
         return tuple(one.params[name] for one in self.each)
 
     def fixed(self, name: str) -> Any:
-        """A parameter that no size has part in."""
+        """Value of a parameter that is the same at all points.
+
+        Raises:
+            Inexact: the parameter depends on a size.
+        """
         values = self.param(name)
         if any(v != values[0] for v in values):
-            raise Inexact(f"{self.name} whose {name} depends on a size")
+            raise Inexact(f"parameter {name!r} of {self.name} depends on a size")
         return values[0]
 
     def columns(self, name: str) -> list[tuple[int, ...]]:
-        """For each dim, a parameter that is one integer per dim, at each point."""
+        """Values at each point, per dim, of a parameter with one integer per dim."""
         return [tuple(column) for column in zip(*self.param(name), strict=True)]
 
     def shapes(self, output: int = 0) -> list[tuple[int, ...]]:
-        """The shape of a result at each point."""
+        """Shape of a result at each point."""
         return [tuple(one.outvars[output].aval.shape) for one in self.each]
 
     def bind(self, *arrays: Any, **changed: Any) -> list[Any]:
-        """The primitive of padded arrays, its other parameters as they are at the bucket."""
+        """Results of the primitive for padded arrays. Parameters that are not in `changed` have their values for the bucket."""
         params = {k: changed[k] if k in changed else self.at_bucket([one.params[k] for one in self.each]) for k in self.first.params}
         found = self.first.primitive.bind(*arrays, **params)
         return list(found) if self.first.primitive.multiple_results else [found]
 
     def at_bucket(self, values: Sequence[Any]) -> Any:
-        """A parameter for the padded program: its integers that differ between the traces are those of the bucket."""
+        """Value of a parameter in the padded program: integers that differ between the traces have their values for the bucket."""
         first = values[0]
         if all(v is first for v in values):
             return first
@@ -102,16 +107,16 @@ class Equation:
             return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
         if is_jaxpr(first):
             if any(not is_same(first, v) for v in values):
-                raise Inexact(f"{self.name} of a function in which a size has part")
+                raise Inexact(f"{self.name} calls a function that depends on a size")
             return first
-        if callable(first) and all(type(v) is type(first) for v in values):  # a rule of derivatives, made anew in each trace
+        if callable(first) and all(type(v) is type(first) for v in values):  # a derivative rule, a new function in each trace
             return first
         if any(v != first for v in values):
-            raise Inexact(f"{self.name} with a parameter that depends on a size")
+            raise Inexact(f"a parameter of {self.name} depends on a size")
         return first
 
     def has_sizes(self) -> bool:
-        """Whether a size has part in a shape of an operand or a result."""
+        """Whether the shape of an operand or a result depends on a size."""
         return any(
             len({tuple(one.aval.shape) for one in same}) > 1
             for kind in ("invars", "outvars")
@@ -120,23 +125,25 @@ class Equation:
 
 
 class Evaluation:
-    """See the module."""
+    """Evaluator of the common program of several traces. See the module."""
 
     def __init__(self, room: Room) -> None:
         self.room = room
 
     def fixed(self, array: Any) -> Padded:
-        """An array that has no padding."""
+        """An array without padding."""
         return Padded(array, tuple(((n,) * len(self.room.points.at),) for n in np.shape(array)))
 
     def run(self, jaxprs: Sequence[Any], consts: Sequence[Sequence[Any]], args: Sequence[Padded]) -> list[Padded]:
-        """The results of open jaxprs, one for each point.
+        """Results of the program.
 
         Args:
-            consts: of each jaxpr.
+            jaxprs: the open jaxpr of each point.
+            consts: constants of each jaxpr.
+            args: arguments, shared by all points.
 
         Raises:
-            Inexact: it is not proved that padding has no part in them; with the equation.
+            Inexact: it is not proved that padding does not affect the results; `equation` is the first such equation.
         """
         first = jaxprs[0]
         if any(len(j.eqns) != len(first.eqns) or len(j.outvars) != len(first.outvars) for j in jaxprs):
@@ -167,17 +174,17 @@ class Evaluation:
         return values[same[0]]
 
     def constant(self, same: Sequence[Any], dtype: Any = None) -> Padded:
-        """A constant of the traces: the same in all, or a number that the sizes have part in."""
+        """A constant of the traces: the same array in all of them, or a number that depends on the sizes."""
         first = same[0]
         if isinstance(first, Padded) or all(v is first for v in same):
             return first if isinstance(first, Padded) else self.fixed(first)
         if any(np.shape(v) != np.shape(first) for v in same):
-            raise SizeDecides("an array that Python made, with a size in its shape")
+            raise SizeDecides("an array created in Python has a shape that depends on a size")
         hosts = [np.asarray(v) for v in same]
         if all(h.tobytes() == hosts[0].tobytes() for h in hosts):
             return self.fixed(first)
         if np.ndim(first):
-            raise SizeDecides("an array that Python made, whose values depend on a size")
+            raise SizeDecides("an array created in Python has values that depend on a size")
         dtype = hosts[0].dtype if dtype is None else dtype
         value = self.room.points.number([h.item() for h in hosts], dtype)(self.room.today)
         return self.fixed(jnp.asarray(value).astype(dtype))
@@ -189,23 +196,24 @@ class Evaluation:
         return self.operation(eqn, operands)
 
     def operation(self, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-        """What an equation that calls no other function makes of its operands."""
+        """Results of an equation that calls no other function."""
         applied = RULES.get(eqn.name)
         if not eqn.has_sizes() and (applied is None or eqn.name not in LOOPS):
             arrays = eqn.bind(*(v.array for v in operands))
             return [self.fixed_like(a, v.aval) for a, v in zip(arrays, eqn.first.outvars, strict=True)]
         if applied is None:
-            raise Inexact("no rule says what this operation makes of padding")
+            raise Inexact("this operation has no padding rule")
         results = applied(self, eqn, operands)
         for number, result in enumerate(results):
             self._require_shapes(eqn.shapes(number), result.dims)
         return results
 
     def fixed_like(self, array: Any, aval: Any) -> Padded:
+        """An array without padding, of the shape of `aval`."""
         return Padded(array, tuple(((n,) * len(self.room.points.at),) for n in aval.shape))
 
     def call(self, closed: Sequence[Any], operands: Sequence[Padded]) -> list[Padded]:
-        """The results of jaxprs, open or closed."""
+        """Results of calling the jaxprs, open or closed, one for each point."""
         opened = [(j.jaxpr, j.consts) if hasattr(j, "consts") else (j, ()) for j in closed]
         return self.run([j for j, _ in opened], [c for _, c in opened], operands)
 
@@ -226,7 +234,7 @@ LOOPS = frozenset(("scan", "while", "cond"))
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two jaxprs compute the same, by their text and constants."""
+    """Whether two jaxprs have the same text and equal constants."""
     consts = [getattr(j, "consts", ()) for j in (one, other)]
     pairs = zip(*consts, strict=False)
     alike = len(consts[0]) == len(consts[1]) and all(a is b or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)

@@ -1,6 +1,6 @@
-"""What is computed of sizes, as plain data that a file can hold: ["-", "seq", 1] of `seq - 1`.
+"""Expressions of sizes as plain data that can be saved in a file: ["-", "seq", 1] for `seq - 1`.
 
-A formula of sizes (`Points`), or a question of Python's (`SizeReads`), that is asked with expressions in place of numbers answers with one.
+A formula of sizes (`Points`) or a recorded condition (`SizeReads`) returns an expression if it is called with expressions for numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _SIGNS = {
 
 
 class Expression:
-    """Attributes: tree: a name, a number, or a sign with its operands."""
+    """A symbolic number. `tree` is a name, a number, or a list of an operator and its operands."""
 
-    __hash__ = None  # type: ignore[assignment]  (`==` makes an expression)
+    __hash__ = None  # type: ignore[assignment]  (`==` returns an expression)
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
 
     def astype(self, dtype: Any) -> Expression:
-        """A formula of floats asks for it; in a file numbers are Python's."""
+        """Return itself: formulas of floats call this method, and saved numbers are Python numbers."""
         return self
 
     def __bool__(self) -> bool:
@@ -30,7 +30,7 @@ class Expression:
 
 
 def tree_of(value: Any) -> Any:
-    """A number, or an expression, as plain data."""
+    """A number or an expression as plain data."""
     return value.tree if isinstance(value, Expression) else value
 
 

@@ -1,4 +1,4 @@
-"""The traces of one function at several sizes as programs for any of them. See Note [Points] and Note [Padding]."""
+"""Traces of one function at several sizes, combined into programs for any size. See Note [Points] and Note [Padding]."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ RULES_IN = (_rules_elements, _rules_loops, _rules_places, _rules_windows)  # imp
 
 
 class Family:
-    """One function at its points.
+    """Traces of one function at several points.
 
     Attributes:
-        names: of the sizes.
-        captured: the first of its traces.
-        today: the sizes of the call at hand.
+        names: names of the varying sizes.
+        captured: the first trace.
+        today: sizes of the current call, in the order of `names`.
     """
 
     def __init__(self, names: tuple[str, ...], points: Points, traces: Sequence[Captured], reads: Sequence[SizeReads], limits: Any) -> None:
-        """`limits`: for each name the least and the largest size for which it holds.
+        """`limits`: for each name, the smallest and the largest size for which the family is valid.
 
         Raises:
-            Inexact: the traces are not of one program.
+            Inexact: the traces are not the same program.
         """
         traces = [traces[0], *(_in_order_of(traces[0], other) for other in traces[1:])]
         self.names, self.captured, self.today = names, traces[0], tuple(points.at[0])
@@ -52,10 +52,10 @@ class Family:
         try:
             _require_alike(traces)
         except SizeDecides:
-            require_alike([closed.jaxpr for closed in self._jaxprs])  # says where
+            require_alike([closed.jaxpr for closed in self._jaxprs])  # names the equation
             raise
         learn_extents(points, self._jaxprs, self._limits)
-        self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which is held
+        self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which `_leaves` keeps alive
         self._leaves = [self._leaf(same) for same in zip(*(t.outputs.leaves for t in traces), strict=True)]
         self._asked = questions(points, reads)
         _require_same_numbers(traces, reads)
@@ -65,16 +65,16 @@ class Family:
 
     @property
     def traces(self) -> tuple[Points, list[Any]]:
-        """The points, and the closed jaxpr of each trace."""
+        """The points and the closed jaxpr of each trace."""
         return self._points, self._jaxprs
 
     @property
     def asked(self) -> tuple[list[Values], list[Any]]:
-        """The sizes that Python read, at each point, and what it asked of them with the answers."""
+        """The sizes that Python read, at each point, and its conditions on them with their results."""
         return self._asked
 
     def _leaf(self, same: Sequence[Leaf]) -> Leaf:
-        """One leaf of the result, as a function of the sizes where it is a Python integer made of them."""
+        """One leaf of the result; a function of the sizes if it is a Python number computed from them."""
         first = same[0]
         if any(leaf.kind != first.kind for leaf in same):
             raise SizeDecides("the size decides what is returned")
@@ -108,15 +108,15 @@ class Family:
                 self._windows[id(first)] = windows[0], [self._points.integer(tuple(map(int, n))) for n in numbers]
                 return first
         if first.kind == "static":
-            raise SizeDecides("a Python object among the results is another for another size")
-        raise Inexact("a result that is a view made of a size")
+            raise SizeDecides("a Python object among the results differs between sizes")
+        raise Inexact("a result is a view whose layout depends on a size")
 
     def number(self, values: Values) -> int:
-        """What was so at the points, for today's sizes."""
+        """Value for the current sizes of a number with these values at the points."""
         return self._points.integer(values)(self.today)
 
     def leaves(self) -> list[Leaf]:
-        """The leaves of the result of a call of today's sizes: views have sizes too."""
+        """Leaves of the result for the current sizes, which views depend on."""
         if not self._windows:
             return self._leaves
         return [self._today(leaf) if id(leaf) in self._windows else leaf for leaf in self._leaves]
@@ -129,30 +129,32 @@ class Family:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the points are enough for the forms that its numbers have."""
+        """Whether the points are enough to verify the formulas of all numbers."""
         return self._points.are_enough
 
     def reason(self, sizes: Sequence[int]) -> str | None:
-        """Why it does not hold for these sizes; None if it does."""
+        """Why the traces are not valid for these sizes; None if they are."""
         if len(sizes) != len(self.names):
-            return "other dims vary"
+            return "different dims vary"
         for name, size, (least, most) in zip(self.names, sizes, self._limits, strict=True):
             if not least <= size <= most:
-                return f"size {size} of dim {name!r} is outside of {least} to {most}, for which it was traced"
+                return f"size {size} of dim {name!r} is outside the range {least} to {most} of its traces"
         if not self._points.within(sizes):
-            return f"the function divides sizes by {self._points.period} and rounds, and these have other remainders than the traces"
+            return f"the function rounds quotients of sizes by {self._points.period}, and these sizes have other remainders than the traces"
         if any(self._points.integer(values)(sizes) < least for values, least in self._needs):
-            return f"a part of the program has no meaning for the sizes {dict(zip(self.names, sizes, strict=True))}"
+            return f"an operation of the program is invalid for the sizes {dict(zip(self.names, sizes, strict=True))}"
         leaves = [self._points.integer(v)(sizes) for v in self._asked[0]]
         if any(_answer(tree, leaves) != answer for tree, answer in self._asked[1]):
-            return "what Python asked of a size has another answer"
+            return "a Python condition on a size has a different result"
         return None
 
     def padded(self, bucket: Sequence[int], buffers: list[Buffer]) -> tuple[Captured, list[Dims], Room]:
-        """The trace for padded arguments: its last host argument is the sizes of a call; and the dims of the program's outputs.
+        """The program for arguments padded to the bucket, the dims of its outputs, and its sizes.
+
+        The program's last host argument is the sizes of a call: int64[names].
 
         Raises:
-            Inexact: it is not proved to be exact.
+            Inexact: it is not proved that padding does not affect the results.
         """
         base, key = self.captured, tuple(bucket)
         state, inputs = base.state, base.inputs
@@ -172,7 +174,7 @@ class Family:
         return found, dims, room
 
     def _evaluated(self, room: Room, bucket: Sequence[int]) -> tuple[Any, list[Dims], Room]:
-        """A closed jaxpr of state, arguments, sizes and the rest; the dims of its outputs."""
+        """A closed jaxpr of state, arguments, sizes and the remaining inputs, with the dims of its outputs."""
         jaxprs = [c.jaxpr for c in self._jaxprs]
         kept = [i for i, b in enumerate(self.captured.state.consts) if b is not None]
         consts = [list(column) for column in zip(*(c.consts for c in self._jaxprs), strict=True)]
@@ -209,12 +211,12 @@ class Family:
 
 
 def _cut(array: Any, shape: tuple[int, ...]) -> Any:
-    """An argument of the bucket's size, where all calls have less."""
+    """An argument of the bucket's size, cut to `shape`, the largest that a call has."""
     return array if array.shape == shape else lax.slice(array, (0,) * len(shape), shape)
 
 
 def _in_order_of(first: Captured, other: Captured) -> Captured:
-    """A trace with its constants in the order of another's, where they are the same state: which is read first is a matter of caches."""
+    """A trace with its constants in the order of another trace's, if both read the same state. Caches may change the order of reads."""
     wanted, found = ([None if b is None else id(b) for b in t.state.consts] for t in (first, other))
     if wanted == found or sorted(map(str, wanted)) != sorted(map(str, found)):
         return other
@@ -251,12 +253,12 @@ def _require_alike(traces: Sequence[Captured]) -> None:
 
 
 def require_alike(jaxprs: Sequence[Any]) -> None:
-    """Raise SizeDecides with the first equation that another size has not."""
+    """Raise SizeDecides with the first equation that is missing or different for another size."""
     for each in itertools.zip_longest(*(j.eqns for j in jaxprs)):
         if None in each or any(one.primitive is not each[0].primitive for one in each):
             error = SizeDecides("the size decides what is computed")
             longest = max(range(len(jaxprs)), key=lambda i: len(jaxprs[i].eqns))
-            error.equation = each[longest]  # what the others leave out
+            error.equation = each[longest]  # missing in the other traces
             raise error
 
 
@@ -265,7 +267,7 @@ def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Leaves(Sequence[int]):
-    """The sizes that Python read, as they are in the call at hand."""
+    """The sizes that Python read, with their values in the current call."""
 
     def __init__(self, family: Family, values: list[Values]) -> None:
         self._family, self._values = family, values
@@ -278,17 +280,17 @@ class _Leaves(Sequence[int]):
 
 
 def _require_same_numbers(traces: Sequence[Captured], reads: Sequence[SizeReads]) -> None:
-    """What the host computes anew in each call of numbers that vary, it computes in the same way at all points.
+    """Require that numbers which the host recomputes in each call are the same functions of the sizes in all traces.
 
     Raises:
-        SizeDecides: it does not, or had another answer to a question.
+        SizeDecides: a number is computed differently, or a condition had a different result.
     """
     own = reads[0].current
     for trace, read in zip(traces, reads, strict=True):
         reads[0].current = read.leaves
         pairs = zip(_computed(traces[0]), _computed(trace), strict=False)
         if len(_computed(traces[0])) != len(_computed(trace)) or any(_differ(one, other) for one, other in pairs):
-            raise SizeDecides("a number that the host computes depends on the size in another way for another size")
+            raise SizeDecides("a number that the host computes is a different function of the size for different sizes")
     reads[0].current = own
 
 
@@ -304,17 +306,17 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def questions(points: Points, reads: Sequence[SizeReads]) -> tuple[list[Values], list[Any]]:
-    """The sizes that Python read, and what it asked of those that vary.
+    """The sizes that Python read, at each point, and its conditions on them with their results.
 
     Raises:
-        SizeDecides: it asked something else for another size, or had another answer.
+        SizeDecides: the conditions or their results differ between the points.
     """
     for same, line in zip(zip(*(r.asked for r in reads), strict=False), reads[0].lines, strict=False):
         if len({answer for _, answer in same}) > 1:
             where = f", at {line}" if line else ""
-            raise SizeDecides(f"Python asks something of a size, with another answer for another size{where}")
+            raise SizeDecides(f"a Python condition on a size has different results for different sizes{where}")
     if len({len(r.leaves) for r in reads}) > 1 or len({len(r.asked) for r in reads}) > 1:
-        raise SizeDecides("Python does something else for another size")
+        raise SizeDecides("Python reads or compares sizes a different number of times for different sizes")
     leaves = [tuple(column) for column in zip(*(r.leaves for r in reads), strict=True)]
     asked = list(reads[0].asked)
     for values in leaves:

@@ -1,7 +1,7 @@
-"""The traces of a function by the sizes for which they hold: those that are there, and the search for new ones.
+"""Families of traces by the sizes for which they are valid, and the search for new ones.
 
-Traces that hold for all sizes are tried first, then for all that are not small, then for those of one bucket. Where Python divides a size
-and rounds (`n // 2`, `n % 8`), the same is tried for the sizes of one remainder alone, for which the quotient is linear.
+The search first tries traces that are valid for all sizes, then for all sizes that are not small, then for the sizes of one bucket. If
+Python divides a size and rounds (`n // 2`, `n % 8`), it tries the same for the sizes with one remainder, for which the quotient is linear.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmd.program.sizes._size_reads import SizeReads
 from spmd.program.sizes._trace_points import more_points, points_within, with_enough_points
 from spmd.program.trace._captured import Captured
 
-_MOST_REMAINDERS = 4  # that have traces of their own; more, and each size has a program
+_MOST_REMAINDERS = 4  # with their own traces; beyond that, each size gets its own program
 _LONGEST_PERIOD = 128
 Trace = Callable[[Sequence[int]], tuple[Captured, SizeReads]]
 Limits = tuple[tuple[int, int], ...]
@@ -31,10 +31,11 @@ class Sizes(NamedTuple):
     """The dims of a call that vary.
 
     Attributes:
-        now: the size of each name in the call.
-        bucket: of the program that runs it.
-        least, most: the smallest, which is at least 2, and the largest.
-        multiples: what shards divide.
+        names: their names; the other attributes are in this order.
+        now: sizes in the call.
+        bucket: sizes of the program that runs the call.
+        least, most: smallest size, at least 2, and largest size.
+        multiples: number of shards, which divides the bucket.
     """
 
     names: tuple[str, ...]
@@ -46,12 +47,12 @@ class Sizes(NamedTuple):
 
 
 class Families:
-    """See the module."""
+    """The families of one compiled function. See the module."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[Family]] = {}
         self._failed: set[Hashable] = set()
-        self._at: dict[Hashable, Family] = {}  # by the points that its traces have
+        self._at: dict[Hashable, Family] = {}  # by the points of its traces
         self._periods: dict[Hashable, int] = {}
         self._remainders: dict[Hashable, set[tuple[int, ...]]] = {}
 
@@ -59,24 +60,25 @@ class Families:
         return (family for families in self._known.values() for family in families)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all traces."""
         self.__init__()
 
     def of(self, key: Hashable) -> list[Family]:
-        """Those of calls that differ in their sizes alone."""
+        """Families for calls that differ only in their sizes."""
         return self._known.get(key, [])
 
     def search(self, key: Hashable, sizes: Sizes, buffers: list[Buffer], trace: Trace) -> Family:
-        """New traces that hold for a call.
+        """Trace the function for the sizes of a call.
 
         Args:
-            buffers: of the call's arguments.
-            trace: the function, at a point.
+            key: equal for calls that differ only in their sizes.
+            buffers: buffers of the call's arguments.
+            trace: traces the function at a point.
 
         Raises:
-            Inexact: it is not proved that there are any.
+            Inexact: no traces are proved to be valid for the call.
         """
-        why: Inexact = SizeDecides("other sizes showed that each has a program of its own")
+        why: Inexact = SizeDecides("earlier calls showed that each size needs its own program")
         periods = [self._periods.get(key, 1)]
         for period in periods:
             steps = self._steps(key, sizes, period)
@@ -89,7 +91,7 @@ class Families:
                 if place in self._failed or not _within(sizes.now, holds_for):
                     continue
                 known = self._at.get(place)
-                if known is not None and known.reason(sizes.now) is not None:  # other traces at these points would say the same
+                if known is not None and known.reason(sizes.now) is not None:  # new traces at these points would have the same reason
                     why = SizeDecides(known.reason(sizes.now))
                     continue
                 divisors = set[int]()
@@ -122,7 +124,7 @@ class Families:
         raise why
 
     def _steps(self, key: Hashable, sizes: Sizes, period: int) -> Steps | None:
-        """For each name, between which of its sizes to choose points: one of `step`, from `remainder` on; None if there are none."""
+        """For each name, (step, remainder) of the sizes that can be points; None if no such sizes exist."""
         if period > 1:
             remainders = self._remainders.setdefault(key, set())
             own = tuple(n % period for n in sizes.now)
@@ -144,13 +146,13 @@ def _within(sizes: Sequence[int], limits: Limits) -> bool:
 
 
 def _ranges(sizes: Sizes) -> list[Limits]:
-    """The sizes for which one set of traces may hold: all; all that are not small; those of the bucket."""
+    """Ranges for which one set of traces may be valid: all sizes; all that are not small; those of the bucket."""
     both = [*zip(sizes.least, sizes.most, strict=True)]
     bucket = tuple((max(low, n // 2 + 1) if n > SMALLEST else low, n) for low, n in zip(sizes.least, sizes.bucket, strict=True))
     found: list[Limits] = [tuple(both), tuple((max(low, n // 6), n) for low, n in both), bucket]
     found = [limits for limits in found if _within(sizes.now, limits)]
     found = [limits for i, limits in enumerate(found) if limits not in found[:i]]
-    return [*found[:1], *found]  # once more at other points: a size that is the model's own constant can be taken for it
+    return [*found[:1], *found]  # again at other points, since a point may equal a constant of the model
 
 
 def family_at(
@@ -162,16 +164,16 @@ def family_at(
     trace: Trace,
     use: Callable[[Family], Any],
 ) -> Family:
-    """The traces at these points, and at more if these leave a doubt.
+    """Family of the traces at these points, and at `more` points if the first are not enough.
 
     Args:
-        period: by which all sizes have one remainder.
-        limits: the sizes for which it holds.
-        trace: the function, at a point.
-        use: asks for the formulas that are needed.
+        period: divisor for which each size has the same remainder at all points.
+        limits: for each name, the smallest and the largest size for which the family is valid.
+        trace: traces the function at a point.
+        use: computes all formulas that are needed, so that doubts show.
 
     Raises:
-        Inexact: the traces are not of one program.
+        Inexact: the traces are not the same program.
     """
     made = list[tuple[Any, Captured, SizeReads]]()
 

@@ -1,10 +1,11 @@
-"""A number of a trace as a function of named sizes: found from what it was in several traces.
+"""Infers numbers of a trace as functions of named sizes, from their values in several traces.
 
 Note [Points]
-A function is traced with its named sizes at k + 3 points: all small, each one large in its turn, all in between, twice. An integer of
-the program (an extent, a limit, a number that Python computed) is then known at each point. From the first follows what it is as a
-function of the sizes, in one of a few forms; the others must agree, and so must two more points where the form is no sum or product.
-What has none of these forms is refused, never guessed. Nothing periodic looks like one of them (see points_within).
+A function is traced at k + 3 points, where a point is a choice of its k named sizes: all small; each one large in turn; all in between,
+twice. The value of an integer of the program (an extent, a limit, a number that Python computed) is then known at each point. Its formula
+is one of a few forms, whose coefficients follow from the first points. The remaining points must agree, as must two more points if the
+form is neither a sum nor a product. A number that fits none of the forms is refused, never guessed. No periodic function of the sizes fits
+one of them (see points_within).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-Values = tuple[int, ...]  # of one integer, at each point
-Sizes = Sequence[Any]  # of the names, as Python ints or traced int64
+Values = tuple[int, ...]  # values of one integer, one per point
+Sizes = Sequence[Any]  # one per name, as Python ints or traced int64
 _POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
 _OFFSETS = (0, -1, 1, -2, 2)
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 16, 32)
 
 
 class Inexact(Exception):
-    """What a program does is not proved to be the same with padding; the message says what, `equation` where.
+    """The program is not proved to compute the same results with padding. The message gives the reason.
 
     Attributes:
-        equation: of the jaxpr, or None.
-        may_depend_on_range: whether it may be otherwise for sizes nearer to each other.
+        equation: the equation of the jaxpr that is the cause, or None.
+        may_depend_on_range: whether the proof may succeed for a smaller range of sizes.
     """
 
     equation: Any = None
@@ -39,7 +40,7 @@ class Inexact(Exception):
 
 
 class Unknown(Inexact):
-    """A number of the program has none of the forms that are known."""
+    """A number of the program fits none of the supported forms."""
 
     may_depend_on_range = True
 
@@ -49,9 +50,9 @@ class Points:
 
     Attributes:
         at: for each trace, the size of each name.
-        period: the sizes of a name have one remainder by it, at all points and in all calls.
-        are_enough: no number had a form of which the points leave little to verify.
-        tried: sizes for which all forms that fit a number must be the same, where quotients are rounded. See Note [Windows].
+        period: divisor for which the sizes of a name have the same remainder, at all points and in all calls.
+        are_enough: whether the points verify the formulas of all numbers so far; False after a form with many coefficients.
+        compared_at: sizes at which all formulas that fit a number must be equal, if quotients are rounded. See Note [Windows].
     """
 
     def __init__(self, at: Sequence[Sequence[int]], period: int = 1) -> None:
@@ -59,42 +60,42 @@ class Points:
         self.at = tuple(tuple(point) for point in at)
         self.num_names = len(self.at[0])
         self.are_enough = True
-        self.tried: Sequence[Sizes] = ()
-        self._told: dict[Values, Callable[[Sizes], Any]] = {}
+        self.compared_at: Sequence[Sizes] = ()
+        self._derived: dict[Values, Callable[[Sizes], Any]] = {}
         self._known: dict[Values, Callable[[Sizes], Any]] = {}
 
     def parts(self, values: Sequence[Any]) -> list[int]:
-        """The names that have part in a number, by what it is at the points."""
+        """Indices of the names that a number depends on, given its values at the points."""
         return [i for i in range(self.num_names) if values[1 + i] != values[0]]
 
     def integer(self, values: Values) -> Callable[[Sizes], Any]:
-        """An integer as a function of the sizes.
+        """Formula of an integer: a function of the sizes.
 
         Raises:
-            Inexact: it has no form that is known.
+            Inexact: it fits none of the supported forms.
         """
         if values not in self._known:
             self._known[values] = self._integer(values)
         return self._known[values]
 
     def learned(self, values: Values) -> Callable[[Sizes], Any] | None:
-        """What an integer was found, or told, to be."""
+        """Formula of an integer if it is already known, else None."""
         return self._known.get(values)
 
     def learn(self, values: Values, form: Callable[[Sizes], Any]) -> None:
-        """Tell what an integer is as a function of the sizes, where a rule says it."""
-        self._known[values] = self._told[values] = form
+        """Set the formula of an integer that the rule of an operation derives."""
+        self._known[values] = self._derived[values] = form
 
     def _integer(self, values: Values) -> Callable[[Sizes], Any]:
         if len(set(values)) == 1:
             return lambda sizes: values[0]
         names = self.parts(values)
-        for form in (self._sum, self._product, self._shifted_product, self._square, self._squares, self._of_told, self._floored):
+        for form in (self._sum, self._product, self._shifted_product, self._square, self._squares, self._from_derived, self._floored):
             found = form(values, names) if names else None
             if found is not None and all(found(point) == value for point, value in zip(self.at, values, strict=True)):
                 self.are_enough &= form in (self._sum, self._product)
                 return found
-        raise Unknown(f"an extent or index is {_listed(values)} for sizes {_listed(self.at)}: no sum or product of the sizes")
+        raise Unknown(f"an extent or index is {_listed(values)} for sizes {_listed(self.at)}, not a sum or product of them")
 
     def _sum(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
         slopes = [Fraction(values[1 + i] - values[0], self.at[1 + i][i] - self.at[0][i]) for i in names]
@@ -106,7 +107,7 @@ class Points:
         return lambda sizes: (sum(slope * sizes[i] for slope, i in terms) + rest) // below
 
     def _product(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
-        """`c * (n + b) * (m + d) ...`, as of dims that a reshape merged."""
+        """`c * (n + b) * (m + d) ...`, for example of dims that a reshape merged."""
         scale, terms = Fraction(values[0]), list[tuple[int, int, int]]()
         for i in names:
             offset = self.offset(values, i, Fraction)
@@ -129,7 +130,7 @@ class Points:
         return lambda sizes: int(slope) * math.prod([sizes[i] for i in names]) + int(start)
 
     def _square(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
-        """`(a * n * n + b * n + c) / d` of one size, as of a matrix's elements or of half of them."""
+        """`(a * n * n + b * n + c) / d` of one size, for example the number of elements in a matrix or a triangle."""
         if len(names) > 1:
             return None
         name, places = names[0], (0, 1 + names[0], len(self.at) - 2)
@@ -142,12 +143,12 @@ class Points:
         a, b, c = (int(v * below) for v in (square, slope, start))
         rest, step = first[0] % self.period, self.period
         some = (rest, rest + step, rest + 2 * step)
-        if any((a * n * n + b * n + c) % below for n in some):  # an integer for some of the sizes only
+        if any((a * n * n + b * n + c) % below for n in some):  # an integer only for some of the sizes
             return None
         return lambda sizes: (a * sizes[name] * sizes[name] + b * sizes[name] + c) // below
 
     def _squares(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
-        """`a * n * n * m + b`, as of attention's scores, and of the last of them."""
+        """`a * n * n * m + b`, for example the number of attention scores, or the index of the last one."""
         for powers in itertools.product((1, 2), repeat=len(names)):
             terms = [i for i, power in zip(names, powers, strict=True) for _ in range(power)]
             products = [math.prod(point[i] for i in terms) for point in self.at]
@@ -157,22 +158,22 @@ class Points:
                 return lambda sizes, a=a, b=b, terms=terms: a * math.prod([sizes[i] for i in terms]) + b
         return None
 
-    def _of_told(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
-        """`a * q + b` of a quantity that a rule gave, or of a product of such; only where all that fit are the same."""
+    def _from_derived(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
+        """`a * q + b` of a quantity from `_quantities`, if all that fit are the same function."""
         found = list[Callable[[Sizes], Any]]()
-        for known, form in self._quantities() if self._told else ():
+        for known, form in self._quantities() if self._derived else ():
             place = next((i for i, v in enumerate(known) if v != known[0]), 0)
             slope = (values[place] - values[0]) // (known[place] - known[0]) if place else 0
             start = values[0] - slope * known[0]
             if slope and all(slope * k + start == v for k, v in zip(known, values, strict=True)):
                 found.append(lambda sizes, slope=slope, start=start, form=form: slope * form(sizes) + start)
-        if not found or any(found[0](sizes) != other(sizes) for other in found[1:] for sizes in self.tried):
+        if not found or any(found[0](sizes) != other(sizes) for other in found[1:] for sizes in self.compared_at):
             return None
         return found[0]
 
     def _quantities(self) -> Iterator[tuple[Values, Callable[[Sizes], Any]]]:
-        """What rules gave, and products of two of them, or of one and a size."""
-        own = [*self._told.items()]
+        """Derived integers, products of two of them, and products of one and a size."""
+        own = [*self._derived.items()]
         sizes = [(tuple(p[i] for p in self.at), lambda sizes, i=i: sizes[i]) for i in range(self.num_names)]
         yield from own
         for number, (one, first) in enumerate(own):
@@ -181,7 +182,7 @@ class Points:
                 yield product, lambda sizes, first=first, second=second: first(sizes) * second(sizes)
 
     def _floored(self, values: Values, names: list[int]) -> Callable[[Sizes], Any] | None:
-        """`d * ((n + b) // c)` of one size, as of a step; only where the points leave one such form."""
+        """`d * ((n + b) // c)` of one size, for example under a stride, if only one such form fits the points."""
         (name, *others), found, common = names, list[tuple[int, int, int]](), math.gcd(*values)
         scales = [n for n in range(1, min(common, 64) + 1) if common % n == 0]
         for scale, step in itertools.product(scales, _STEPS) if not others else ():
@@ -194,19 +195,23 @@ class Points:
         return lambda sizes: scale * ((sizes[name] + offset) // step)
 
     def within(self, sizes: Sequence[int]) -> bool:
-        """Whether sizes have the remainders of the points."""
+        """Whether sizes have the same remainders as the points."""
         return all((n - m) % self.period == 0 for n, m in zip(sizes, self.at[0], strict=True))
 
     def offset(self, values: Sequence[Any], name: int, number: Any) -> Any:
-        """The `b` with which the number is proportional to `n + b`."""
+        """The `b` for which the number is proportional to `n + b`."""
         low, high = self.at[0][name], self.at[1 + name][name]
         return number(values[0] * high - values[1 + name] * low) / number(values[1 + name] - values[0])
 
     def number(self, values: Sequence[Any], dtype: Any) -> Callable[[Sizes], Any]:
-        """A number of a program, as a function of the sizes that gives a float64 or an integer.
+        """Formula of a number of a program: a function of the sizes that returns a float64 or an integer.
+
+        Args:
+            values: its value at each point.
+            dtype: its dtype in the program.
 
         Raises:
-            Inexact: it has no form that is known.
+            Inexact: it fits none of the supported forms.
         """
         kind = np.dtype(dtype).kind
         if all(v == values[0] or (v != v and values[0] != values[0]) for v in values):
@@ -220,29 +225,29 @@ class Points:
                 with suppress(Unknown):
                     whole = self.integer(tuple(map(int, numbers)))
                     return lambda sizes: _float(whole(sizes))
-            if tolerance > 1e-4 and self.tried:
-                raise self._unknown(values)  # too few figures to tell quotients that are rounded
+            if tolerance > 1e-4 and self.compared_at:
+                raise self._unknown(values)  # too little precision to distinguish rounded quotients
             if tolerance > 1e-4:
-                return self._of_few_figures(numbers, np.dtype(dtype))
+                return self._low_precision(numbers, np.dtype(dtype))
             fitting = (
                 (found, num_free)
                 for found, num_free in self._forms(numbers, tolerance)
                 if all(math.isclose(_at(found, p), v, rel_tol=tolerance) for p, v in zip(self.at, numbers, strict=True))
             )
             chosen = next(fitting, None)
-            if chosen is not None and all(self._are_same(chosen[0], other) for other, _ in (fitting if self.tried else ())):
+            if chosen is not None and all(self._are_same(chosen[0], other) for other, _ in (fitting if self.compared_at else ())):
                 self.are_enough &= chosen[1] < 3
                 return chosen[0]
         raise self._unknown(values)
 
     def _are_same(self, one: Callable[[Sizes], Any], other: Callable[[Sizes], Any]) -> bool:
-        return all(math.isclose(_at(one, sizes), _at(other, sizes), rel_tol=1e-5) for sizes in self.tried)
+        return all(math.isclose(_at(one, sizes), _at(other, sizes), rel_tol=1e-5) for sizes in self.compared_at)
 
     def _unknown(self, values: Sequence[Any]) -> Unknown:
-        return Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}: no power or logarithm of them that is known")
+        return Unknown(f"a number is {_listed(values)} for sizes {_listed(self.at)}, not a supported power or logarithm of them")
 
-    def _of_few_figures(self, values: list[float], dtype: Any) -> Callable[[Sizes], Any]:
-        """A number of 8 or 11 bits: `k * (n * m + b) ** p` or `1 / k` of it, k an integer, rounded as it is."""
+    def _low_precision(self, values: list[float], dtype: Any) -> Callable[[Sizes], Any]:
+        """A number with 8 or 11 significant bits: `k * (n * m + b) ** p` for k or 1 / k an integer, rounded to the dtype."""
         names = [i for i in range(self.num_names) if values[1 + i] != values[0]]
         for power, offset in itertools.product(_POWERS, _OFFSETS if names else ()):
             base = math.prod(self.at[0][i] for i in names) + offset
@@ -257,7 +262,7 @@ class Points:
         raise self._unknown(values)
 
     def _forms(self, values: list[float], tolerance: float) -> Any:
-        """The forms that a float may have, simplest first, and how many free numbers each has."""
+        """Forms of a float, simplest first, each with its number of free coefficients."""
         names = [i for i in range(self.num_names) if not math.isclose(values[1 + i], values[0], rel_tol=tolerance)]
         if not names:
             return
@@ -266,19 +271,19 @@ class Points:
         for power, offsets in itertools.product(_POWERS, itertools.product(_OFFSETS, repeat=len(names) if len(names) < 4 else 0)):
             if any(offsets) and len(names) > 1:  # c * ((n + b) * (m + d)) ** p
                 yield self._powered(values, list(zip(names, offsets, strict=True)), power), 1
-        for above, below in itertools.permutations(_OFFSETS, 2):  # c * (n * m + a) / (n * m + b), as Bessel's correction
+        for above, below in itertools.permutations(_OFFSETS, 2):  # c * (n * m + a) / (n * m + b), such as Bessel's correction
             yield self._quotient(values, names, above, below), 1
-        if tolerance < 1e-3:  # two free numbers need figures
+        if tolerance < 1e-3:  # two free coefficients need precision
             for power in (*_POWERS, 0.0):
                 yield self._affine(values, names, power), 2
             for power in _POWERS[1:]:
                 yield self._rooted(values, names, power), 2
             products = tuple(math.prod(point[i] for i in names) for point in self.at)
             yield self._ratio(values, products, lambda sizes: math.prod([sizes[i] for i in names])), 3
-        for extents, quantity in [*self._quantities()] if self._told else ():
+        for extents, quantity in [*self._quantities()] if self._derived else ():
             yield from ((form, 1) for form in _of_quantity(values[0], extents[0], quantity))
             yield self._ratio(values, extents, quantity), 3
-        for extents, quantity in [*self._known.items()]:  # the same of an extent, as of n * (m + 1)
+        for extents, quantity in [*self._known.items()]:  # the same forms of an extent such as n * (m + 1)
             if len(set(extents)) > 1:
                 yield from ((form, 1) for form in _of_quantity(values[0], extents[0], quantity))
 
@@ -303,7 +308,7 @@ class Points:
         return found
 
     def _affine(self, values: list[float], names: list[int], power: float) -> Callable[[Sizes], Any]:
-        """`a * q ** p + b` of the product of the sizes; a power of 0 is the logarithm."""
+        """`a * q ** p + b`, where q is the product of the sizes; p = 0 denotes the logarithm."""
 
         def term(sizes: Sizes) -> Any:
             product = _float(math.prod([sizes[i] for i in names]))
@@ -315,7 +320,7 @@ class Points:
         return lambda sizes: slope * term(sizes) + start
 
     def _rooted(self, values: list[float], names: list[int], power: float) -> Callable[[Sizes], Any]:
-        """`(a * q + b) ** p` of the product of the sizes, as of a count of elements less one."""
+        """`(a * q + b) ** p`, where q is the product of the sizes, for example of the number of elements minus one."""
         first, second = (math.prod(self.at[place][i] for i in names) for place in (0, 1 + names[0]))
         sign = -1.0 if values[0] < 0 else 1.0
         one, other = (abs(values[place]) ** (1 / power) if values[place] else math.nan for place in (0, 1 + names[0]))
@@ -324,7 +329,7 @@ class Points:
         return lambda sizes: sign * (slope * _float(math.prod([sizes[i] for i in names])) + start) ** power
 
     def _ratio(self, values: list[float], known: Values, quantity: Callable[[Sizes], Any]) -> Callable[[Sizes], Any]:
-        """`(a * q + c) / (q + b)` of a quantity, as a rule the product of the sizes."""
+        """`(a * q + c) / (q + b)` of a quantity q, usually the product of the sizes."""
         places = [0, next((i for i, v in enumerate(values) if v != values[0]), 1), len(self.at) - 2]
         products = np.array([known[place] for place in places], np.float64)
         numbers = np.array([values[place] for place in places])
@@ -337,17 +342,17 @@ class Points:
             q = _float(quantity(sizes))
             return (slope * q + start) / (q + offset)
 
-        return found if abs(offset) <= 2 else lambda sizes: math.nan  # else a pole could fit any number
+        return found if abs(offset) <= 2 else lambda sizes: math.nan  # otherwise a pole could fit any number
 
 
 def _near(ratio: float) -> list[float]:
-    """The integer, and the inverse of one, that are near to a number."""
+    """The nearest integer to a number, and the nearest inverse of an integer."""
     found = [float(round(ratio))] if abs(ratio) >= 0.5 else []
     return [*found, 1 / round(1 / ratio)] if ratio and abs(1 / ratio) >= 0.5 else found
 
 
 def _of_quantity(value: float, first: int, quantity: Callable[[Sizes], Any]) -> Iterator[Callable[[Sizes], Any]]:
-    """`c * (q + b) ** p` and `c * (q + a) / (q + b)` of an extent, where `c` follows from one value of both."""
+    """`c * (q + b) ** p` and `c * (q + a) / (q + b)` of an extent q, where `c` follows from one value of each."""
     for power, offset in itertools.product(_POWERS, _OFFSETS):
         scale = value / float(first + offset) ** power if first + offset > 0 else math.nan
         yield lambda sizes, scale=scale, power=power, offset=offset: scale * (_float(quantity(sizes)) + offset) ** power
@@ -363,7 +368,7 @@ def _of_quantity(value: float, first: int, quantity: Callable[[Sizes], Any]) -> 
 def _at(found: Callable[[Sizes], Any], point: Sizes) -> float:
     try:
         return float(found(point))
-    except (ArithmeticError, ValueError, TypeError):  # the last for a root of what is negative
+    except (ArithmeticError, ValueError, TypeError):  # TypeError for a root of a negative number
         return math.nan
 
 

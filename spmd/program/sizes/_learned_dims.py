@@ -1,4 +1,4 @@
-"""Dims whose sizes are found to vary: those that had a second size, or that were marked. `spmd.compile(dynamic=True)`."""
+"""Finds the dims whose sizes vary for `spmd.compile(dynamic=True)`: dims that have had a second size, and marked dims."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from spmd.program.sizes._dims import SMALLEST, Dim, Named
 
 _MARK = "_spmd_dynamic_dims"
 _TORCHS_MARK = "_dynamo_dynamic_indices"
-_Place = tuple[tuple[Any, ...], int, int]  # path, number of dims, dim
+_Place = tuple[tuple[Any, ...], int, int]  # path of a tensor, its number of dims, dim
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int, *, max: int | None = None) -> None:
-    """Mark the size of a dim as varying before a second size occurs; for functions compiled with `spmd.compile(dynamic=True)`.
+    """Mark a dim's size as varying before a second size occurs, for functions compiled with `spmd.compile(dynamic=True)`.
 
     Args:
+        tensor: an argument of the function.
         dim: from -tensor.ndim to tensor.ndim - 1.
         max: the largest size, in elements; None: determined from the sizes that occur.
 
@@ -27,7 +28,7 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, *, max: int | None = None) -> N
     """
     if not -tensor.ndim <= dim < tensor.ndim:
         what = f"mark_dynamic got dim {dim} of a tensor of shape {tuple(tensor.shape)}"
-        raise SpmdError(message(what, fix="name a dim that it has: spmd.mark_dynamic(x, 0)"))
+        raise SpmdError(message(what, fix="spmd.mark_dynamic(x, 0)"))
     if max is not None and max < tensor.shape[dim]:
         what = f"mark_dynamic got max={max} for dim {dim} of size {tensor.shape[dim]}"
         raise SpmdError(message(what, fix=f"spmd.mark_dynamic(x, {dim}, max={tensor.shape[dim]})"))
@@ -36,23 +37,23 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, *, max: int | None = None) -> N
 
 
 class LearnedDims:
-    """What calls have shown.
+    """The dims that vary, learned from the calls so far.
 
-    Dims that have had the same sizes in all calls are one name; two of them that differ for the first time are two from then on.
+    Dims that have had equal sizes in all calls share a name. From the first call in which they differ they have different names.
 
     Attributes:
-        dims: by name.
+        dims: every varying `Dim`, by name.
     """
 
     def __init__(self) -> None:
         self.dims: dict[str, Dim] = {}
-        self._first: dict[_Place, int] = {}  # the size that a dim had when it was met
-        self._class: dict[_Place, Any] = {}  # equal for dims that had equal sizes so far
-        self._vary: dict[_Place, int] = {}  # with the largest size so far
-        self._given: dict[_Place, int] = {}  # the largest that `mark_dynamic` was told, or 0
+        self._first: dict[_Place, int] = {}  # size of a dim in its first call
+        self._class: dict[_Place, Any] = {}  # equal for dims that have had equal sizes so far
+        self._vary: dict[_Place, int] = {}  # largest size so far of each varying dim
+        self._given: dict[_Place, int] = {}  # largest `max` passed to `mark_dynamic`, or 0
 
     def found(self, arguments: Mapping[str, Any]) -> list[Named]:
-        """The tensors of a call that have such dims."""
+        """The tensors of a call that have varying dims."""
         tensors = [(path, tensor) for name, value in arguments.items() for path, tensor in _tensors((name,), value)]
         for path, tensor in tensors:
             self._note(path, tensor)
@@ -75,7 +76,7 @@ class LearnedDims:
                 self._given[place] = max(self._given.get(place, 0), marked.get(d) or 0)
 
     def _names(self, sizes: Mapping[_Place, int]) -> dict[_Place, str]:
-        """The name of each dim of a call that varies, which has its `Dim`."""
+        """Name of each varying dim of a call; `dims` has a `Dim` for every name."""
         titles: dict[Any, str] = {}
         names: dict[_Place, str] = {}
         for place, size in sizes.items():
@@ -90,7 +91,7 @@ class LearnedDims:
         return names
 
     def sizes(self, found: Sequence[Named]) -> dict[str, int]:
-        """The size of each name in a call."""
+        """Size of each named dim in a call."""
         return {name: int(named.tensor.shape[d]) for named in found for d, name in named.dims.items()}
 
 

@@ -1,10 +1,10 @@
-"""Where the real elements of a padded array are.
+"""Tracks the positions of the real elements in a padded array.
 
 Note [Padding]
-A dim of a padded array is a list of *factors*, outermost first: one for a dim of size `n`, two for the dim `B * T` that a reshape made
-of [B, T]. Each is an extent known at all points (Note [Points]), so it has a size in the padded array and one today. A position along a
-dim has one digit for each factor, and is real where each digit is below today's extent. What the other positions hold means nothing, and
-may be NaN: an operation that looks at them selects what they count as.
+A dim of a padded array is a list of *factors*, outermost first: one factor for a dim of size `n`, two for the dim `B * T` that a reshape
+made of [B, T]. Each factor is an extent that is known at all points (Note [Points]), so it has a padded size and a real size in the current
+call. A position along a dim has one digit per factor, and is real if every digit is below the real size. The values at all other positions
+are meaningless and may be NaN: an operation that reads them first replaces them by a neutral value.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Dims = tuple[Dim, ...]
 
 
 def dims_of(shapes: Sequence[Sequence[int]]) -> Dims:
-    """The dims of an array whose shape at each point is one of these: one factor for each."""
+    """Dims, of one factor each, of an array with these shapes at the points."""
     return tuple((tuple(column),) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
 
 class Padded(NamedTuple):
-    """An array and where its real elements are."""
+    """A padded array, and the factors of its dims."""
 
     array: Any
     dims: Dims
 
 
 class Room:
-    """The sizes of one padded program, and positions in its arrays.
+    """Padded and real sizes of one program, and positions in its arrays.
 
     Attributes:
-        points: of the traces.
-        bucket: the padded size of each name: the largest that a call of the bucket has.
-        least: the smallest.
-        today: the real size of each name, traced.
-        needs: extents and differences that the sizes of a call must give, each with the least that it may be.
+        points: points of the traces.
+        bucket: padded size of each name, which is the largest size of a call that the program runs.
+        least: smallest size of each name.
+        today: real size of each name in the current call, traced.
+        needs: extents and differences that a call's sizes must reach, each with its lower bound.
     """
 
     def __init__(self, points: Points, least: Sequence[int], bucket: Sequence[int], today: Sizes) -> None:
@@ -55,7 +55,7 @@ class Room:
         self._sizes: dict[Values, int] = {}
 
     def size(self, values: Values) -> int:
-        """A quantity in the padded program: the largest that it has for sizes of the bucket, be it one that shrinks while they grow."""
+        """A quantity in the padded program: its largest value for sizes within the bucket, even if it shrinks as they grow."""
         if values not in self._sizes:
             formula = self.points.integer(values)
             corners = itertools.product(*({least, most} for least, most in zip(self.least, self.bucket, strict=True)))
@@ -63,33 +63,34 @@ class Room:
         return self._sizes[values]
 
     def holds(self, sizes: Sequence[int]) -> bool:
-        """Whether all quantities of the program have room for those of these sizes."""
+        """Whether no quantity is larger for these sizes than in the padded program."""
         return all(self.points.integer(values)(sizes) <= size for values, size in self._sizes.items())
 
     def real(self, values: Values) -> Any:
-        """The same in the call at hand: an int, or an int64 of the trace."""
+        """A quantity in the current call: an int, or a traced int64."""
         return self.points.integer(values)(self.today)
 
     def need(self, values: Values, least: int) -> None:
-        """The program holds only for sizes for which this is at least so much."""
+        """Require that a quantity is at least `least` in every call of the program."""
         if len(set(values)) > 1:
             self.needs[values, least] = None
         elif values[0] < least:
-            raise Inexact("a size that the program cannot have")
+            raise Inexact(f"the program needs an extent of at least {least}, but it is {values[0]}")
 
     def is_padded(self, dim: Dim) -> bool:
+        """Whether the extent of a dim depends on a size."""
         return any(len(set(factor)) > 1 for factor in dim)
 
     def product(self, dim: Dim) -> Values:
-        """The extent of a dim at each point."""
+        """Extent of a dim at each point."""
         return tuple(math.prod(column) for column in zip(*dim, strict=True))
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
-        """The shape of the padded array."""
+        """Shape of the padded array."""
         return tuple(math.prod(self.size(factor) for factor in dim) for dim in dims)
 
     def plain(self, shapes: Sequence[Sequence[int]]) -> Dims:
-        """The dims of a new array of these shapes (one for each point): several names in one are its factors, in the names' order."""
+        """Dims of a new array with these shapes, one per point. A dim of several names has them as factors, in their order."""
         return tuple(self._dim(tuple(column)) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
     def _dim(self, values: Values) -> Dim:
@@ -102,7 +103,7 @@ class Room:
         return tuple(factors) if self.product(tuple(factors)) == values else (values,)
 
     def window(self, array: Any, dim: int, start: Values, extent: Values) -> Any:
-        """From a place on, as much as `extent` has in the padded program; behind the array's end may be anything."""
+        """Slice of `array` along `dim` from `start`, of the padded size of `extent`. Elements beyond the array's end are arbitrary."""
         size, most = self.size(extent), self.size(start)
         lack = most + size - array.shape[dim]
         if lack > 0:
@@ -112,7 +113,7 @@ class Room:
         return lax.dynamic_slice_in_dim(array, jnp.asarray(self.real(start), np.int64), size, dim)
 
     def digits(self, dim: Dim) -> list[Any]:
-        """For each factor, the digits of the positions along a dim: int64[size]."""
+        """Digits of the positions along a dim, for each factor: int64[size]."""
         positions, digits = jnp.arange(math.prod(self.size(f) for f in dim), dtype=np.int64), list[Any]()
         for factor in reversed(dim):
             size = self.size(factor)
@@ -121,19 +122,19 @@ class Room:
         return digits[::-1]
 
     def is_real(self, dim: Dim) -> Any:
-        """bool[size]: which positions along a dim are real."""
+        """Whether each position along a dim is real: bool[size]."""
         marks = [d < self.real(f) for d, f in zip(self.digits(dim), dim, strict=True) if len(set(f)) > 1]
         return math.prod(marks[1:], start=marks[0]) if len(marks) > 1 else marks[0]
 
     def index(self, dim: Dim) -> Any:
-        """int64[size]: the index that each position along a dim has without padding."""
+        """Index in the unpadded array of each position along a dim: int64[size]."""
         found: Any = 0
         for digit, factor in zip(self.digits(dim), dim, strict=True):
             found = found * self.real(factor) + digit
         return found
 
     def position(self, index: Any, dim: Dim) -> Any:
-        """Where in the padded array the element of an unpadded index lies."""
+        """Positions in the padded array of indices along a dim of the unpadded array."""
         if len(dim) == 1:
             return index
         found, stride = jnp.zeros_like(index), 1
@@ -144,7 +145,7 @@ class Room:
         return found
 
     def mask(self, value: Padded, dims: Sequence[int]) -> Any:
-        """bool, in the array's shape: which elements are real along the given dims; None if all are."""
+        """Whether each element is real along the given dims: bool of the array's shape; None if all are real."""
         marks = [(d, self.is_real(value.dims[d])) for d in dims if self.is_padded(value.dims[d])]
         found: Any = None
         for dim, mark in marks:
@@ -153,17 +154,21 @@ class Room:
         return found
 
     def masked(self, value: Padded, dims: Sequence[int], neutral: Any) -> Any:
-        """The array with `neutral` where it is not real along the given dims."""
+        """The array with `neutral` at the positions that are not real along the given dims."""
         mask = self.mask(value, dims)
         return value.array if mask is None else jnp.where(mask, value.array, jnp.asarray(neutral, value.array.dtype))
 
     def relaid(self, value: Padded, dim: int, new: Dim) -> Padded:
-        """The array with a dim of other factors of the same extent."""
+        """The array with one dim changed to other factors of the same extent.
+
+        Raises:
+            Inexact: the extents differ.
+        """
         old = value.dims[dim]
         if old == new:
             return value
         if self.product(old) != self.product(new):
-            raise Inexact("dims that differ")
+            raise Inexact("the operation combines dims of different extents")
         dims = (*value.dims[:dim], new, *value.dims[dim + 1 :])
         if not self.is_padded(old):
             return Padded(value.array, dims)
@@ -171,13 +176,13 @@ class Room:
         return Padded(taken, dims)
 
     def like(self, value: Padded, dims: Dims) -> Padded:
-        """The array with these dims, each of the same extent as its own."""
+        """The array changed to these dims, which have the same extents as its own."""
         for dim, new in enumerate(dims):
             value = self.relaid(value, dim, new)
         return value
 
     def reshaped(self, value: Padded, shapes: Sequence[Sequence[int]]) -> Padded:
-        """A reshape to these shapes, one for each point."""
+        """The array reshaped to these shapes, one per point."""
         columns = [tuple(c) for c in zip(*shapes, strict=True)] if shapes[0] else []
         if any(not math.prod(shape) for shape in shapes):
             dims = self.plain(shapes)
@@ -194,7 +199,7 @@ class Room:
         return Padded(jnp.take(value.array.reshape(-1), self.position(index, flat), mode="clip"), dims)
 
     def _grouped(self, factors: list[Values], columns: Sequence[Values]) -> Dims | None:
-        """Dims of the given extents made of the factors as they follow each other, or None."""
+        """Dims with the given extents, formed from the factors in their order; None if that is not possible."""
         dims: list[Dim] = []
         factors = list(factors)
         for column in columns:
@@ -217,7 +222,7 @@ class Room:
 
 
 def _merged(factors: list[Values]) -> Dim:
-    """Neighbours that are the same at all points, as one."""
+    """The factors with adjacent constant factors merged."""
     found: list[Values] = []
     for factor in factors:
         if found and len(set(factor)) == len(set(found[-1])) == 1:

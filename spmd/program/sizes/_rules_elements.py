@@ -1,6 +1,6 @@
-"""What primitives make of padding: element by element, moves of dims, sums over them, products, orders.
+"""Padding rules of elementwise primitives, reductions, products, sorts, and primitives that move or merge dims.
 
-A result's real elements are those of the unpadded program. See Note [Padding].
+The real elements of a result are those of the unpadded program. See Note [Padding].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELEMENTWISE = (
 
 
 def joined(room: Room, operands: list[Padded]) -> tuple[list[Padded], Dims]:
-    """Operands of one shape (dims of size 1, and scalars, fit all) with the same factors, and these."""
+    """Operands of one shape, changed to the same factors, and their dims. Dims of size 1 and scalars match any shape."""
     rank = max(len(v.dims) for v in operands)
     dims = list[Dim]()
     for d in range(rank):
@@ -47,28 +47,28 @@ def joined(room: Room, operands: list[Padded]) -> tuple[list[Padded], Dims]:
 
 @rule(*ELEMENTWISE)
 def elementwise(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Position by position."""
+    """Bind the primitive to operands with the same factors."""
     values, dims = joined(ev.room, operands)
     if eqn.name == "bitcast_convert_type" and len(eqn.shapes()[0]) != len(dims):
-        raise Inexact("a bitcast that changes the shape")
+        raise Inexact("the bitcast changes the shape")
     return [Padded(a, dims) for a in eqn.bind(*(v.array for v in values))]
 
 
 @rule("optimization_barrier")
 def barrier(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Each operand is a result."""
+    """Keep the dims of each operand."""
     return [Padded(a, v.dims) for a, v in zip(eqn.bind(*(v.array for v in operands)), operands, strict=True)]
 
 
 def lowest(dtype: Any) -> Any:
-    """What no real element is below."""
+    """The smallest value of a dtype."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return -np.inf
     return False if dtype == np.bool_ else jnp.iinfo(dtype).min
 
 
 def highest(dtype: Any) -> Any:
-    """What no real element is above."""
+    """The largest value of a dtype."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.inf
     return True if dtype == np.bool_ else jnp.iinfo(dtype).max
@@ -94,7 +94,7 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 @rule("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_xor", "argmax", "argmin")
 def reduction(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Padding counts as the neutral element; it lies behind the real elements, so the first of equals is real."""
+    """Replace padding by the neutral element. It follows the real elements, so the first of equal elements is real."""
     value, axes = operands[0], eqn.fixed("axes")
     (array,) = eqn.bind(ev.room.masked(value, axes, _NEUTRAL[eqn.name](value.array.dtype)))
     if eqn.name.startswith("arg") and len(value.dims[axes[0]]) > 1:
@@ -104,7 +104,7 @@ def reduction(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Pad
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """In either direction padding counts as the neutral element."""
+    """Replace padding by the neutral element, which is right in both directions."""
     value = operands[0]
     masked = ev.room.masked(value, [eqn.fixed("axis")], _NEUTRAL[eqn.name](value.array.dtype))
     return [Padded(eqn.bind(masked)[0], value.dims)]
@@ -112,7 +112,7 @@ def cumulative(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Pa
 
 @rule("dot_general")
 def product(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """What is contracted counts as 0 on both sides: 0 * NaN is NaN."""
+    """Replace padding in contracted dims by 0 on both sides, since 0 * NaN is NaN."""
     (left, right), (left_batch, right_batch) = eqn.fixed("dimension_numbers")
     one, other = operands
     for a, b in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
@@ -125,7 +125,7 @@ def product(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
 
 @rule("iota")
 def iota(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """The index without padding."""
+    """Index of each position in the unpadded array."""
     dims, along = ev.room.plain(eqn.shapes()), eqn.fixed("dimension")
     if len(dims[along]) == 1:
         return [Padded(eqn.bind(shape=ev.room.shape(dims))[0], dims)]
@@ -135,7 +135,7 @@ def iota(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
 
 @rule("broadcast_in_dim")
 def broadcast(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """New dims, and dims of size 1 that are repeated."""
+    """Add dims, and repeat dims of size 1."""
     value, dims = operands[0], list(ev.room.plain(eqn.shapes()))
     for own, new in zip(value.dims, eqn.fixed("broadcast_dimensions"), strict=True):
         if set(ev.room.product(own)) != {1}:
@@ -145,28 +145,28 @@ def broadcast(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Pad
 
 @rule("reshape")
 def reshape(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Dims merged and split; where padding stands in the way, elements are taken one by one."""
+    """Merge and split dims. Elements are gathered if padding lies between them."""
     if eqn.fixed("dimensions") is not None:
-        raise Inexact("a reshape that also permutes")
+        raise Inexact("the reshape also permutes dims")
     return [ev.room.reshaped(operands[0], eqn.shapes())]
 
 
 @rule("squeeze", "expand_dims")
 def squeeze(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Dims of size 1 go or come."""
+    """Remove or add dims of size 1."""
     return [ev.room.reshaped(operands[0], eqn.shapes())]
 
 
 @rule("transpose")
 def transpose(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """The dims in another order."""
+    """Permute the dims."""
     dims = tuple(operands[0].dims[d] for d in eqn.fixed("permutation"))
     return [Padded(eqn.bind(operands[0].array)[0], dims)]
 
 
 @rule("rev")
 def reverse(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """A padded dim turned around begins with padding, so its elements are taken in turn."""
+    """Reverse dims. A reversed padded dim would begin with padding, so its elements are gathered."""
     value, array = operands[0], operands[0].array
     for d in eqn.fixed("dimensions"):
         dim = value.dims[d]
@@ -180,7 +180,7 @@ def reverse(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
 
 @rule("tile")
 def tile(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Copies beside each other: how many is one more factor."""
+    """Repeat the array along dims; the number of copies is a new factor of each."""
     value, repeats = operands[0], eqn.columns("reps")
     dims = tuple(dim if set(r) == {1} else (r, *dim) for dim, r in zip(value.dims, repeats, strict=True))
     return [Padded(eqn.bind(value.array)[0], dims)]
@@ -188,7 +188,7 @@ def tile(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
 
 @rule("stack")
 def stack(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Beside each other along a new dim."""
+    """Stack operands along a new dim."""
     values, dims = joined(ev.room, operands)
     axis, count = eqn.fixed("axis"), (len(values),) * len(ev.room.points.at)
     return [Padded(eqn.bind(*(v.array for v in values))[0], (*dims[:axis], (count,), *dims[axis:]))]
@@ -196,34 +196,34 @@ def stack(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]
 
 @rule("unstack")
 def unstack(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Along a dim that has one size: else there would be other arrays for another size."""
+    """Split along a dim of fixed size, since the number of results cannot vary."""
     value, axis = operands[0], eqn.fixed("axis")
     return [Padded(array, (*value.dims[:axis], *value.dims[axis + 1 :])) for array in eqn.bind(value.array)]
 
 
 @rule("sort")
 def sort(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Padding comes behind all real elements, NaN included."""
+    """Sort, with all padding after the real elements, even after NaN."""
     values, dims = joined(ev.room, operands)
     along = eqn.fixed("dimension")
     if not ev.room.is_padded(dims[along]):
         return [Padded(a, dims) for a in eqn.bind(*(v.array for v in values))]
     mask = ev.room.mask(values[0], [along])
     arrays = eqn.bind(~mask, *(v.array for v in values), num_keys=eqn.fixed("num_keys") + 1)[1:]
-    new = (*dims[:along], (ev.room.product(dims[along]),), *dims[along + 1 :])  # the real ones come first now
+    new = (*dims[:along], (ev.room.product(dims[along]),), *dims[along + 1 :])  # the real elements are first now
     return [Padded(a, new) for a in arrays]
 
 
 @rule("top_k")
 def top_k(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Padding counts as the lowest; of equals the first are taken, which are real."""
+    """Replace padding by the lowest value. Of equal elements the first are taken, which are real."""
     value, last = operands[0], len(operands[0].dims) - 1
     count, axis = eqn.param("k"), set(eqn.param("axis")) if "axis" in eqn.first.params else {last}
     if axis - {last, -1}:
-        raise Inexact("top_k along another dim than the last")
+        raise Inexact("top_k along a dim other than the last")
     extent = ev.room.product(value.dims[last])
     ev.room.need(tuple(n - k for n, k in zip(extent, count, strict=True)), 0)
-    value = ev.room.relaid(value, last, (extent,))  # all padding behind all real elements: one of them may be the lowest number too
+    value = ev.room.relaid(value, last, (extent,))  # padding after all real elements, which may include the lowest value too
     array, index = eqn.bind(ev.room.masked(value, [last], lowest(value.array.dtype)))
     dims = (*value.dims[:-1], (count,))
     return [Padded(array, dims), Padded(index, dims)]
@@ -231,10 +231,10 @@ def top_k(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]
 
 @rule("random_bits")
 def random_bits(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Each element's number is made of its index without padding, as jax's partitionable threefry makes it."""
+    """Random bits from each element's index in the unpadded array, as jax's partitionable threefry computes them."""
     key, dims, settings = operands[0], ev.room.plain(eqn.shapes()), cast(Any, jax.config)
     if key.dims or "fry" not in str(key.array.dtype) or not settings.jax_threefry_partitionable:
-        raise Inexact("random numbers of many keys, or of another generator than threefry")
+        raise Inexact("random numbers from several keys, or from a generator other than threefry")
     width = eqn.fixed("bit_width")
     index = numbering(ev.room, dims)
     words = jax.random.key_data(key.array)
@@ -248,7 +248,7 @@ def random_bits(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
 
 
 def numbering(room: Room, dims: Dims) -> Any:
-    """uint64, in the padded shape: the number that each element has in the unpadded array, counted row by row."""
+    """Row-major index of each element in the unpadded array: uint64 of the padded shape."""
     index, shape = jnp.zeros((), np.uint64), room.shape(dims)
     for d, dim in enumerate(dims):
         own = lax.broadcast_in_dim(room.index(dim).astype(np.uint64), shape, (d,))
@@ -257,19 +257,19 @@ def numbering(room: Room, dims: Dims) -> Any:
 
 
 def threefry(first: Any, second: Any, high: Any, low: Any) -> Any:
-    """jax's threefry2x32 of counts of any shape."""
+    """jax's threefry2x32 with the two key words `first` and `second`, for counts of any shape."""
     return threefry2x32_p.bind(jnp.broadcast_to(first, high.shape), jnp.broadcast_to(second, high.shape), high, low)
 
 
 @rule("iota_2x32_shape")
 def counts(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """The two words of each element's index without padding."""
+    """High and low word of each element's index in the unpadded array."""
     dims = ev.room.plain(eqn.shapes())
     index = numbering(ev.room, dims)
     return [Padded((index >> np.uint64(32)).astype(np.uint32), dims), Padded(index.astype(np.uint32), dims)]
 
 
-_BATCHED = {  # dims at the end that one problem has, for each operand
+_BATCHED = {  # number of trailing dims of one matrix or vector
     "cholesky": 2,
     "eig": 2,
     "eigh": 2,
@@ -287,14 +287,14 @@ _BATCHED = {  # dims at the end that one problem has, for each operand
 
 @rule(*_BATCHED)
 def batched(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Problems beside each other: those that are padding have no part in the others."""
+    """Linear algebra and FFTs over batch dims. Padded batch entries do not affect the others."""
     own = len(eqn.fixed("fft_lengths")) if eqn.name == "fft" else _BATCHED[eqn.name]
     first = operands[0].dims
     num_batch = len(first) - own
     operands = [operands[0], *(ev.room.like(v, (*first[:num_batch], *v.dims[num_batch:])) for v in operands[1:])]
     for value in operands:
         if any(map(ev.room.is_padded, value.dims[num_batch:])):
-            raise Inexact("one problem of linear algebra, of a size that varies")
+            raise Inexact("the size of one matrix or transform varies")
     arrays = eqn.bind(*(v.array for v in operands))
     return [
         Padded(a, (*first[:num_batch], *ev.fixed_like(a, v.aval).dims[num_batch:])) for a, v in zip(arrays, eqn.first.outvars, strict=True)

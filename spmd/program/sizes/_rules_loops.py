@@ -1,4 +1,4 @@
-"""What loops and branches make of padding: their functions are evaluated like the program around them."""
+"""Padding rules of loops and branches, whose functions are evaluated like the surrounding program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _named(arrays: Sequence[Any], dims: Sequence[Dims]) -> list[Padded]:
 
 @rule("scan")
 def scan(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Steps beyond the real ones leave what is carried as it is."""
+    """Scan over the padded length. Steps beyond the real length keep the carry."""
     room, bodies = ev.room, eqn.param("jaxpr")
     num_consts, num_carry, reverse = (eqn.fixed(k) for k in ("num_consts", "num_carry", "reverse"))
     consts, carry, rows = operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
@@ -51,7 +51,7 @@ def scan(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
 
 @rule("while")
 def repeat(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """What is carried keeps its dims."""
+    """Loop with a carry of fixed dims."""
     conditions, bodies = eqn.param("cond_jaxpr"), eqn.param("body_jaxpr")
     of_condition, of_body = eqn.fixed("cond_nconsts"), eqn.fixed("body_nconsts")
     first, second = operands[:of_condition], operands[of_condition : of_condition + of_body]
@@ -70,11 +70,11 @@ def repeat(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded
 
 @rule("cond")
 def branch(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Every side gives the dims of the first."""
+    """Branches whose results have the dims of the first one."""
     sides = list(zip(*eqn.param("branches"), strict=True))
     index, given = operands[0], operands[1:]
     if index.dims:
-        raise Inexact("a branch for each of many")
+        raise Inexact("the index of the branch is not a scalar")
     dims: list[Dims] = []
 
     def side(closed: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What primitives make of padding that look at elements by their place: slices, joins, gathers, scatters."""
+"""Padding rules of primitives that address elements by position: slices, concatenations, gathers, scatters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _minus(one: Any, other: Any) -> Values:
 
 @rule("slice")
 def part(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """From a place on: a window of the padded array that begins at today's place."""
+    """Slice of the padded array that begins at the start index of the current call."""
     room, value, array = ev.room, operands[0], operands[0].array
     starts, limits = eqn.columns("start_indices"), eqn.columns("limit_indices")
     strides = eqn.columns("strides") if eqn.first.params["strides"] is not None else [None] * len(starts)
@@ -45,14 +45,14 @@ def part(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
 
 def _strided(room: Room, array: Any, dim: int, extent: Values, start: Values, limit: Values, stride: Any, out: Values) -> Any:
     if len(set(stride)) > 1:
-        raise Inexact("a step that depends on a size")
+        raise Inexact("the step of the slice depends on a size")
     places = jnp.asarray(room.real(start), np.int64) + jnp.arange(room.size(out), dtype=np.int64) * stride[0]
     return jnp.take(array, places, axis=dim, mode="clip")
 
 
 @rule("split")
 def split(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Parts one after the other."""
+    """Consecutive parts along a dim."""
     value, axis, found = operands[0], eqn.fixed("axis"), list[Padded]()
     extent = ev.room.product(value.dims[axis])
     sizes: list[Values] = list(zip(*eqn.param("sizes"), strict=True))
@@ -70,7 +70,7 @@ def split(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]
 
 @rule("concatenate")
 def concatenate(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Each part is written where the real elements of those before it end, over their padding."""
+    """Write each part after the real elements of the previous parts, over their padding."""
     room, along = ev.room, eqn.fixed("dimension")
     first = operands[0].dims
     operands = [room.like(v, tuple(v.dims[d] if d == along else dim for d, dim in enumerate(first))) for v in operands]
@@ -89,13 +89,13 @@ def concatenate(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
 
 
 def sum_of(operands: list[Padded], along: int, room: Room) -> Values:
-    """The extent of the operands beside each other."""
+    """Extent of the concatenated operands at each point."""
     return tuple(map(sum, zip(*(room.product(v.dims[along]) for v in operands), strict=True)))
 
 
 @rule("pad")
 def pad(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """The value stands from the last real element on."""
+    """Pad after the last real element."""
     room, (value, filling) = ev.room, operands
     configs, outs = list(zip(*eqn.param("padding_config"), strict=True)), [tuple(c) for c in zip(*eqn.shapes(), strict=True)]
     array, dims = value.array, list[Dim]()
@@ -112,7 +112,7 @@ def pad(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
         array = current.array if mask is None else jnp.where(mask, current.array, filling.array)
         low, high, inner = (tuple(c[i] for c in config) for i in range(3))
         if len(set(inner)) > 1:
-            raise Inexact("padding inside that depends on a size")
+            raise Inexact("the interior padding depends on a size")
         if len(set(low)) > 1:
             array = _padded_low(room, array, filling.array, d, low, inner[0], out)
         else:
@@ -127,9 +127,9 @@ def pad(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
 
 
 def _padded_low(room: Room, array: Any, filling: Any, dim: int, low: Values, inner: int, out: Values) -> Any:
-    """With as much before the first element as there is today: taken from what is far longer."""
+    """Pad before the first element by the amount of the current call, as a slice of an array with the largest amount."""
     if min(low) < 0:
-        raise Inexact("a cut at the beginning that depends on a size")
+        raise Inexact("the number of elements cut at the beginning depends on a size")
     most = room.size(low)
     padding = [(0, 0, 0)] * array.ndim
     padding[dim] = (most, most + room.size(out), inner)
@@ -139,7 +139,7 @@ def _padded_low(room: Room, array: Any, filling: Any, dim: int, low: Values, inn
 
 @rule("dynamic_slice")
 def window(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """A window whose start is kept within the real elements."""
+    """Slice whose start is clamped to the real elements."""
     room, value, starts = ev.room, operands[0], [v.array for v in operands[1:]]
     dims, sizes = list[Dim](), eqn.columns("slice_sizes")
     for d, size in enumerate(sizes):
@@ -161,7 +161,7 @@ def window(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded
 
 @rule("dynamic_update_slice")
 def write_window(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """A window, its start kept within the real elements; of one whose size varies, the real elements alone are written."""
+    """Write a window whose start is clamped to the real elements. Only the real elements of the update are written."""
     room, value, update, starts = ev.room, operands[0], operands[1], [v.array for v in operands[2:]]
     varying = list[int]()
     for d in range(len(value.dims)):
@@ -190,7 +190,7 @@ def write_window(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[
 
 
 def _within(room: Room, index: Any, column: int, dim: Dim, size: Values, mode: Any) -> Any:
-    """One column of an array of indices as places in the padded array; a place outside, for modes that ask for it, is one there too."""
+    """One column of an index array as positions in the padded array. Out-of-bounds indices stay so for FILL_OR_DROP, else are clamped."""
     own = index[..., column].astype(np.int64)
     most = jnp.asarray(room.real(_minus(room.product(dim), size)), np.int64)
     outside = (own < 0) | (own > most)
@@ -204,11 +204,11 @@ def _within(room: Room, index: Any, column: int, dim: Dim, size: Values, mode: A
 
 @rule("gather")
 def gather(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Indices are without padding, and are kept within the real elements as the mode says."""
+    """Gather by indices into the unpadded array; out-of-bounds indices follow the mode."""
     room, (value, index) = ev.room, operands
     numbers, mode, sizes = eqn.fixed("dimension_numbers"), eqn.fixed("mode"), eqn.columns("slice_sizes")
     if room.is_padded(index.dims[-1]):
-        raise Inexact("indices whose number varies for each element")
+        raise Inexact("the length of the index vectors depends on a size")
     for d, b in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         index = room.relaid(index, b, value.dims[d])
     hidden, windows = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}, list[Dim]()
@@ -219,7 +219,7 @@ def gather(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded
         if size == extent:
             windows.append(value.dims[d])
         elif len(set(size)) > 1:
-            raise Inexact("parts whose size varies, from places that the host does not know")
+            raise Inexact("the size of the gathered slices varies, at indices that the host does not know")
         else:
             value = room.relaid(value, d, (extent,))
             room.need(_minus(extent, size), 0)
@@ -239,11 +239,11 @@ def _stacked(columns: list[Any], like: Any) -> Any:
 
 @rule("scatter", *(f"scatter{sign}{name}" for sign in "-_" for name in ("add", "sub", "mul", "min", "max")))
 def scatter(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Updates that are padding are dropped: their indices lie outside."""
+    """Scatter the real updates. Padded updates get out-of-bounds indices, so they are dropped."""
     room, (value, index, update) = ev.room, operands
     numbers, mode = eqn.fixed("dimension_numbers"), eqn.fixed("mode")
     if room.is_padded(index.dims[-1]):
-        raise Inexact("indices whose number varies for each element")
+        raise Inexact("the length of the index vectors depends on a size")
     for d, b in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         index = room.relaid(index, b, value.dims[d])
     hidden = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -254,7 +254,7 @@ def scatter(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
         if sizes[d] == room.product(value.dims[d]):
             update = room.relaid(update, w, value.dims[d])
         elif len(set(sizes[d])) > 1:
-            raise Inexact("a write of a part whose size varies")
+            raise Inexact("the size of the scattered slices varies")
         else:
             value = room.relaid(value, d, (room.product(value.dims[d]),))
     outer = [d for d in range(len(update.dims)) if d not in numbers.update_window_dims]
@@ -263,7 +263,7 @@ def scatter(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
     columns = [_within(room, index.array, c, value.dims[d], sizes[d], mode) for c, d in enumerate(numbers.scatter_dims_to_operand_dims)]
     batch = range(len(index.dims) - 1)
     if not columns and any(room.is_padded(index.dims[d]) for d in batch):
-        raise Inexact("a write of as many values as there are, to one place")
+        raise Inexact("the number of updates to one position varies")
     mask = room.mask(index, batch)
     if mask is not None:
         first = numbers.scatter_dims_to_operand_dims[0]

@@ -1,4 +1,4 @@
-"""What convolutions and pooling make of padding."""
+"""Padding rules of convolutions and pooling."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ def _single(room: Room, value: Padded, dims: Any) -> Padded:
 
 
 def _require_fixed_start(eqn: Equation, padding: list[Any]) -> None:
-    """Padding before the first element must be the same for all sizes: what is behind the last one counts as zeros anyway."""
+    """Require the same window padding before the first element for all sizes. Elements after the last one are neutral anyway.
+
+    Raises:
+        Inexact: it depends on a size.
+    """
     if any(len({low for low, _ in column}) > 1 for column in padding):
-        raise Inexact(f"{eqn.name} that begins at a place that depends on a size")
+        raise Inexact(f"the padding of {eqn.name} before the first element depends on a size")
 
 
 @rule("conv_general_dilated")
 def convolution(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Padding in what is summed counts as 0, as a convolution's own does."""
+    """Replace padding in summed dims by 0, like a convolution's own padding."""
     room, (value, kernel) = ev.room, operands
     numbers = eqn.fixed("dimension_numbers")
     (batch, feature, *space), (out, own, *extents) = numbers.lhs_spec, numbers.rhs_spec
@@ -33,9 +37,9 @@ def convolution(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
     groups, batch_groups = eqn.param("feature_group_count"), eqn.param("batch_group_count")
     has_groups = set(groups) != {1} or set(batch_groups) != {1}
     if has_groups and any(room.is_padded(v.dims[d]) for v, d in ((value, feature), (kernel, own), (kernel, out))):
-        raise Inexact("groups of a convolution whose features vary in number")
+        raise Inexact("the convolution is grouped, and its number of features varies")
     if set(batch_groups) != {1} and room.is_padded(value.dims[batch]):
-        raise Inexact("groups of a convolution over a batch that varies")
+        raise Inexact("the convolution is grouped by batch, and its batch size varies")
     value, kernel = _single(room, value, space), _single(room, kernel, extents)
     kernel = room.relaid(kernel, own, value.dims[feature]) if not has_groups else kernel
     arrays = room.masked(value, [feature, *space], 0), room.masked(kernel, [own, *extents], 0)
@@ -52,17 +56,21 @@ def convolution(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[P
 
 
 def _require_shape(room: Room, array: Any, dims: Dims) -> None:
-    """The padded program's own extents are those that the formulas give, so that a real place is the same place in it."""
+    """Require that the padded shape is the one from the formulas, so that real elements have the same positions in it.
+
+    Raises:
+        Inexact: it is not.
+    """
     if array.shape != room.shape(dims):
-        raise Inexact("an extent that is no multiple of the size")
+        raise Inexact("an extent of the padded result differs from its formula")
 
 
 _NEUTRAL: dict[str, Any] = {
     "reduce_window_sum": [lambda dtype: 0],
     "reduce_window_max": [lowest],
     "reduce_window_min": [highest],
-    "reduce_window": None,  # counts as what it starts from, as a window's own padding does
-    "select_and_scatter_add": [lambda dtype: 0, lowest],  # what is scattered, and what is compared
+    "reduce_window": None,  # neutral is the initial value, as for a window's own padding
+    "select_and_scatter_add": [lambda dtype: 0, lowest],  # the scattered array, and the compared one
     "select_and_gather_add": [lambda dtype: 0, lowest],
 }
 _COMPARED = {"ge": lowest, "le": highest}
@@ -70,14 +78,14 @@ _COMPARED = {"ge": lowest, "le": highest}
 
 @rule(*_NEUTRAL)
 def pooling(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-    """Padding inside a window counts as the neutral element."""
+    """Replace padding inside windows by the neutral element."""
     room, windows = ev.room, eqn.columns("window_dimensions")
     strides, padding = eqn.columns("window_strides"), list(zip(*eqn.param("padding"), strict=True))
     given = [v for v in operands if v.dims]
     alone = [d for d, w in enumerate(windows) if set(w) == {1} and set(strides[d]) == {1} and set(padding[d]) == {(0, 0)}]
     inside = [d for d in range(len(windows)) if d not in alone and any(room.is_padded(v.dims[d]) for v in given)]
     if any(set(w) != {w[0]} for w in windows):
-        raise Inexact(f"{eqn.name} over a window whose size varies")
+        raise Inexact(f"the window of {eqn.name} has a size that varies")
     _require_fixed_start(eqn, padding)
     given = [_single(room, v, inside) for v in given]
     for d in alone:
@@ -96,7 +104,7 @@ def pooling(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padde
 
 
 def _neutrals(eqn: Equation, given: list[Padded], starts: list[Any]) -> list[Any]:
-    """What padding counts as, for each array."""
+    """Neutral element of each array."""
     if eqn.name == "reduce_window":
         return starts
     kinds = list(_NEUTRAL[eqn.name])

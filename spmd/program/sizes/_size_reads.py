@@ -1,8 +1,8 @@
-"""Sizes as Python reads them while a function is traced: what it asks of them is noted, so that it can be asked again for other sizes.
+"""Records the sizes that Python reads during a trace and the conditions that it evaluates on them, to evaluate them for other sizes.
 
-`x.shape[0] > 100` is answered for the trace's size. The program then holds for sizes for which all such answers are the same. Python's own
-`int` is what these numbers are, so that C++ takes them. What makes of them a number of which nothing can be noted (`int(n)`,
-`n.bit_length()`) counts as a question whose answer is that number.
+`x.shape[0] > 100` is evaluated for the trace's size. The program is then valid for the sizes for which all such conditions have the same
+results. Recorded sizes are instances of a subclass of `int`, so that C++ accepts them. An operation that converts one to a plain number, of
+which nothing more can be recorded (`int(n)`, `n.bit_length()`), counts as a condition whose result is that number.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from spmd.device._storage import recording
 from spmd.patches._table import current, replaced
 from spmd.program.reads import is_library
 
-Tree = Callable[[Sequence[int]], Any]  # of the sizes that were read, in their order
+Tree = Callable[[Sequence[int]], Any]  # a function of the sizes that were read, in their order
 
 
 class SizeReads:
-    """What one trace read and asked.
+    """The sizes that one trace read, and the conditions that it evaluated.
 
     Attributes:
         leaves: the sizes that were read.
-        asked: each question with its answer.
-        lines: the user's line that asked it.
-        divisors: numbers by which a size was divided, with rounding.
-        current: what the sizes that were read are now: those of the trace, or of a call that it runs for.
+        asked: each condition with its result.
+        lines: for each condition, the user's line that evaluated it.
+        divisors: numbers by which a size was divided with rounding.
+        current: current values of `leaves`: those of the trace, or of the call that the program runs for.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class SizeReads:
         self.current: Sequence[int] = self.leaves
 
     def size(self, value: int) -> int:
-        """A size that is read now."""
+        """Record the read of a size."""
         place = len(self.leaves)
         self.leaves.append(int(value))
         return _Size.of(value, lambda leaves: leaves[place])
 
 
 _BITS = ("and", "or", "xor", "lshift", "rshift")
-_OF_DIGITS = (
+_DIGIT_OPERATIONS = (
     operator.mod,
     operator.and_,
     operator.or_,
@@ -61,16 +61,16 @@ _OF_DIGITS = (
     operator.lshift,
     operator.rshift,
     round,
-)  # a few points say nothing of these
-_HIDDEN = (
+)  # their values at a few points say nothing about other sizes
+_CONVERSIONS = (
     *("__int__", "__float__", "__trunc__", "__floor__", "__ceil__", "__invert__", "__divmod__", "__rdivmod__"),
     *("bit_length", "bit_count", "to_bytes", "as_integer_ratio", "__str__", "__repr__", "__format__"),
 )
-_HIDDEN_OF_FLOATS = (
+_FLOAT_CONVERSIONS = (
     *("__int__", "__float__", "__trunc__", "__floor__", "__ceil__", "__divmod__", "__rdivmod__"),
     *("as_integer_ratio", "is_integer", "hex", "__str__", "__repr__", "__format__"),
 )
-_OURS = frozenset(("jax", "jaxlib", "numpy", "opt_einsum", "spmd", "mesh"))
+_UNRECORDED = frozenset(("jax", "jaxlib", "numpy", "opt_einsum", "spmd", "mesh"))
 _reads: ContextVar[SizeReads | None] = ContextVar("spmd_size_reads", default=None)
 
 
@@ -80,7 +80,7 @@ class _Size(int):
 
     @staticmethod
     def of(value: Any, tree: Tree) -> Any:
-        """A number with what it is a function of."""
+        """A recorded number with its function of the sizes; `value` itself if it is not a number, or if nothing is recorded."""
         kind, reads = _Size if type(value) in (int, _Size) else _SizeFloat if type(value) in (float, _SizeFloat) else None, _reads.get()
         if kind is None or reads is None:
             return value
@@ -94,20 +94,20 @@ class _Size(int):
         return int.__hash__(self)
 
     def plain(self) -> int:
-        """Python's own number; that it was asked for is noted."""
+        """The plain Python number; its value is recorded as a condition."""
         return _ask(int.__int__(self), self.tree)
 
     def beside(self, number: float) -> float:
-        """Another operand, as one that leaves its operations to this one."""
+        """Another operand as a recorded number, a constant function of the sizes."""
         return _Size.of(number, lambda leaves: number)
 
     def through(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function of numbers makes of it and others."""
+        """Recorded result of a function of numbers."""
         trees = [_tree(a) for a in args]
         return _Size.of(function(*map(_plain, args)), lambda leaves: function(*(tree(leaves) for tree in trees)))
 
     def now(self) -> int:
-        """What it is in the call at hand."""
+        """Its value in the current call."""
         return self.tree(self.reads.current)
 
     def __reduce__(self) -> Any:
@@ -121,13 +121,13 @@ class _SizeFloat(float):
     __hash__ = float.__hash__
 
     def plain(self) -> float:
-        """Python's own number; that it was asked for is noted."""
+        """The plain Python number; its value is recorded as a condition."""
         return _ask(float.__float__(self), self.tree)
 
     beside, through = _Size.beside, _Size.through
 
     def now(self) -> float:
-        """What it is in the call at hand."""
+        """Its value in the current call."""
         return self.tree(self.reads.current)
 
     def __reduce__(self) -> Any:
@@ -148,10 +148,10 @@ def _note_divisor(divisor: Any) -> None:
         reads.divisors.add(divisor)
 
 
-def _is_ours(frame: Any) -> bool:
-    """Whether a frame is one whose questions change no values: jax's, of this package, or where torch takes a number for arithmetic."""
+def _is_unrecorded(frame: Any) -> bool:
+    """Whether conditions in a frame are not recorded, as they cannot change values: jax's, this package's, torch's reads for arithmetic."""
     name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in _OURS or (name == "torch" and frame.f_code.co_name == "sym_float")
+    return name.partition(".")[0] in _UNRECORDED or (name == "torch" and frame.f_code.co_name == "sym_float")
 
 
 def _tree(value: Any) -> Tree:
@@ -162,13 +162,13 @@ def _plain(value: Any) -> Any:
     return int.__int__(value) if isinstance(value, _Size) else float.__float__(value) if isinstance(value, _SizeFloat) else value
 
 
-def _operation(function: Callable[..., Any], is_question: bool, swapped: bool) -> Callable[..., Any]:
+def _operation(function: Callable[..., Any], is_condition: bool, swapped: bool) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         if any(not isinstance(o, (int, float)) for o in others):
             if function is operator.mul and isinstance(others[0], (str, bytes, bytearray, list, tuple)):
                 return others[0] * self.plain()
             if isinstance(others[0], (numbers.Number, np.ndarray)) and not isinstance(others[0], (torch.SymFloat, torch.SymInt)):
-                self.plain()  # numpy's, a fraction, a decimal: they note nothing
+                self.plain()  # a numpy number, a fraction or a decimal records nothing
             return NotImplemented
         operands = (*others, self) if swapped else (self, *others)
         trees = [_tree(o) for o in operands]
@@ -177,27 +177,27 @@ def _operation(function: Callable[..., Any], is_question: bool, swapped: bool) -
         def tree(leaves: Sequence[int]) -> Any:
             return function(*(t(leaves) for t in trees))
 
-        if not _is_ours(sys._getframe(1)):
-            if function is operator.floordiv:  # what is left over says for which sizes the quotient is linear
+        if not _is_unrecorded(sys._getframe(1)):
+            if function is operator.floordiv:  # the remainder determines for which sizes the quotient is linear
                 _ask(operator.mod(*map(_plain, operands)), lambda leaves: operator.mod(*(t(leaves) for t in trees)))
                 _note_divisor(operands[1])
-            elif is_question or function in _OF_DIGITS or type(value) not in (int, float):
+            elif is_condition or function in _DIGIT_OPERATIONS or type(value) not in (int, float):
                 _ask(value, tree)
                 if function is operator.mod:
                     _note_divisor(operands[1])
-        if is_question:
+        if is_condition:
             return value
         return _Size.of(value, tree)
 
     return method
 
 
-def _hidden(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What gives numbers of which nothing is noted."""
+def _recorded_as_condition(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that records its result as a condition, since it returns a plain number."""
 
     def method(self: Any, *others: Any, **options: Any) -> Any:
         value = function(_plain(self), *map(_plain, others), **options)
-        if not _is_ours(sys._getframe(1)):
+        if not _is_unrecorded(sys._getframe(1)):
             _ask(value, lambda leaves: function(self.tree(leaves), *map(_plain, others), **options))
         return value
 
@@ -210,9 +210,9 @@ def _install() -> None:
             function = getattr(operator, f"{name}_" if name in ("and", "or") else name)
             setattr(kind, f"__{name}__", _operation(function, False, False))
             setattr(kind, f"__r{name}__", _operation(function, False, True))
-    for kind, own, names in ((_Size, int, _HIDDEN), (_SizeFloat, float, _HIDDEN_OF_FLOATS)):
+    for kind, own, names in ((_Size, int, _CONVERSIONS), (_SizeFloat, float, _FLOAT_CONVERSIONS)):
         for name in names:
-            setattr(kind, name, _hidden(getattr(own, name)))
+            setattr(kind, name, _recorded_as_condition(getattr(own, name)))
     for name in ("neg", "abs", "pos"):
         for kind in (_Size, _SizeFloat):
             setattr(kind, f"__{name}__", _operation(getattr(operator, name), False, False))
@@ -229,12 +229,12 @@ _install()
 
 @contextmanager
 def sizes_read() -> Generator[SizeReads]:
-    """While a trace runs: what a tensor says of its size is noted."""
+    """While active, record the sizes that Python reads of tensors in a trace."""
     reads = SizeReads()
     token = _reads.set(reads)
 
     def noted(tensor: torch.Tensor, found: Any) -> Any:
-        if recording.get() is None or _reads.get() is not reads or tensor.is_meta or _is_ours(sys._getframe(2)):
+        if recording.get() is None or _reads.get() is not reads or tensor.is_meta or _is_unrecorded(sys._getframe(2)):
             return found
         if isinstance(found, tuple):
             sizes = [reads.size(n) for n in found]
@@ -251,7 +251,7 @@ def sizes_read() -> Generator[SizeReads]:
 
     def length(self: torch.Tensor) -> int:
         found = own_length(self)
-        if _reads.get() is reads and not _is_ours(sys._getframe(1)):
+        if _reads.get() is reads and not _is_unrecorded(sys._getframe(1)):
             size = noted(self, found)
             _ask(found, _tree(size))
         return found

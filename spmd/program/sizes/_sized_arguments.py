@@ -1,4 +1,4 @@
-"""Arguments of other sizes: stand-ins for a trace, and a call's own with padding."""
+"""Arguments of other sizes: placeholders for a trace, and a call's arguments with padding."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from spmd.program.sizes._dims import Named
 
 
 def replaced(args: Any, kwargs: Any, others: Mapping[int, torch.Tensor], holders: frozenset[type]) -> tuple[Any, Any]:
-    """Arguments with other tensors for some, by id."""
+    """Arguments with some tensors replaced.
+
+    Args:
+        others: replacements, by id of the original tensor.
+        holders: classes whose instances are searched for tensors too.
+    """
     flat = flatten((args, kwargs), classes=holders)
     leaves = [others.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     return unflatten(leaves, flat.tree)[0]
 
 
 def stand_in(named: Named, sizes: Mapping[str, int]) -> torch.Tensor:
-    """A tensor of these sizes that lies as the call's does, and of whose values the host knows nothing."""
+    """A tensor of zeros with these sizes, placed like the call's tensor. Its values are unknown to the host."""
     tensor = named.tensor
     shape = tuple(sizes.get(named.dims.get(d, ""), n) for d, n in enumerate(tensor.shape))
     if not is_device_tensor(tensor):
@@ -36,7 +41,7 @@ def stand_in(named: Named, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def padded(named: Named, sizes: Mapping[str, int], fill: float = 0) -> torch.Tensor:
-    """The tensor with more elements at the ends of its dims; itself where it has the sizes."""
+    """The tensor padded with `fill` at the ends of its dims; the tensor itself if it already has these sizes."""
     tensor = named.tensor
     shape = tuple(sizes.get(named.dims.get(d, ""), n) for d, n in enumerate(tensor.shape))
     if shape == tuple(tensor.shape):
@@ -63,7 +68,7 @@ def _like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(named: Sequence[Named]) -> list[dict[int, int]]:
-    """For each tensor, into how many pieces each dim is cut over the mesh."""
+    """For each tensor, the number of shards of each dim."""
     found: list[dict[int, int]] = []
     for one in named:
         spec: Any = annotation_of(one.tensor) if is_device_tensor(one.tensor) else None

@@ -1,4 +1,4 @@
-"""A program for padded arguments, and its results cut to today's sizes."""
+"""A program for padded arguments, whose results are cut to the sizes of the call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spmd.program.xla._compilation import Making
 
 
 class SizedProgram(Program):
-    """See Note [Padding]. Its last host argument is the sizes of the call."""
+    """A program for one bucket. Its last host argument is the sizes of the call. See Note [Padding]."""
 
     def __init__(
         self,
@@ -34,7 +34,11 @@ class SizedProgram(Program):
         spent: tuple[float, float],
         making: Making,
     ) -> None:
-        """Raises Inexact: it is not proved to be exact."""
+        """Evaluate the family for the bucket, and compile.
+
+        Raises:
+            Inexact: it is not proved that padding does not affect the results.
+        """
         self.family = family
         captured, dims, self._room = family.padded(bucket, buffers)
         num_outputs = captured.outputs.num_arrays
@@ -45,21 +49,21 @@ class SizedProgram(Program):
             dims[num_outputs + num_written :],
         )
         if any(self._room.is_padded(dim) for own in of_written for dim in own):
-            raise Inexact("a write to an argument whose size varies, or of such a value to a tensor of the state")
+            raise Inexact("an argument whose size varies is written in place, or a value of such a size is written to the state")
         super().__init__(captured, buffers, options, name, spent, making)
         self._dispatched = (*self._dispatched, self._cut_gradients)
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
-        """Why it does not hold for a call; None if it does."""
+        """Why the program is not valid for a call; None if it is."""
         return self.reason_for(self.family.today) or super().reason_to_trace(numbers, buffers)
 
     def reason_for(self, sizes: tuple[int, ...]) -> str | None:
-        """Why it does not hold for these sizes; None if it does."""
+        """Why the program is not valid for these sizes; None if it is."""
         why = self.family.reason(sizes)
-        return "a part of the program is larger than in its bucket" if why is None and not self._room.holds(sizes) else why
+        return "an extent of the program is larger than in its bucket" if why is None and not self._room.holds(sizes) else why
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
-        """Run once; the last of `hosts` is int64[names]."""
+        """Run once; the last of `hosts` is the sizes of the call, int64[names]."""
         self.family.today = tuple(hosts[-1].tolist())
         return super().__call__(arg_buffers, hosts, given)
 

@@ -1,7 +1,7 @@
-"""The traces of one function at several sizes as one program whose sizes are symbols of jax's: `[batch, 4]`, `[batch * seq]`.
+"""Combines the traces of one function at several sizes into one program with symbolic dims of jax: `[batch, 4]`, `[batch * seq]`.
 
-Nothing is padded: what differs between the traces is a formula of the sizes (Note [Points]), and the program's equations are recorded
-once more with these formulas of symbols. jax's rules for shapes then prove that an operation has a meaning for all sizes, or refuse it.
+Nothing is padded. Numbers that differ between the traces are formulas of the sizes (Note [Points]), and the program's equations are traced
+again with these formulas over symbols. jax's shape rules then prove that each operation is valid for all sizes, or refuse it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REFUSALS = (InconclusiveDimensionOperation, TypeError, ValueError, NotImplement
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes that a name may have: from `least` to `most`, which has `rest` beyond a multiple of `multiple` as all of them."""
+    """The sizes that a name may have: from `least` to `most`, all with the remainder `rest` modulo `multiple`."""
 
     least: int
     most: int
@@ -40,26 +40,26 @@ class Range:
     rest: int = 0
 
     def sizes(self) -> Any:
-        """int64[n]: all of them."""
+        """All sizes: int64[n]."""
         return np.arange(self.least, self.most + 1, self.multiple)
 
     def within(self, multiple: int, rest: int) -> Range:
-        """Those with a remainder by a multiple of the own one."""
+        """The subrange of sizes with the remainder `rest` modulo `multiple`, a multiple of the range's own."""
         least, most = self.least + (rest - self.least) % multiple, self.most - (self.most - rest) % multiple
         return Range(least, most, multiple, rest)
 
 
 class Symbols:
-    """Sizes as symbols.
+    """Symbolic sizes.
 
     Attributes:
-        points: of the traces.
-        constraints: what holds of them, in the words of `jax.export.symbolic_shape`.
-        sizes: one for each name: a symbol, or a multiple of one.
+        points: points of the traces.
+        constraints: their constraints, in the syntax of `jax.export.symbolic_shape`.
+        sizes: for each name, `multiple * symbol + rest` of its range.
     """
 
     def __init__(self, names: Sequence[str], points: Points, ranges: Sequence[Range], extents: Sequence[Values]) -> None:
-        """`extents`: those that occur in the traces."""
+        """`extents`: extents that occur in the traces, each at least 2."""
         self.points = points
         texts = [_symbol(name, i, own) for i, (name, own) in enumerate(zip(names, ranges, strict=True))]
         free = _symbols(texts, ())
@@ -70,7 +70,7 @@ class Symbols:
         self.sizes = _symbols(texts, self.constraints)
 
     def shape(self, shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-        """A shape, from what it is at each point."""
+        """Symbolic shape, given the shape at each point."""
         return tuple(self.points.integer(tuple(column))(self.sizes) for column in zip(*shapes, strict=True)) if shapes[0] else ()
 
 
@@ -87,28 +87,28 @@ def _symbols(texts: Sequence[str], constraints: Sequence[str]) -> list[Any]:
 
 
 class SymbolicRoom(Room):
-    """The sizes are symbols."""
+    """Shapes of a program whose sizes are symbols, without padding."""
 
     def __init__(self, points: Points, sizes: Sequence[Any], today: Sequence[Any]) -> None:
         super().__init__(points, points.at[0], points.at[0], today)
         self.bucket = tuple(sizes)
 
     def size(self, values: Values) -> Any:
-        """A quantity, as an expression of the symbols."""
+        """A quantity as an expression of the symbols."""
         return self.points.integer(values)(self.bucket)
 
 
 class SymbolicEvaluation(Evaluation):
-    """Traces evaluated at symbols. Its values have no padding, and carry no dims."""
+    """Evaluator of traces at symbolic sizes. Its values have no padding, so their `dims` are empty."""
 
     def fixed(self, array: Any) -> Padded:
         return Padded(array, ())
 
     def operation(self, eqn: Equation, operands: list[Padded]) -> list[Padded]:
-        """The equation at the symbols.
+        """Results of an equation at symbolic sizes.
 
         Raises:
-            Inexact: jax cannot say that it has a meaning for all sizes.
+            Inexact: jax cannot prove that it is valid for all sizes.
         """
         try:
             if eqn.name == "scan":
@@ -139,13 +139,19 @@ class SymbolicEvaluation(Evaluation):
 def evaluated(
     points: Points, sizes: Sequence[Any], jaxprs: Sequence[Any], consts: Sequence[Sequence[Any]], args: Sequence[Any]
 ) -> list[Any]:
-    """The results of open jaxprs, one for each point, at symbols; inside a trace."""
+    """Results of a program at symbolic sizes, inside a trace of jax.
+
+    Args:
+        sizes: a symbol for each name.
+        jaxprs, consts: the open jaxpr of each point, and its constants.
+        args: arguments, shared by all points.
+    """
     room = SymbolicRoom(points, sizes, [jnp.asarray(size, np.int64) for size in sizes])
     return [v.array for v in SymbolicEvaluation(room).run(jaxprs, consts, [Padded(array, ()) for array in args])]
 
 
 def extents(jaxprs: Sequence[Any]) -> list[Values]:
-    """The extents of dims, at each point, that are not the same at all."""
+    """Extents of dims that differ between the points, with their value at each point."""
     found: dict[Values, None] = {}
 
     def visit(opened: Sequence[Any]) -> None:
@@ -162,12 +168,12 @@ def extents(jaxprs: Sequence[Any]) -> list[Values]:
 
 @dataclass(frozen=True)
 class SymbolicTrace:
-    """The traces of a family as one.
+    """The traces of a family, combined into one.
 
     Attributes:
-        captured: the first of them, its jaxpr over symbols.
-        symbols: these.
-        limits: what must be true of the sizes of a call, as plain data.
+        captured: the first trace, with a jaxpr over symbols.
+        symbols: the symbols.
+        limits: conditions that the sizes of a call must fulfill, as plain data.
     """
 
     captured: Captured
@@ -176,10 +182,10 @@ class SymbolicTrace:
 
 
 def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
-    """One program for all sizes in these ranges for which its limits hold.
+    """One program for all sizes in these ranges that fulfill its limits.
 
     Raises:
-        Inexact: it is not proved that there is one; with the equation.
+        Inexact: it is not proved that one program covers them; `equation` is the cause.
     """
     captured, (points, closed_jaxprs) = family.captured, family.traces
     jaxprs = [c.jaxpr for c in closed_jaxprs]
@@ -210,31 +216,36 @@ def symbolic(family: Family, ranges: Sequence[Range]) -> SymbolicTrace:
 
 
 def limits(points: Points, names: Sequence[str], own: Sequence[Values], asked: tuple[Sequence[Values], Sequence[Any]]) -> list[Any]:
-    """What must be true of sizes, as plain data: dims keep two elements, as one would broadcast, and Python's questions their answers.
+    """Conditions that sizes must fulfill, as plain data.
+
+    Every dim must keep two elements, since a dim of one would broadcast, and every Python condition must keep its result.
 
     Args:
         own: extents in the traces.
-        asked: sizes that Python read, at each point, and what it asked of them with the answers.
+        asked: sizes that Python read, at each point, and its conditions on them with their results.
+
+    Raises:
+        Inexact: a condition cannot be evaluated for symbols.
     """
     sizes = [Expression(name) for name in names]
     known = [points.integer(values)(sizes) for values in own]
-    found = [number >= 2 for number in known if number.tree not in names]  # a size itself is within its range
+    found = [number >= 2 for number in known if number.tree not in names]  # a size itself is limited by its range
     leaves, questions = asked
     numbers = [points.integer(values)(sizes) for values in leaves]
     for tree, answer in questions:
         try:
             question = tree(numbers)
         except TypeError as error:
-            raise Inexact(f"Python asks of a size what cannot be asked again: {error}") from error
+            raise Inexact(f"a Python condition on a size cannot be evaluated for symbols: {error}") from error
         if isinstance(question, Expression):
             found.append(question == answer)
     return list({str(limit.tree): tree_of(limit) for limit in found}.values())
 
 
 def points_of(ranges: Sequence[Range], shift: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Sizes at which to trace, and more of them if these leave a doubt; `shift`: another number gives others.
+    """Points at which to trace, and more points for the case that these are not enough. Another `shift` gives other points.
 
-    The largest is not among them: as a rule it is one of the model's own.
+    The largest size is not among them, since it is usually a constant of the model.
     """
     steps = [(own.multiple, own.rest) for own in ranges]
     limits = [(own.least, own.most - (1 + shift) * own.multiple) for own in ranges]

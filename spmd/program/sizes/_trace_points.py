@@ -1,4 +1,4 @@
-"""The sizes at which a function is traced. See Note [Points]."""
+"""Chooses the sizes at which a function is traced. See Note [Points]."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol, TypeVar
 
 from spmd.program.sizes._formulas import Unknown
 
-SHARES = (0.618, 0.31)  # of the range: all names in between, twice
+SHARES = (0.618, 0.31)  # of the range, for the two points with all names in between
 MORE_SHARES = (0.82, 0.46)
 
 
 def points_within(limits: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]], shift: int = 0) -> list[tuple[int, ...]]:
-    """Points for k names: all small, each large in its turn, all in between, twice.
+    """k + 3 points for k names: all small; each one large in turn; all in between, twice.
 
-    The range of a name is a prime number of steps, another prime for each name. So whatever is periodic in the sizes (`n // 4 * 4`,
-    `(n + m) % 3`), with any period but the step's, has two values at the points.
+    The points of a name span a prime number of steps, a different prime for each name. So any function that is periodic in the sizes
+    (`n // 4 * 4`, `(n + m) % 3`), with any period except the step's, has different values at the points.
 
     Args:
-        limits: for each name the least and the largest size. A range without four points is left at its upper end.
-        steps: for each name a step and a remainder: each size is the remainder and a multiple of the step.
-        shift: 1 for other points within the same limits.
+        limits: for each name, the smallest and the largest size. If the range has fewer than four sizes, points exceed its upper end.
+        steps: for each name, a step and a remainder. Each size is the remainder plus a multiple of the step.
+        shift: 1 gives other points within the same limits.
     """
     low, spans = list[int](), list[int]()
     for place, ((least, most), (step, rest)) in enumerate(zip(limits, steps, strict=True)):
@@ -38,7 +38,7 @@ def points_within(limits: Sequence[tuple[int, int]], steps: Sequence[tuple[int, 
 
 
 def more_points(points: Sequence[tuple[int, ...]], steps: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Two more in between, for numbers that other points might say by chance."""
+    """Two more points in between, for formulas that may fit the other points by chance."""
     low = points[0]
     spans = [(points[1 + i][i] - n) // step for i, (n, (step, _)) in enumerate(zip(low, steps, strict=True))]
     found = [*points]
@@ -58,14 +58,17 @@ _Made = TypeVar("_Made", bound=_Certain)
 def with_enough_points(
     make: Callable[[Sequence[Sequence[int]]], _Made], points: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
 ) -> _Made:
-    """What is made of the traces at some points, and at more if these leave a doubt.
+    """Result of `make` for the traces at `points`, or at `more` points too if the first are not enough.
 
     Args:
-        make: of all points so far; the first are those of the call before.
+        make: a function of all points so far, whose first points are those of the previous call.
+
+    Raises:
+        Unknown: a number fits no form at any of the points.
     """
     try:
         found = make(points)
-    except Unknown:  # of two forms that fit more points decide; where none does, it is raised again
+    except Unknown:  # more points choose between two forms; if none fits, this is raised again
         return make([*points, *more])
     return found if found.is_certain else make([*points, *more])
 
@@ -73,11 +76,11 @@ def with_enough_points(
 def _between(
     points: Sequence[Sequence[int]], spans: Sequence[int], steps: Sequence[tuple[int, int]], share: float, period: int
 ) -> tuple[int, ...]:
-    """A point inside; no two names have one size there, if that can be, and each has a remainder that it had at no other point.
+    """A point inside the range. If possible, all names have different sizes, and each has a remainder that it has at no other point.
 
     Args:
-        points: the others, all small first.
-        period: of the remainder, in steps: what windows with a stride make of a size differs from remainder to remainder.
+        points: the other points, the one with all small first.
+        period: divisor of the remainder, in steps. The number of strided windows depends on the remainder.
     """
     found = list[int]()
     for i, (n, span, (step, _)) in enumerate(zip(points[0], spans, steps, strict=True)):

@@ -1,8 +1,8 @@
-"""Extents that windows, steps and merged dims make of others, as functions of the sizes: by its rule, not found from points.
+"""Derives the extents of strided, windowed and merged dims as functions of the sizes, from the operation and not from points.
 
 Note [Windows]
-A convolution with stride 2 over `n` elements has `(n + b) // 2` results. A few points leave several such forms, so the form is made of that
-of the operand's extent, by the operation's own rule. Extents that are the same at all points must be the same for all sizes.
+A convolution with stride 2 over `n` elements has `(n + b) // 2` results. Several such formulas fit a few points, so the formula is derived
+from that of the operand's extent by the operation's own shape rule. Extents that are equal at all points must be equal for all sizes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from spmd.program.xla._jaxpr import functions_of
 
 Form = Callable[[Sizes], Any]
 WINDOWED = frozenset(("conv_general_dilated", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"))
-_MOST_TRIED = 128  # sizes at which two forms are compared
+_MAX_COMPARED = 128  # sizes at which two forms are compared
 
 
 def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[int, int]], known: Sequence[Form] = ()) -> None:
-    """Tell the points of the extents in these jaxprs, one for each of them, that a rule gives.
+    """Derive extents in these jaxprs, one jaxpr per point, and add their formulas to `points`.
 
     Args:
-        limits: for each name the least and the largest size for which they are used.
-        known: extents as functions of the sizes, which need not be found.
+        limits: for each name, the smallest and the largest size for which the formulas are used.
+        known: formulas of extents that are known already.
 
     Raises:
-        Unknown: two extents are the same at the points, and not for all sizes.
+        Unknown: two extents are equal at the points, but not for all sizes.
     """
     learning = _Learning(points, limits)
     for form in known:
@@ -37,40 +37,40 @@ def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[
 
 
 class Window(NamedTuple):
-    """Windows along a dim, in one trace.
+    """Windows along one dim, in one trace.
 
     Attributes:
-        own, out: the dim of the operand, and that of the result.
-        spread: how far the operand's elements are from each other.
-        length, dilation: how many elements a window has, and how far they are from each other.
-        step: from one window to the next.
-        low, high: elements that are added at both ends; fewer than none are cut off.
+        own, out: dim of the operand, and dim of the result.
+        base_dilation: dilation of the operand.
+        length, dilation: number of elements in a window, and their dilation.
+        stride: offset from one window to the next.
+        low, high: padding at both ends; negative padding cuts elements off.
     """
 
     own: int
     out: int
-    spread: int
+    base_dilation: int
     length: int
     dilation: int
-    step: int
+    stride: int
     low: int
     high: int
 
-    def room(self) -> int:
-        """What the operand's spread extent has in addition, beside the first window."""
-        return self.low + self.high - self.reach(self.length)
+    def slack(self) -> int:
+        """Padding minus the span of the first window."""
+        return self.low + self.high - self.span(self.length)
 
-    def reach(self, length: Any) -> Any:
-        """How far a window of so many elements reaches."""
+    def span(self, length: Any) -> Any:
+        """Dilated extent of a window with `length` elements."""
         return (length - 1) * self.dilation + 1
 
-    def whole(self, extent: Any) -> Any:
-        """The extent that windows lie along, of so many elements."""
-        return extent if self.spread == 1 else (extent - 1) * self.spread + 1
+    def dilated(self, extent: Any) -> Any:
+        """Dilated extent of an operand with `extent` elements."""
+        return extent if self.base_dilation == 1 else (extent - 1) * self.base_dilation + 1
 
 
 def windows_of(equation: Any) -> list[Window]:
-    """The windows of an equation along each dim that has some."""
+    """Windows of an equation, one for each dim with windows."""
     params = equation.params
     if equation.primitive.name == "conv_general_dilated":
         numbers, kernel = params["dimension_numbers"], equation.invars[1].aval.shape
@@ -84,11 +84,14 @@ def windows_of(equation: Any) -> list[Window]:
 
 
 def window_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[tuple[Any, Any], ...]:
-    """The padding of windows at other sizes: behind the last element as much as gives the extent of the result.
+    """Window padding at other sizes. The padding after the last element is chosen such that the result has its extent.
 
     Args:
-        each: the equation, in each trace.
-        size: a quantity at these sizes.
+        each: the equation of each trace.
+        size: evaluates a quantity at the other sizes.
+
+    Returns:
+        (low, high) for each dim with windows.
     """
     found = list[tuple[Any, Any]]()
     for same in zip(*map(windows_of, each), strict=True):
@@ -97,13 +100,13 @@ def window_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[
             found.append((low, first.high))
             continue
         number, length = size(_extents(each, "outvars", first.out)), size(tuple(window.length for window in same))
-        extent = first.whole(size(_extents(each, "invars", first.own)))
-        found.append((low, (number - 1) * first.step + first.reach(length) - extent - low))
+        extent = first.dilated(size(_extents(each, "invars", first.own)))
+        found.append((low, (number - 1) * first.stride + first.span(length) - extent - low))
     return tuple(found)
 
 
 def ends_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[tuple[Any, Any, Any], ...]:
-    """The same of a `pad`: its configuration at other sizes."""
+    """`padding_config` of a `pad` at other sizes; arguments as for `window_padding`."""
     found = list[tuple[Any, Any, Any]]()
     for d, same in enumerate(zip(*(one.params["padding_config"] for one in each), strict=True)):
         low, high, inner = (tuple(map(int, column)) for column in zip(*same, strict=True))
@@ -117,7 +120,7 @@ def ends_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[tu
 
 
 class _Learning:
-    """See `learn_extents`."""
+    """Visitor of jaxprs that derives extents. See `learn_extents`."""
 
     def __init__(self, points: Points, limits: Sequence[tuple[int, int]]) -> None:
         self._points, self._limits = points, limits
@@ -125,7 +128,7 @@ class _Learning:
     def visit(self, opened: Sequence[Any]) -> None:
         for each in zip(*(j.eqns for j in opened), strict=False):
             if any(one.primitive is not each[0].primitive or _ranks(one) != _ranks(each[0]) for one in each):
-                return  # the size decides what is computed: said elsewhere
+                return  # the size decides what is computed: raised elsewhere
             for values, form in self._made(each):
                 self.learn(values, form)
             for same in zip(*(functions_of(one) for one in each), strict=False):
@@ -139,7 +142,7 @@ class _Learning:
             yield from self._of_steps(each)
         elif name == "reshape":
             yield from self._merged(each)
-        elif name == "reduce_sum" and self._points.tried:
+        elif name == "reduce_sum" and self._points.compared_at:
             yield from self._counted(each)
 
     def _form(self, values: Values) -> Form | None:
@@ -152,8 +155,8 @@ class _Learning:
         made = list[tuple[Values, Form]]()
         for same in zip(*map(windows_of, each), strict=True):
             first, extent = same[0], _extents(each, "invars", same[0].own)
-            if first.step > 1 and len(set(extent)) > 1 and len({(w.step, w.spread) for w in same}) == 1:
-                inner, rest = self._form(extent), self._form(tuple(window.room() for window in same))
+            if first.stride > 1 and len(set(extent)) > 1 and len({(w.stride, w.base_dilation) for w in same}) == 1:
+                inner, rest = self._form(extent), self._form(tuple(window.slack() for window in same))
                 if inner is not None and rest is not None:
                     made.append((_extents(each, "outvars", first.out), _stepped(first, inner, rest)))
         yield from made
@@ -170,7 +173,7 @@ class _Learning:
                 yield _extents(each, "outvars", d), _stepped(Window(d, d, 1, 1, 1, stride[0], 0, 0), inner, lambda sizes: -1)
 
     def _merged(self, each: Sequence[Any]) -> Iterator[tuple[Values, Form]]:
-        """Products of dims that follow each other."""
+        """Extents of merged dims: products of consecutive dims."""
         given = [_extents(each, "invars", d) for d in range(len(each[0].invars[0].aval.shape))]
         for d in range(len(each[0].outvars[0].aval.shape)):
             made = _extents(each, "outvars", d)
@@ -183,29 +186,33 @@ class _Learning:
                     yield made, lambda sizes, forms=forms: math.prod([form(sizes) for form in forms if form])
 
     def _counted(self, each: Sequence[Any]) -> Iterator[tuple[Values, Form]]:
-        """How many elements a sum has, of those that vary in number: means divide by it."""
+        """Number of elements in a sum over several varying dims, by which means divide."""
         columns = [_extents(each, "invars", d) for d in each[0].params["axes"]]
         forms = [(column, self._form(column)) for column in columns if len(set(column)) > 1]
         if len(forms) > 1:
             yield from _products([(column, form) for column, form in forms if form is not None])
 
     def learn(self, values: Values, form: Form) -> None:
-        """Tell the points of an extent, if it is that at all of them."""
+        """Add the formula of an extent, if it fits all points.
+
+        Raises:
+            Unknown: another extent has the same values at the points, but not for all sizes.
+        """
         if any(form(point) != value for point, value in zip(self._points.at, values, strict=True)):
             return
-        self._points.tried = self._points.tried or [*self._tried()]
+        self._points.compared_at = self._points.compared_at or [*self._sizes_to_compare()]
         known = (lambda sizes: values[0]) if len(set(values)) == 1 else self._points.learned(values)
         if known is None:
             self._points.learn(values, form)
-        elif any(known(sizes) != form(sizes) for sizes in self._points.tried):
-            raise Unknown(f"two extents are {', '.join(map(str, values))} where they were traced, and differ for other sizes")
+        elif any(known(sizes) != form(sizes) for sizes in self._points.compared_at):
+            raise Unknown(f"two extents are {', '.join(map(str, values))} at the sizes of the traces, but differ for other sizes")
 
-    def _tried(self) -> Iterator[tuple[int, ...]]:
-        """Sizes within the limits: for each name many that follow each other, and the ends."""
+    def _sizes_to_compare(self) -> Iterator[tuple[int, ...]]:
+        """Sizes within the limits: for each name many consecutive ones, and the largest."""
         period = self._points.period
         for i, (least, most) in enumerate(self._limits):
             first = least + (self._points.at[0][i] - least) % period
-            some = [*range(first, min(most, first + _MOST_TRIED * period) + 1, period), most - (most - first) % period]
+            some = [*range(first, min(most, first + _MAX_COMPARED * period) + 1, period), most - (most - first) % period]
             for others in (self._points.at[0], self._points.at[-1]):
                 yield from (tuple(n if j == i else other for j, other in enumerate(others)) for n in some)
 
@@ -219,12 +226,12 @@ def _ranks(equation: Any) -> list[int]:
 
 
 def _stepped(window: Window, inner: Form, rest: Form) -> Form:
-    """As jax writes it, so that it knows its symbols again."""
-    return lambda sizes: (window.whole(inner(sizes)) + rest(sizes)) // window.step + 1
+    """Number of strided windows, written as jax does, so that jax recognizes equal symbolic expressions."""
+    return lambda sizes: (window.dilated(inner(sizes)) + rest(sizes)) // window.stride + 1
 
 
 def _products(made: Sequence[tuple[Values, Form]]) -> Iterator[tuple[Values, Form]]:
-    """Of extents beside each other: means divide by them."""
+    """Products of two or more extents, by which means divide."""
     for count in range(2, len(made) + 1):
         for some in itertools.combinations(made, count):
             forms = [form for _, form in some]
